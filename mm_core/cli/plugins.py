@@ -176,12 +176,15 @@ def _test(registry: Registry, name: str, kind: str | None, as_json: bool) -> int
 
 def _print_outcomes(registered: Registered, outcomes: Sequence[Outcome]) -> None:
     """Prints a component with the number of its checks that passed, and a line for each check: the
-    milliseconds that it took, and its reason if it did not pass."""
+    milliseconds that it took, and its reason if it did not pass, once if several have the same."""
     passed = sum(outcome.status == "passed" for outcome in outcomes)
     seconds = sum(outcome.seconds for outcome in outcomes)
     print(f"{registered.qualified}  ({registered.kind})  {passed} of {len(outcomes)} passed, {seconds:.1f} s")
+    first: dict[str, str] = {}
     for outcome in outcomes:
         reason = f": {outcome.reason}" if outcome.reason else ""
+        if outcome.status == "failed" and first.setdefault(outcome.reason, outcome.check) != outcome.check:
+            reason = f": as {first[outcome.reason]}"
         print(f"  {1000 * outcome.seconds:7.0f} ms  {outcome.status}: {outcome.check}{reason}")
 
 

@@ -20,7 +20,11 @@ hookimpl = pluggy.HookimplMarker("mm_core")
 @hookspec
 def mm_predictors() -> Iterable[Component]:
     """Predictors, the networks that a diffusion task trains: `target(**fields)` ->
-    `mm_core.contracts.Predictor`."""
+    `mm_core.contracts.Predictor`.
+
+    The capability `compiles: True` declares that torch.compile takes the forward as one graph: the
+    conformance kit then checks it.
+    """
 
 
 @hookspec

@@ -74,4 +74,4 @@ class Good(PredictorModule):
 
 @hookimpl
 def mm_predictors():
-    return [Component("good", "good_predictor:Good")]
+    return [Component("good", "good_predictor:Good", capabilities={"compiles": True})]

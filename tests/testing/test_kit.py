@@ -17,7 +17,7 @@ from mm_core.diffusion.flow_match import FlowMatch
 from mm_core.errors import PluginError
 from mm_core.plugin.registry import get_registry
 from mm_core.testing import conformance_tests
-from mm_core.testing.kit import Examination, find_components
+from mm_core.testing.kit import Examination, Outcome, find_components
 from support.conformance import examined
 
 test_flow_match = conformance_tests("core/flow_match")
@@ -74,6 +74,17 @@ def test_faults_are_sentences_with_the_authors_file_and_line(
     assert f"{plugin}, line 6: sigmas(1) are [1.0, 0.1]; accepted: from at most 1 (noise) down to 0" in line
     assert f"failed: linear: ZeroDivisionError: no steps ({plugin}, line 11)" in out
     assert "/mm_core/" not in out, "no frame of the core is shown"
+
+
+def test_a_reason_that_several_checks_share_is_printed_once(
+    plugin: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = Outcome("local/ends", "scheduler", "first", "failed", "no levels")
+    both = [failing, replace(failing, check="second"), replace(failing, check="third", reason="other")]
+    monkeypatch.setattr("mm_core.testing.kit.Examination.__iter__", lambda self: iter(both))
+    assert main(["plugins", "test", "local/ends", "--path", str(plugin)]) == 1
+    lines = [line.partition("failed: ")[2] for line in capsys.readouterr().out.splitlines()[1:4]]
+    assert lines == ["first: no levels", "second: as first", "third: other"]
 
 
 def test_json_has_every_check(plugin: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from support.conformance import edited, failed, shortcomings
 
 GOOD = Path(__file__).with_name("good_predictor.py")
 ON_RANKS = ("sharded_training", "sharded_checkpoint")
-ALONE = [name for name in PREDICTOR_CHECKS if name not in ON_RANKS]
+ALONE = [name for name in PREDICTOR_CHECKS if name not in (*ON_RANKS, "compiles")]
 
 
 def examination(folder: Path, old: str = "", new: str = "") -> Examination:
@@ -136,7 +136,20 @@ def test_a_wrong_line_fails_the_check_that_is_for_it(check: str, tmp_path: Path)
 
 
 def test_every_check_has_a_fault() -> None:
-    assert {*FAULTS, *ON_RANKS} == {*PREDICTOR_CHECKS}
+    assert {*FAULTS, *ON_RANKS, "compiles"} == {*PREDICTOR_CHECKS}
+
+
+@pytest.mark.slow
+def test_a_forward_that_breaks_the_graph_does_not_compile(tmp_path: Path) -> None:
+    for folder in ("good", "broken"):
+        (tmp_path / folder).mkdir()
+    assert examination(tmp_path / "good").run("compiles").status == "passed"
+    old = "x = self.head(x * self.scale.to(dtype))"
+    of = examination(tmp_path / "broken", old, f"{old} if latents.sum().item() else x")
+    reason = of.run("compiles").reason
+    assert f"{tmp_path}/broken/{GOOD.name}, line" in reason
+    assert "torch.compile does not take forward as one graph: " in reason
+    assert "hint: branch on shapes and options alone, not on values of tensors" in reason
 
 
 @pytest.mark.slow

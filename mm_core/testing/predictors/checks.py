@@ -10,6 +10,7 @@ from mm_core.errors import ContractError, MMError, foreign_code
 from mm_core.testing.kit import Check, Kit, NotApplicable, Probe, by_name, sentence_of
 from mm_core.testing.predictors.declared import (
     attributes,
+    compiles,
     flops,
     initialisation,
     meta_build,
@@ -36,7 +37,8 @@ _ON_RANKS = by_name(sharded_training, sharded_checkpoint)
 PREDICTOR_CHECKS: Mapping[str, Check] = by_name(
     *(attributes, meta_build, initialisation, output, odd_sizes, one_frame, gradients, determinism),
     *(independence, inputs_unchanged, text_padding, timestep_precision, unknown_conditions),
-    *(missing_conditions, flops, sharding_plan, recomputation, mixed_precision, *_ON_RANKS.values()),
+    *(missing_conditions, flops, sharding_plan, recomputation, mixed_precision, compiles),
+    *_ON_RANKS.values(),
 )
 """Each conformance check by its name, to run one test per check. The last two start several processes."""
 
@@ -88,7 +90,9 @@ def check_predictor(
 
 
 def _probe(probe: Probe) -> PredictorProbe:
-    return PredictorProbe(ComponentBuild(probe), place=probe.place)
+    found = PredictorProbe(ComponentBuild(probe), place=probe.place)
+    found.compiles = probe.registered.component.capabilities.get("compiles") is True
+    return found
 
 
 KIT = Kit(PREDICTOR_CHECKS, probe=_probe, ranks=tuple(_ON_RANKS))

@@ -15,7 +15,7 @@ from mm_core.modules.flops import step_flops
 from mm_core.parallel.layout import decide_layout
 from mm_core.tasks.text_to_video.conditions import Conditions
 from mm_core.testing.kit import NotApplicable, sentence_of
-from mm_core.testing.predictors.forward import expect_output
+from mm_core.testing.predictors.forward import distance, expect_output
 from mm_core.testing.predictors.probe import PredictorProbe
 from mm_core.testing.predictors.training import Training
 
@@ -85,6 +85,28 @@ def initialisation(probe: PredictorProbe) -> None:
         f"a second init_weights does not fill {', '.join(different[:8])} as the first does",
         hint="init_weights may run twice: it fills every parameter and buffer each time",
     )
+
+
+def compiles(probe: PredictorProbe) -> None:
+    """Conformance check: torch.compile takes the predictor's forward as one graph, if it declares so."""
+    if not probe.compiles:
+        raise NotApplicable("its Component does not declare it: capabilities={'compiles': True}")
+    module = probe.trained()
+    inputs = probe.inputs(module)
+    with torch.no_grad():
+        plain = module(**inputs)
+        try:
+            compiled = torch.compile(module, backend="eager", fullgraph=True)(**inputs)
+        except Exception as fault:
+            raise ContractError(
+                f"torch.compile does not take forward as one graph: {sentence_of(fault)}",
+                where=probe.place,
+                hint="branch on shapes and options alone, not on values of tensors; or do not declare it",
+            ) from fault
+        finally:
+            torch.compiler.reset()
+    error = distance(plain, compiled)
+    probe.expect(error <= 1e-5, f"the compiled output differs by {error:.1e}", accepted="at most 1e-5")
 
 
 def unknown_conditions(probe: PredictorProbe) -> None:

@@ -46,6 +46,8 @@ class PredictorProbe:
         self.patches = patches
         self.text_length = text_length
         self.conditions = conditions or {}
+        self.compiles = False
+        """Whether the component declares that torch.compile takes its forward."""
         self.outcomes: Any = None
         """What the ranks of `mm_core.testing.predictors.sharded` have found, or their error."""
 
