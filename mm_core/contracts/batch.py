@@ -102,6 +102,10 @@ class VideoTextBatch(Batch):
     text_mask: Tensor | None = None
     fps: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        if self.pixels.dim() != 5 or self.pixels.shape[1] != 3:
+            raise ValueError(f"pixels must have the shape [B,3,F,Y,X], not {[*self.pixels.shape]}")
+
 
 @dataclass
 class TextBatch(Batch):

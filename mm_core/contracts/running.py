@@ -204,6 +204,18 @@ class Callback:
         """Called when a run ends after `step` steps; `error` ended it, None if it ended without one."""
 
 
+class Optimizer(Protocol):
+    """A `torch.optim.Optimizer`, built with groups of parameters: `target(groups, **fields)`.
+
+    All that it keeps between steps is tensors in `state` (a count is a 0-dimensional one), by parameter, and
+    numbers in `param_groups`: so that a checkpoint contains it. The core calls `step` after the gradients of
+    all micro-batches, and clears the gradients itself.
+    """
+
+    def step(self) -> object:
+        """Updates the parameters of all groups that have a gradient, in place; the result is ignored."""
+
+
 class WeightPlan(Protocol):
     """Initial weights that were found for a task and compared with it by name."""
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         starting,
         starts_explained,
     )
+    from mm_core.data.media.frames import read_frames
     from mm_core.data.media.images import opened_image, read_image
     from mm_core.data.media.readers import PyAVReader
     from mm_core.data.media.video_files import write_clips
@@ -43,6 +44,7 @@ __all__ = [
     "kind_of",
     "moving_shapes",
     "opened_image",
+    "read_frames",
     "read_image",
     "read_prompts",
     "start_server",
@@ -67,6 +69,7 @@ __getattr__ = lazy_names(
         "kind_of": "mm_core.data.rows.json_rows",
         "moving_shapes": "mm_core.data.datasets.shapes:",
         "opened_image": "mm_core.data.media.images",
+        "read_frames": "mm_core.data.media.frames",
         "read_image": "mm_core.data.media.images",
         "read_prompts": "mm_core.data.rows.prompts",
         "start_server": "mm_core.data.loading.workers",

@@ -48,6 +48,7 @@ from mm_core.parallel.layout import decide_layout, gathered_bytes, mesh_shape
 from mm_core.parallel.prefetch import set_prefetch
 from mm_core.parallel.scalar_parameters import ScalarParameters, scalars_of
 from mm_core.parallel.unused_modules import UnusedModules
+from mm_core.plugin.checks.contract import place_of_object
 from mm_core.runtime.groups import device_mesh
 
 
@@ -345,7 +346,7 @@ class FSDP2Engine:
             raise ContractError(
                 f"{type(self._optimizer).__name__} has state that is not a tensor, so a checkpoint cannot"
                 f" contain it: {', '.join(sorted(lost))}",
-                where="optimizer",
+                where=f"optimizer, {place_of_object(self._optimizer)}",
                 accepted="tensors as state, such as a 0-dimensional one for a count",
             )
         optimizer = {

@@ -29,6 +29,7 @@ from mm_core.data.rows.prompts import Prompt, read_images, with_images
 from mm_core.errors import ContractError, DataError, MMError, PeerError
 from mm_core.evaluation.batches import EvaluationData
 from mm_core.evaluation.sampled_clips import gather_previews, no_clips, share_of, with_trained_size, write_own
+from mm_core.plugin.checks.contract import place_of_object
 from mm_core.plugin.registry import Registry
 from mm_core.runtime.ranks import Ranks, gather_rows, sum_rows
 
@@ -235,16 +236,13 @@ class Validator:
             )
 
     def _figures(self, taken: set[str]) -> dict[str, float]:
-        """The metrics' figures from the sums over all ranks. ContractError for a name used twice."""
+        """The metrics' figures from the sums over all ranks. ContractError for one that cannot be logged."""
         figures: dict[str, float] = {}
         for name, metric in self._metrics:
             found = metric.result(sum_rows(metric.sums().double()))
-            if twice := sorted(found.keys() & (taken | figures.keys())):
-                raise ContractError(
-                    f"two metrics return the figure {twice[0]!r}",
-                    where=f"validation.metrics: {name}",
-                    hint="remove one of the metrics",
-                )
+            twice = sorted(found.keys() & (taken | figures.keys()))
+            if twice or not all(isinstance(value, int | float) for value in found.values()):
+                raise _wrong_figure(name, metric, found, twice)
             figures |= found
         return figures
 
@@ -335,6 +333,24 @@ class Validator:
         if figures := self._figures(set()):
             prefix = self.split if self._ema is None else f"{self.split}_ema"
             self._log(step, {f"{prefix}/{name}": value for name, value in figures.items()})
+
+
+def _wrong_figure(
+    name: str, metric: Metric, found: Mapping[str, object], twice: Sequence[str]
+) -> ContractError:
+    """The error for a metric whose figures are no numbers, or have names that are taken (`twice`)."""
+    if twice:
+        return ContractError(
+            f"two metrics return the figure {twice[0]!r}",
+            where=f"validation.metrics: {name}",
+            hint="remove one of the metrics",
+        )
+    figure, value = next((k, value) for k, value in found.items() if not isinstance(value, int | float))
+    return ContractError(
+        f"the figure {figure!r} is a {type(value).__name__}",
+        where=f"validation.metrics: {name}, {place_of_object(metric)}",
+        accepted="a number, such as float(tensor)",
+    )
 
 
 def build_metrics(registry: Registry, settings: ValidationSection) -> list[tuple[str, Metric]]:

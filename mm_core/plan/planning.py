@@ -26,10 +26,11 @@ from mm_core.contracts import (
 )
 from mm_core.data.loading.sampler import BatchPlan
 from mm_core.data.loading.seeding import build_dataset
-from mm_core.errors import ConfigError, PlanError
+from mm_core.errors import ConfigError, ContractError, PlanError
 from mm_core.modules.casting import cast_frozen
 from mm_core.modules.patterns import freeze
 from mm_core.plan.run_plan import ComponentFact, MissingFile, ModuleFact, RunPlan
+from mm_core.plugin.checks.contract import place_of_object
 from mm_core.weights.adapters.inject import Structure, add_adapters
 from mm_core.weights.fitting import formats_of
 from mm_core.weights.stored import missing_at
@@ -49,6 +50,7 @@ def build_task(config: RunConfig, adapters: Structure | None = None) -> TaskModu
     with torch.device("meta"):
         task: TaskModule = registry.build("task", config.task)
     assert isinstance(task, nn.Module)
+    _check_names(task)
     train = config.train
     formats = formats_of(registry) if train.adapters else {}
     add_adapters(task, train.adapters, formats, train.also_train, adapters)
@@ -56,6 +58,18 @@ def build_task(config: RunConfig, adapters: Structure | None = None) -> TaskModu
     if train.base_dtype is not None:
         cast_frozen(task, torch_dtype(train.base_dtype))
     return task
+
+
+def _check_names(task: TaskModule) -> None:
+    """ContractError if `trainable` or `frozen` names something else than a module of the task."""
+    modules = dict(task.named_modules())
+    for attribute in ("trainable", "frozen"):
+        if unknown := [name for name in getattr(task, attribute) if name not in modules]:
+            raise ContractError(
+                f"`{attribute}` names {', '.join(map(repr, unknown))}, which is not a module of the task",
+                where=f"task, {place_of_object(task)}",
+                accepted=", ".join(name for name, _ in task.named_children()),
+            )
 
 
 def build_frozen(task: TaskModule) -> None:

@@ -11,8 +11,8 @@ import torch
 import mm_core
 from mm_core.contracts import Dataset, Randomness, SampleKey, SupportsSampleAt
 from mm_core.data.datasets.video_text import VideoTextDataset
-from mm_core.data.media.readers import DecordReader
-from mm_core.errors import DataError
+from mm_core.data.media.readers import DecordReader, PyAVReader
+from mm_core.errors import ContractError, DataError
 
 RNG = Randomness(0)
 
@@ -33,6 +33,27 @@ def build(tmp_path: Path, encode, annotate):
         return VideoTextDataset(file, num_frames, 24, 32, folder=tmp_path / "videos", **fields)
 
     return make
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        (lambda frames: frames.float(), r"torch.float32 \[8, 48, 64, 3\]"),
+        (lambda frames: frames[:7], r"torch.uint8 \[7, 48, 64, 3\]"),
+        (lambda frames: frames.permute(0, 3, 1, 2), r"torch.uint8 \[8, 3, 48, 64\]"),
+        (lambda frames: frames.tolist(), "list"),
+    ],
+)
+def test_frames_of_another_kind_are_the_readers_fault(build, change, shown) -> None:
+    class Other(PyAVReader):
+        def read(self, path, seconds):
+            return change(super().read(path, seconds))
+
+    dataset = build(reader=Other())
+    wrong = rf"the video reader, {__file__}, line \d+: read returned {shown} for 8 times"
+    with pytest.raises(ContractError, match=wrong) as fault:
+        dataset[0]
+    assert fault.value.accepted == "torch.uint8 [8, Y, X, 3]"
 
 
 def test_a_sample_is_pixels_caption_and_id(build) -> None:

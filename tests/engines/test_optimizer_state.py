@@ -50,7 +50,10 @@ def test_python_numbers_in_optimizer_state_are_refused():
         engine.prepare(task, engine.plan(task, 1, 0), lambda p: Counting(p.values(), lr=0.1), Randomness(1))
         engine.micro_step(lambda: Loss(task.predictor(torch.ones(1, 3)).sum(), 1.0), last=True, scale=1.0)
         engine.step(engine.grad_norm(), None)
-        with pytest.raises(ContractError, match=r"Counting has state that is not a tensor, .*: k"):
+        with pytest.raises(
+            ContractError,
+            match=r"\.py, line \d+: Counting has state that is not a tensor, .*: k",
+        ):
             engine.state_dict()
 
 

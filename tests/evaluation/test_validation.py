@@ -228,6 +228,15 @@ def test_a_figure_that_is_given_twice_is_refused(parts):
         parts.validator(validation.Clips(4), metrics=("latent_psnr", "latent_psnr")).run(1)
 
 
+def test_a_figure_that_is_no_number_is_refused(parts, monkeypatch):
+    monkeypatch.setattr(LatentPSNR, "result", lambda metric, sums: {"latent_psnr": sums})
+    with pytest.raises(ContractError) as fault:
+        parts.validator(validation.Clips(4), metrics=("latent_psnr",)).run(1)
+    text = str(fault.value)
+    assert re.match(r"validation.metrics: latent_psnr, .*\.py, line \d+: the figure 'latent_psnr' is", text)
+    assert text.endswith("is a Tensor\n  accepted: a number, such as float(tensor)")
+
+
 def test_the_metric_of_the_documentation_works(tmp_path):
     page = (Path(__file__).parents[2] / "docs/validation.md").read_text()
     (code,) = (found for found in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "hookimpl" in found)

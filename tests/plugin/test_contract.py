@@ -129,6 +129,30 @@ def test_an_object_of_another_base_is_that_alone() -> None:
     assert object_faults("optimizer", torch.optim.SGD([torch.ones(1)])) == []
 
 
+def test_an_optimizer_needs_a_step_of_its_own_also_after_torch_has_wrapped_its_class() -> None:
+    class Mine(torch.optim.Optimizer):
+        def update(self): ...
+
+    assert class_faults("optimizer", Mine) == ["it lacks 1 method: step()"]
+    made = Mine([torch.ones(1)], {})
+    assert object_faults("optimizer", made) == ["it lacks 1 method: step()"]
+
+
+def test_a_length_that_is_no_whole_number_is_a_fault() -> None:
+    class Long:
+        def __len__(self):
+            return 2.0
+
+        def __getitem__(self, index):
+            return {}
+
+        def collate(self, samples): ...
+
+    assert object_faults("dataset", Long()) == [
+        "its length is no whole number of 0 or more: 'float' object cannot be interpreted as an integer"
+    ]
+
+
 def test_methods_that_are_only_the_protocol_s_own_are_missing() -> None:
     """A class that derives from a protocol inherits methods that return None."""
 

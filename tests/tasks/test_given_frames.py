@@ -146,6 +146,22 @@ def test_image_features_come_of_the_frames_as_bytes():
     torch.testing.assert_close(features, levels.repeat_interleave(2, dim=1), rtol=0, atol=1e-3)
 
 
+def test_image_features_of_another_shape_are_named():
+    class Flat(Brightness):
+        def encode(self, images):
+            return super().encode(images).flatten(1)
+
+    task = task_of(Repeats(image_dim=3), image_encoder=Flat(), frames=("first",))
+    wrong = rf"task.image_encoder, {__file__}, line \d+: .* where hidden states \[2, L, D\] is needed"
+    with pytest.raises(ContractError, match=wrong):
+        task.prepare(batch_of(clips()), RNG)
+
+
+def test_clips_of_another_shape_are_no_batch():
+    with pytest.raises(ValueError, match=r"the shape \[B,3,F,Y,X\], not \[2, 6, 3, 8, 8\]"):
+        batch_of(clips().transpose(1, 2))
+
+
 def test_sampling_keeps_what_is_given_and_shows_it_to_both_halves_of_guidance():
     predictor = Repeats(image_dim=3)
     task = task_of(predictor, image_encoder=Brightness())

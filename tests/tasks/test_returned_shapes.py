@@ -174,6 +174,23 @@ def test_what_is_no_tensor_at_all_is_named():
     )
 
 
+def test_a_mask_of_another_dtype_is_named():
+    class Counted(ByteTextEncoder):
+        def encode(self, ids, mask):
+            hidden, mask = super().encode(ids, mask)
+            return hidden, mask.long()
+
+    task = make_task()
+    task.captions.encoder = Counted(8, 32)
+    task.captions.encoder.load(torch.device("cpu"))
+    with pytest.raises(ContractError) as fault:
+        task.prepare(make_batch(task), RNG)
+    assert text_of(fault) == (
+        "task.text_encoder: encode returned a tensor of torch.int64\n"
+        "  accepted: a bool mask, false for padding"
+    )
+
+
 def test_a_shift_by_tokens_is_checked_in_the_plan():
     with pytest.raises(ContractError) as fault:
         make_task(scheduler=Wrong("for_tokens", lambda found: None)).check(SPEC)

@@ -1,17 +1,20 @@
 """The task text_to_video: its loss is what it says, its chance derives from keys, faults are said."""
 
 import pickle
+import re
 from itertools import pairwise
 
 import pytest
 import torch
 
 from mm_core.builtin.configs.text_to_video import SampleConfig
+from mm_core.config.load import load_config
 from mm_core.contracts import Randomness, SampleKey, SampleRequest
 from mm_core.diffusion.encoders.pixel import PixelAutoencoder
 from mm_core.diffusion.encoders.text import ByteTextEncoder, HFTextEncoder
 from mm_core.diffusion.flow_match import FlowMatch
 from mm_core.errors import ContractError
+from mm_core.plan import build_task
 from mm_core.tasks.text_to_video.task import TextToVideo
 from support.text_to_video import CAPTIONS, RNG, SmallPredictor, make_batch, make_task, row
 
@@ -141,7 +144,7 @@ def test_a_prediction_of_another_shape_is_a_sentence():
             return super().forward(latents, timestep, text, text_mask)[:, :6]
 
     task = make_task(Short())
-    wrong = r"returned shape \(3, 6, 2, 4, 4\), not the target's \(3, 12, 2, 4, 4\)"
+    wrong = r"forward returned \[3, 6, 2, 4, 4\] where \[3, 12, 2, 4, 4\] is needed"
     with pytest.raises(ContractError, match=wrong):
         task.loss(task.prepare(make_batch(task), RNG))
 
@@ -386,3 +389,12 @@ def test_a_size_below_one_is_told_the_least_that_fits(size):
     with pytest.raises(ContractError, match=rf"width {size} \(nearest: 2\)") as caught:
         make_task().check({**FITTING, "width": size})
     assert "width 4" in str(caught.value), "a hint with sizes that divide into patches"
+
+
+def test_a_name_that_is_no_module_of_the_task_is_refused_in_the_plan(tiny, monkeypatch):
+    monkeypatch.setattr(TextToVideo, "trainable", ("predictor", "head"))
+    with pytest.raises(ContractError) as fault:
+        build_task(load_config(tiny))
+    text = str(fault.value)
+    assert re.match(r"task, .*task\.py, line \d+: `trainable` names 'head', which is not a module of", text)
+    assert text.endswith("accepted: predictor, autoencoder, text_encoder")

@@ -177,6 +177,19 @@ def test_a_tracker_that_fails_is_named_once_and_switched_off(tmp_path, caplog):
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
 
 
+def test_a_tracker_cannot_change_the_metrics_of_the_others(tmp_path):
+    class Clears(Broken):
+        def log(self, step, metrics):
+            metrics.clear()
+
+    trackers = TrackerSet({"acme/clears": Clears(), "core/jsonl": JsonlTracker(tmp_path)})
+    metrics = {"loss": 1.0}
+    trackers.log(1, metrics)
+    trackers.close("done")
+    assert metrics == {"loss": 1.0}
+    assert [row["loss"] for row in read_metrics(tmp_path)] == [1.0]
+
+
 def test_a_tracker_that_cannot_take_clips_is_switched_off_as_well(tmp_path, caplog):
     broken, works = Broken(), TensorBoardTracker(tmp_path, flush_secs=1)
     trackers = TrackerSet({"acme/server": broken, "core/tensorboard": works})

@@ -156,7 +156,12 @@ VIDEO_FAULTS = [
     (
         "batches",
         collated(lambda batch: replace(batch, pixels=batch.pixels.transpose(1, 2))),
-        "pixels are [2, 4, 3, 8, 8] of torch.float32",
+        "ValueError: pixels must have the shape [B,3,F,Y,X], not [2, 4, 3, 8, 8]",
+    ),
+    (
+        "batches",
+        collated(lambda batch: replace(batch, pixels=batch.pixels.double())),
+        "pixels are [2, 3, 4, 8, 8] of torch.float64",
     ),
     ("batches", collated(lambda batch: replace(batch, pixels=batch.pixels / 2 + 0.5)), "pixels are from 0.1"),
     ("batches", collated(lambda batch: replace(batch, captions="ab")), "captions are 'ab'"),

@@ -12,6 +12,7 @@ import torch
 from mm_core.builtin.configs.data import VideoTextConfig
 from mm_core.contracts import Randomness, VideoInfo, VideoReader, VideoTextBatch
 from mm_core.data.datasets import Sample
+from mm_core.data.media.frames import read_frames
 from mm_core.data.media.readers import PyAVReader
 from mm_core.data.media.transforms import resize_centre_crop
 from mm_core.data.rows.annotations import Annotation, inside, read_annotations
@@ -82,7 +83,7 @@ class VideoTextDataset:
             raise self._short(path, row.num_frames, "the annotation declares")
         info = self.reader.probe(path)
         times = self._times(path, info, start)
-        frames = self.reader.read(path, times)
+        frames = read_frames(self.reader, path, times)
         return {
             "pixels": resize_centre_crop(frames, wanted.height, wanted.width, wanted.interpolation),
             "caption": clean_caption(row.captions[int(caption * len(row.captions))]),

@@ -224,15 +224,7 @@ class _Reading(TorchDataset[Batch | _Fault]):
                 sample = {name: value for name, value in sample.items() if name != "missing"}
             failures.extend(failure for failure in tried if failure not in failures)
             return {**sample, "key": slot.key, "weight": slot.weight}
-        shown = "; ".join(f"{failure.id}: {failure.reason}" for failure in tried[:3])
-        raise UnreadableError(
-            f"sample {slot.key.index} and {len({f.index for f in tried}) - 1} others tried in its place "
-            f"could not be read: {shown}",
-            failures + tried,
-            where="data.train",
-            hint="check the file that lists the samples and the paths in it; skipped.jsonl in the run's"
-            " folder lists the samples that failed",
-        )
+        raise _unreadable(slot, tried, failures)
 
     def _candidates(self, slot: SlotSpec) -> Iterator[int]:
         """The slot's own sample, then up to ATTEMPTS others that depend on the slot alone."""
@@ -288,6 +280,19 @@ class _Reading(TorchDataset[Batch | _Fault]):
                 where=self._line_of(error),
                 hint="fix this code; set MM_DEBUG=1 to see the worker's traceback",
             ) from error
+
+
+def _unreadable(slot: SlotSpec, tried: list[FailureRecord], failures: list[FailureRecord]) -> UnreadableError:
+    """The error for a slot whose sample and all samples tried in its place are unreadable."""
+    shown = "; ".join(f"{failure.id}: {failure.reason}" for failure in tried[:3])
+    return UnreadableError(
+        f"sample {slot.key.index} and {len({f.index for f in tried}) - 1} others tried in its place "
+        f"could not be read: {shown}",
+        failures + tried,
+        where="data.train",
+        hint="check the file that lists the samples and the paths in it; skipped.jsonl in the run's"
+        " folder lists the samples that failed",
+    )
 
 
 def _records(error: DataError, index: int, replaced: bool) -> list[FailureRecord]:

@@ -22,8 +22,7 @@ def resize_centre_crop(
 ) -> Tensor:
     """Resizes video frames by their short side and crops the centre: float32 [3,F,height,width] in [-1,1].
 
-    The resize is antialiased and works on 8-bit values, as Pillow's does (the two agree within two
-    levels). Frames are resized one at a time to save memory.
+    The resize is antialiased, on 8-bit values, like Pillow's (within two levels). Frames are resized singly.
 
     Args:
         frames: uint8 [F,Y,X,3].

@@ -81,7 +81,7 @@ CONTRACTS: Mapping[str, Contract] = MappingProxyType(
             ),
         ),
         "engine": Contract("mm_core.contracts:Engine"),
-        "optimizer": Contract("torch.optim:Optimizer", base="torch.optim:Optimizer"),
+        "optimizer": Contract("mm_core.contracts:Optimizer", base="torch.optim:Optimizer"),
         "lr_schedule": Contract("mm_core.contracts:LRSchedule"),
         "tracker": Contract("mm_core.contracts:Tracker"),
         "video_reader": Contract("mm_core.contracts:VideoReader"),
@@ -169,6 +169,11 @@ def object_faults(kind: str, found: object) -> list[str]:
             missing.append(str(member))
         elif not _fits(value := getattr(found, member.name), member.type):
             wrong.append(f"its {member.name} is {value!r}, not {_type_text(member.type)}")
+    if "__len__" in members and not faults:
+        try:
+            len(found)  # type: ignore[arg-type]
+        except (TypeError, ValueError) as error:
+            wrong.append(f"its length is no whole number of 0 or more: {error}")
     return [*faults, *lacking("attribute", missing), *wrong]
 
 
@@ -223,7 +228,9 @@ def _is_inherited(contract: Contract, name: str, cls: type, found: object | None
     parents = [_load(path) for path in (contract.protocol, contract.base) if path is not None]
     method = getattr(cls, name, None)
     own = name in getattr(found, "__dict__", {})
-    return not own and any(method is not None and method is getattr(each, name, None) for each in parents)
+    # Torch wraps the `step` of an optimizer's class when the first object is made.
+    inherited = (inspect.unwrap(each) for parent in parents if (each := getattr(parent, name, None)))
+    return not own and method is not None and inspect.unwrap(method) in inherited
 
 
 def check_object(kind: str, found: object, target: Callable[..., object], where: str) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from mm_core.contracts import Autoencoder, SupportsDoSample, SupportsMaxFrames
 from mm_core.errors import ContractError, plural
+from mm_core.plugin.checks.contract import place_of_object
 from mm_core.tasks.text_to_video.frames import choices, describe, image_dim
 from mm_core.tasks.text_to_video.returned_shapes import scheduler_faults
 
@@ -67,6 +68,8 @@ def _channel_faults(task: TextToVideo) -> Iterator[ContractError]:
                 f"{name} is {value}, but the autoencoder's latents have {plural(channels, 'channel')}",
                 where=f"task.predictor.{name}",
                 accepted=str(channels),
+                hint=f"the predictor is {place_of_object(predictor)}; the autoencoder is"
+                f" {place_of_object(task.autoencoder)}",
             )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from mm_core.contracts import FrameNames, GivenFrames, Predictor, PredictorInputs, SupportsFrames
 from mm_core.data.media.images import fit_image
 from mm_core.errors import ContractError, plural
-from mm_core.tasks.text_to_video.returned_shapes import encoded
+from mm_core.tasks.text_to_video.returned_shapes import encoded, expect_features
 
 if TYPE_CHECKING:
     from mm_core.tasks.text_to_video.task import TextToVideo
@@ -85,8 +85,10 @@ def _encode(
     latents = encoded(task.autoencoder, predictor.frames_clip(frames, num_frames))
     features = None
     if predictor.image_dim is not None:
-        assert task.image_encoder is not None and originals is not None
-        features = torch.cat([task.image_encoder.encode(column).float() for column in originals], dim=1)
+        encoder = task.image_encoder
+        assert encoder is not None and originals is not None
+        columns = (expect_features(encoder.encode(column), len(column), encoder) for column in originals)
+        features = torch.cat([*columns], dim=1)
     return GivenFrames(names, latents, features)
 
 

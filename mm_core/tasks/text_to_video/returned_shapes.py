@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mm_core.contracts import Autoencoder, NoiseScheduler, SupportsForTokens, TextEncoder
+from mm_core.contracts import Autoencoder, ImageEncoder, NoiseScheduler, SupportsForTokens, TextEncoder
 from mm_core.errors import ContractError, MMError, first_line
 from mm_core.plugin.checks.contract import place_of_object
 
 _POSTERIOR = "an mm_core.contracts.Posterior: mode(), sample(generators) and moments"
 _STATES = "(hidden[B,L,D], mask[B,L]), and perhaps a mapping of further tensors [B,...]"
+_FALSE_IN_PADDING = "a bool mask, false for padding"
 _SCHEDULER = "a noise scheduler: this one, or another for samples of that size"
 
 
@@ -61,10 +62,27 @@ def expect_text(found: Any, rows: int, encoder: TextEncoder) -> tuple[Any, ...]:
     """
     if not isinstance(found, tuple) or len(found) not in (2, 3) or not isinstance(found[0], Tensor):
         raise wrong_type("text_encoder", "encode", found, _STATES, encoder)
-    if found[0].dim() != 3 or len(found[0]) != rows:
-        raise _wrong_shape("text_encoder", "encode", found[0], f"hidden states [{rows}, L, D]", encoder)
+    _expect_states(found[0], rows, "text_encoder", encoder)
     expect(found[1], found[0].shape[:2], "text_encoder", "the mask of encode", encoder)
+    if found[1].dtype != torch.bool:
+        raise wrong_type("text_encoder", "encode", found[1], _FALSE_IN_PADDING, encoder)
     return found
+
+
+def expect_features(found: Any, rows: int, encoder: ImageEncoder) -> Tensor:
+    """Returns an image encoder's features [rows,N,D] in float32.
+
+    Raises:
+        ContractError: the shape is different, or it is not a tensor.
+    """
+    _expect_states(found, rows, "image_encoder", encoder)
+    features: Tensor = found
+    return features.float()
+
+
+def _expect_states(found: object, rows: int, component: str, encoder: object) -> None:
+    if not isinstance(found, Tensor) or found.dim() != 3 or len(found) != rows:
+        raise _wrong_shape(component, "encode", found, f"hidden states [{rows}, L, D]", encoder)
 
 
 def scheduler_faults(scheduler: NoiseScheduler, channels: int) -> Iterator[ContractError]:
@@ -109,8 +127,9 @@ def scheduler_faults(scheduler: NoiseScheduler, channels: int) -> Iterator[Contr
 
 def wrong_type(component: str, what: str, found: object, accepted: str, owner: object) -> ContractError:
     """The error for what a component returned in place of something else; see `expect`."""
+    named = f"tensor of {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
     return ContractError(
-        f"{what} returned a {type(found).__name__}",
+        f"{what} returned a {named}",
         where=f"task.{component}, {place_of_object(owner)}",
         accepted=accepted,
     )

@@ -42,7 +42,7 @@ from mm_core.tasks.text_to_video.conditions import Conditions, cast_condition, s
 from mm_core.tasks.text_to_video.experts import Experts
 from mm_core.tasks.text_to_video.flops import TrainedFlops, sample_flops
 from mm_core.tasks.text_to_video.frames import check_images, choices, clip_frames, inputs_of
-from mm_core.tasks.text_to_video.returned_shapes import encoded
+from mm_core.tasks.text_to_video.returned_shapes import encoded, expect
 from mm_core.tasks.text_to_video.sampling import check_guidance, completed, generate, sample_shape
 
 
@@ -204,6 +204,7 @@ class TextToVideo(TaskModule):
     def loss(self, inputs: TextToVideoInputs) -> Loss:
         """The diffusion loss: squared error of the prediction, in float32, as a weighted sum over samples."""
         predicted = self.predict(inputs.given, inputs.text, inputs.text_mask, inputs.expert)
+        expect(predicted, inputs.target.shape, "predictor", "forward", self.predictor)
         losses = _squared_error(predicted, inputs.target, inputs.given.counts) * inputs.factors
         bins = sum_by_bin(inputs.sigma, losses, inputs.weights)
         latents = inputs.given.latents
@@ -267,6 +268,7 @@ class TextToVideo(TaskModule):
             noisy = scheduler.add_noise(clean, noise, timestep)
             given = inputs_of(self.predictor, noisy, scheduler.model_timestep(timestep), frames, conditions)
             predicted = self.predict(given, text, mask, expert)
+            expect(predicted, clean.shape, "predictor", "forward", self.predictor)
             error = _squared_error(predicted, scheduler.target(clean, noise, timestep), given.counts)
             losses[f"loss_at/{quantile:g}"] = error * scheduler.loss_weight(timestep)
             if quantile == middle:
@@ -362,12 +364,6 @@ class TextToVideo(TaskModule):
 
 def _squared_error(predicted: Tensor, target: Tensor, counts: Tensor | None) -> Tensor:
     """[B] float32: the mean over (C,T,H,W) where counts[1,1,T,H,W] is true (None: everywhere)."""
-    if predicted.shape != target.shape:
-        raise ContractError(
-            f"the predictor returned shape {tuple(predicted.shape)}, not the target's {tuple(target.shape)}",
-            where="task.predictor",
-            hint="correct the predictor's forward: it must return the shape of the latents, [B,C,T,H,W]",
-        )
     squares = (predicted.float() - target).square()
     if counts is None:
         return squares.flatten(1).mean(1)

@@ -139,7 +139,7 @@ class TrackerSet:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Passes the metrics of a step to every tracker that still works."""
-        self._call_each(step, lambda tracker: tracker.log(step, metrics))
+        self._call_each(step, lambda tracker: tracker.log(step, {**metrics}))
 
     def clips(self, step: int, clips: Sequence[Clip], folder: Path) -> None:
         """Passes sampled clips to every tracker that still works."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mm_core.contracts import VideoReader
-from mm_core.data import read_image
+from mm_core.data import read_frames, read_image
 from mm_core.errors import DataError
 from mm_internvl.data.chat import Shown
 from mm_internvl.data.rows import Medium
@@ -86,7 +86,7 @@ class Pictures:
         count = len(medium.tiles)
         # The middle frame of each of `count` equal parts, as in Transformers' InternVLVideoProcessor.
         frames = [math.floor((part + 0.5) * info.num_frames / count) for part in range(count)]
-        clip = self.reader.read(path, [(frame + 0.5) / info.fps for frame in frames])
+        clip = read_frames(self.reader, path, [(frame + 0.5) / info.fps for frame in frames])
         return torch.cat([self.tiling.frame(frame.permute(2, 0, 1)) for frame in clip])
 
     def _none(self) -> Tensor:
