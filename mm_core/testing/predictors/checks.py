@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mm_core.errors import ContractError, MMError, foreign_code
 from mm_core.testing.kit import Check, Kit, NotApplicable, Probe, by_name, sentence_of
+from mm_core.testing.predictors.capabilities import experts, given_frames
 from mm_core.testing.predictors.declared import (
     attributes,
     compiles,
@@ -37,7 +38,16 @@ _ON_RANKS = by_name(sharded_training, sharded_checkpoint)
 PREDICTOR_CHECKS: Mapping[str, Check] = by_name(
     *(attributes, meta_build, initialisation, output, odd_sizes, one_frame, gradients, determinism),
     *(independence, inputs_unchanged, text_padding, timestep_precision, unknown_conditions),
-    *(missing_conditions, flops, sharding_plan, recomputation, mixed_precision, compiles),
+    *(
+        missing_conditions,
+        given_frames,
+        experts,
+        flops,
+        sharding_plan,
+        recomputation,
+        mixed_precision,
+        compiles,
+    ),
     *_ON_RANKS.values(),
 )
 """Each conformance check by its name, to run one test per check. The last two start several processes."""

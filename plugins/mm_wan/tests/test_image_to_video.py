@@ -12,6 +12,7 @@ import pytest
 import torch
 import wan_frames as frames
 from diffusers import WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
+from mm_wan.predictor.transformer import WanTransformer
 from mm_wan.schedulers.flow_match import WanFlowMatch
 from PIL import Image
 from safetensors.torch import load_file
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from wan_solvers import of_diffusers
+from wan_variants import DISTINCT, tiny
 
 import mm_core
 from mm_core.cli.main import main
@@ -27,6 +29,8 @@ from mm_core.data.media.images import fit_image, read_image
 from mm_core.data.rows.prompts import Prompt
 from mm_core.interchange.export import export
 from mm_core.plan import build_task, make_plan
+from mm_core.testing import PredictorProbe
+from mm_core.testing.predictors.capabilities import given_frames
 from support.ranks import run_ranks
 
 HERE = Path(__file__).parent
@@ -347,3 +351,10 @@ def test_two_ranks_train_the_weights_of_one(tmp_path, variant):
     experts = {"predictor" + (f".{name}." if name else "") for name in seen[2]["experts"]}
     assert moved == [name for name in seen[2]["begun"] if name.startswith(tuple(experts))]
     assert len(experts) == (2 if variant == "i2v_high_low" else 1)
+
+
+@pytest.mark.parametrize("variant", [name for name in DISTINCT if name != "wan2.1-t2v-1.3b"])
+def test_given_frames_keep_the_contract(variant):
+    # Nothing but the channels of its latents identifies TI2V.
+    channels = {"in_channels": 48, "out_channels": 48} if variant == "wan2.2-ti2v-5b" else {}
+    given_frames(PredictorProbe(lambda: WanTransformer(**tiny(variant, **channels))))

@@ -1,0 +1,226 @@
+"""Conformance checks of predictors that take frames of their clip, or that have experts."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mm_core.contracts import (
+    FrameNames,
+    GivenFrames,
+    PredictorInputs,
+    Randomness,
+    SupportsExperts,
+    SupportsFrames,
+)
+from mm_core.testing.kit import NotApplicable
+from mm_core.testing.predictors.forward import distance, expect_output
+from mm_core.testing.predictors.probe import PredictorProbe
+
+_CHOICES: tuple[FrameNames, ...] = ((), ("first",), ("first", "last"))
+_FEATURES = 3  # image features of each given frame in the check
+_LENGTH = 3  # patches along time, so that there are frames between the first and the last
+
+
+def given_frames(probe: PredictorProbe) -> None:
+    """Conformance check: frames of the clip are filled in, counted and used as `SupportsFrames` documents."""
+    predictor = probe.trained()
+    if not isinstance(predictor, SupportsFrames):
+        raise NotApplicable("the predictor has no frame_choices")
+    module: Any = predictor
+    choices = module.frame_choices
+    probe.expect(
+        isinstance(choices, tuple) and choices and all(choice in _CHOICES for choice in choices),
+        f"frame_choices is {choices!r}",
+        accepted="a tuple of (), ('first',) and ('first', 'last'): the first of it is the default",
+    )
+    taken = [names for names in choices if names]
+    if not taken:
+        raise NotApplicable("the predictor takes no frames of its clip")
+    for names in taken:
+        _expect_frames(probe, module, names)
+
+
+def _expect_frames(probe: PredictorProbe, module: Any, names: FrameNames) -> None:
+    inputs = probe.inputs(module, patches=(_LENGTH, 3, 2))
+    latents, timestep = inputs["latents"], inputs["timestep"]
+    given = _given(probe, module, names, latents)
+    found = _shown(probe, module, latents, timestep, given)
+    _expect_filled(probe, module, latents, given, found)
+    others = {name: t for name, t in inputs.items() if name not in ("latents", "timestep")}
+
+    def predicted(shown: PredictorInputs) -> Tensor:
+        passed = {**others, **shown.conditions, "latents": shown.latents, "timestep": shown.timestep}
+        with torch.no_grad():
+            output: Tensor = module(**passed)
+        expect_output(probe, module, passed, output)
+        return output
+
+    first = predicted(found)
+    changed = GivenFrames(names, given.latents + 1, given.features)
+    second = predicted(_shown(probe, module, latents, timestep, changed))
+    counts = torch.ones(1, dtype=torch.bool) if found.counts is None else found.counts
+    probe.expect(
+        not torch.equal(first * counts, second * counts),
+        f"other frames ({' and '.join(names)}) do not change the prediction of the rest of the clip",
+        hint="with_frames must place given.latents in the latents or in a condition of forward",
+    )
+
+
+def _given(probe: PredictorProbe, module: Any, names: FrameNames, latents: Tensor) -> GivenFrames:
+    """Frames of a clip as an autoencoder with strides of 1 would encode them."""
+    rng = Randomness(6)
+    batch, channels, length, height, width = latents.shape
+    frames = [rng.normal((batch, 3, height, width), "frame", name).clamp(-1, 1) for name in names]
+    before = [frame.clone() for frame in frames]
+    clip = module.frames_clip(frames, length)
+    probe.expect(
+        isinstance(clip, Tensor)
+        and clip.dim() == 5
+        and (clip.shape[0], clip.shape[1]) == (batch, 3)
+        and clip.shape[3:] == (height, width)
+        and 1 <= clip.shape[2] <= length,
+        f"frames_clip returned {list(getattr(clip, 'shape', []))} for {length} frames of {height} x {width}",
+        accepted=f"pixels [{batch}, 3, F, {height}, {width}] with F from 1 to {length}",
+    )
+    probe.expect(
+        all(map(torch.equal, frames, before)) and clip.abs().max() <= 1,
+        "frames_clip changes its frames, or returns pixels outside of -1 to 1",
+        hint="build a new tensor: torch.cat and new_zeros",
+    )
+    encoded = rng.normal((batch, channels, clip.shape[2], height, width), "encoded", *names)
+    features = None
+    if module.image_dim is not None:
+        features = rng.normal((batch, _FEATURES * len(names), module.image_dim), "features", *names)
+    return GivenFrames(names, encoded, features)
+
+
+def _shown(
+    probe: PredictorProbe, module: Any, latents: Tensor, timestep: Tensor, given: GivenFrames
+) -> PredictorInputs:
+    """What with_frames returns; it must read no parameter, change no argument, and be a pure function."""
+    before = latents.clone(), timestep.clone(), given.latents.clone()
+    found: PredictorInputs
+    found, again = (module.with_frames(latents, timestep, given) for _ in range(2))
+    probe.expect(
+        isinstance(found, PredictorInputs),
+        f"with_frames returned a {type(found).__name__}",
+        accepted="mm_core.contracts.PredictorInputs",
+    )
+    probe.expect(
+        all(map(torch.equal, (latents, timestep, given.latents), before)),
+        "with_frames changes its arguments",
+        hint="build a new tensor: torch.cat, torch.where, or clone before an assignment",
+    )
+    probe.expect(
+        torch.equal(found.latents, again.latents) and torch.equal(found.timestep, again.timestep),
+        "with_frames returns other inputs for the same arguments",
+        hint="sampling calls it at each step: draw nothing, and keep nothing between calls",
+    )
+    probe.expect(
+        _is_apart(probe.on_meta(), found, latents, timestep, given),
+        "with_frames reads parameters of the predictor",
+        hint="it is called outside of the forward, where weights are sharded: move this into forward",
+    )
+    return found
+
+
+def _is_apart(
+    away: Any, found: PredictorInputs, latents: Tensor, timestep: Tensor, given: GivenFrames
+) -> bool:
+    """Whether with_frames returns the same for a predictor whose parameters have no values."""
+    try:
+        apart = away.with_frames(latents, timestep, given)
+        same = all(torch.equal(apart.conditions[name], t) for name, t in found.conditions.items())
+        return same and torch.equal(apart.latents, found.latents)
+    except (RuntimeError, NotImplementedError):  # torch refuses operations on tensors without values
+        return False
+
+
+def _expect_filled(
+    probe: PredictorProbe, module: Any, latents: Tensor, given: GivenFrames, found: PredictorInputs
+) -> None:
+    """Compares the latents, timesteps, conditions and counts of with_frames with its contract."""
+    probe.expect(
+        found.latents.shape == latents.shape,
+        f"with_frames returns latents {list(found.latents.shape)}",
+        accepted=f"the shape that it got, {list(latents.shape)}: further channels are a condition",
+    )
+    sizes = zip(latents.shape[2:], module.patch_size, strict=True)
+    tokens = int(torch.tensor([size // patch for size, patch in sizes]).prod())
+    rows = len(latents)
+    probe.expect(
+        tuple(found.timestep.shape) in ((rows,), (rows, tokens)),
+        f"with_frames returns timesteps {list(found.timestep.shape)}",
+        accepted=f"[{rows}], or one a token: [{rows}, {tokens}]",
+    )
+    counts = found.counts
+    wanted = (1, 1, *latents.shape[2:])
+    probe.expect(
+        counts is None or (counts.dtype == torch.bool and tuple(counts.shape) == wanted and counts.any()),
+        "the counts of with_frames are of another shape or dtype, or count nothing",
+        accepted=f"None, or bool [{', '.join(map(str, wanted))}] with a true element",
+    )
+    counted = torch.ones(wanted, dtype=torch.bool) if counts is None else counts
+    probe.expect(
+        counts is None or torch.equal(found.latents * counted, latents * counted),
+        "with_frames changes latents that count as predicted",
+        accepted="changes only where counts is false",
+    )
+    known = module.with_frames(
+        found.latents, found.timestep[:, -1] if found.timestep.dim() == 2 else found.timestep, given
+    )
+    probe.expect(
+        torch.equal(known.latents, found.latents),
+        "with_frames applied to its own latents changes them again",
+        hint="sampling calls it once more at its end, so that given frames stay exactly as they are",
+    )
+
+
+def experts(probe: PredictorProbe) -> None:
+    """Conformance check: experts share all timesteps; a row without a named one uses that of its timestep."""
+    predictor = probe.trained()
+    if not isinstance(predictor, SupportsExperts):
+        raise NotApplicable("the predictor has no experts")
+    module: Any = predictor
+    named = list(module.experts)
+    ends = [(expert.low, expert.high) for expert in named]
+    meet = all(above[0] == below[1] for above, below in pairwise(ends))
+    whole = bool(ends) and ends[0][1] is None and ends[-1][0] == 0 and meet
+    probe.expect(
+        whole and len({expert.name for expert in named}) == len(named),
+        f"the experts are {', '.join(f'{e.name} [{e.low:g}, {e.high})' for e in named) or 'none'}",
+        accepted="different names, from noise (high=None) to clean (low=0), each begins where the next ends",
+    )
+    trained = [expert for expert in named if expert.trained]
+    probe.expect(trained, "no expert is trained", accepted="at least one Expert(..., trained=True)")
+    inputs = probe.inputs(module, batch=len(named) + 1)
+    inside = [expert.low + 1 if expert.high is None else (expert.low + expert.high) / 2 for expert in named]
+    inputs["timestep"] = torch.tensor([*inside, inside[0]])
+    before = dict(module.named_parameters()).keys()
+    with torch.no_grad(), module.complete(torch.device("cpu")):
+        added = [name for name, p in module.named_parameters() if name not in before and p.requires_grad]
+        probe.expect(not added, f"within complete(), {', '.join(added[:3])} is not frozen")
+        mixed = module(**inputs)
+        expect_output(probe, module, inputs, mixed)
+        for row, expert in enumerate([*named, named[0]]):
+            one = {name: tensor[row : row + 1] for name, tensor in inputs.items()}
+            error = distance(module(**one, expert=expert.name), mixed[row : row + 1])
+            probe.expect(
+                error <= 1e-4,
+                f"a row at timestep {float(inputs['timestep'][row]):g} differs by {error:.1e} from that of"
+                f" the expert {expert.name!r} alone",
+                accepted="at most 1e-4: without `expert`, each row uses the expert of its timestep",
+            )
+    left = dict(module.named_parameters()).keys() - before
+    probe.expect(not left, f"after complete(), the predictor still has {', '.join(sorted(left)[:3])}")
+    for expert in trained:
+        module.zero_grad(set_to_none=True)
+        module(**inputs, expert=expert.name).square().sum().backward()
+        probe.expect(
+            any(p.grad is not None and p.grad.any() for p in module.parameters()),
+            f"the expert {expert.name!r} is trained, but no weight gets a gradient from it",
+        )
