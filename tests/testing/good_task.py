@@ -1,10 +1,19 @@
-"""A task that fills in what is hidden of small pictures, with a frozen part, bins and clips."""
+"""A task that fills in what is hidden of small pictures, with a frozen part, bins, clips and answers."""
 
 import torch
 from torch import nn
 
 from mm_core import Component, hookimpl
-from mm_core.contracts import Bins, Clip, DatasetBase, Evaluation, Loss, Randomness, TaskModule
+from mm_core.contracts import (
+    Bins,
+    Clip,
+    DatasetBase,
+    Evaluation,
+    Loss,
+    Randomness,
+    StepFlops,
+    TaskModule,
+)
 from mm_core.errors import ContractError
 
 EDGES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -20,6 +29,17 @@ class Pictures(DatasetBase):
     def __getitem__(self, index):
         values = torch.arange(12.0).view(3, 2, 2) * (index + 1)
         return {"picture": values.sin(), "words": f"picture {index}"}
+
+    @classmethod
+    def conversing(cls, size: int = 6):
+        return Letters()
+
+
+class Letters:
+    """Questions as the codes of their letters."""
+
+    def prompt(self, turns):
+        return {"codes": torch.tensor([[ord(letter) for letter in turns[-1].text]])}
 
 
 class Lengths:
@@ -93,11 +113,37 @@ class Good(TaskModule):
         losses = self.losses(batch, rng) * batch.sample_weights
         places = torch.bucketize(self.hidden(batch, rng), torch.tensor(EDGES[1:-1]))
         bins = torch.zeros(2, 4).index_add(1, places, torch.stack([losses.detach(), batch.sample_weights]))
-        return Loss(losses.sum(), self.weight(batch), bins=bins)
+        return Loss(losses.sum(), self.weight(batch), bins=bins, flops=100.0 * len(batch))
+
+    def sample_flops(self, batch_spec, recomputed):
+        return StepFlops(40.0, 60.0, 40.0 if recomputed else 0.0)
+
+    def notes(self):
+        return ["pictures are small"]
 
     def evaluate(self, batch, rng, quantiles):
         losses = self.losses(batch, rng.at("evaluation"))
         return Evaluation({"loss": losses}, torch.ones(len(batch)))
+
+    def check_answers(self):
+        """Any model counts letters."""
+
+    def check_question(self, question):
+        assert question["codes"].numel()
+
+    def answer(self, questions, decoding, numbers, on_text=None, stopped=None):
+        found = []
+        for place, (question, number) in enumerate(zip(questions, numbers, strict=True)):
+            rng, words = Randomness(decoding.seed).at("answer", number), ""
+            for step in range(decoding.max_new_tokens):
+                drawn = rng.uniform(step) if decoding.temperature else 0.5
+                words += (piece := chr(97 + int(question["codes"].sum() * drawn) % 26))
+                if on_text and place == 0:
+                    on_text(piece)
+                if stopped and stopped():
+                    break
+            found.append(words)
+        return found
 
     def check_request(self, request):
         assert request.prompts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -137,6 +138,16 @@ def refuse_all(cls, size, options):
     raise ContractError("no batch fits")
 
 
+def asked(prompt) -> type:
+    """A dataset that lays out questions: by their text and how many have been laid out."""
+
+    def conversing(cls, **fields):
+        numbers = iter(range(9))
+        return SimpleNamespace(prompt=lambda turns: prompt(turns[-1].text, next(numbers)))
+
+    return clips(conversing=classmethod(conversing))
+
+
 VIDEO_FAULTS = [
     ("schema", clips(__len__=lambda self: 0), "the small instance has no samples"),
     ("schema", sampled(lambda sample: tuple(sample.values())), "sample 0 is a tuple"),
@@ -207,6 +218,15 @@ VIDEO_FAULTS = [
         "the dataset refuses the options that evaluated returns: ",
     ),
     ("class_names", clips(class_names=lambda self: ["a", "b"]), "class_names() returned ['a', 'b']"),
+    ("questions", clips(conversing=lambda self, **fields: None), "conversing is not a class method"),
+    ("questions", asked(lambda text, _: {text[:4]: torch.ones(1, 2)}), "prompt returned blue [1, 2] for one"),
+    ("questions", asked(lambda text, _: {"ids": torch.ones(2, len(text))}), "accepted: the same names, each"),
+    (
+        "questions",
+        asked(lambda text, count: {"ids": torch.full((1, 2), count)}),
+        "other tensors for the same",
+    ),
+    ("questions", asked(lambda text, _: {"ids": torch.ones(1, 2)}), "the same tensors for two questions"),
 ]
 
 

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from mm_core.plugin.registry import survey
+from mm_core.testing.data.capabilities import questions
+from mm_core.testing.data.reading import DatasetProbe
+from mm_core.testing.kit import Probe
 from mm_core.testing.training.tasks.checks import KIT
+from mm_core.testing.training.tasks.probe import TaskProbe
+from mm_core.testing.training.tasks.reports import answers
+from support import pretrained_models as models
 from support.conformance import edited, failed, shortcomings
 
 GOOD = Path(__file__).with_name("good_task.py")
@@ -38,13 +45,14 @@ FAULTS = {
         "`bins` of the loss holds the graph of the forward; accepted: a detached tensor",
     ),
     "weights": (
-        "return Loss(losses.sum(), self.weight(batch), bins=bins)",
-        "return Loss(losses.sum(), float(len(batch)), bins=bins)",
+        "return Loss(losses.sum(), self.weight(batch), bins=bins,",
+        "return Loss(losses.sum(), float(len(batch)), bins=bins,",
         "weight(batch) is 0.5, and the weight of the batch's loss is 2.0; accepted: the same number",
     ),
     "sums": (
-        "return Loss(losses.sum(), self.weight(batch), bins=bins)",
-        "return Loss(losses.mean(), self.weight(batch), bins=bins * torch.tensor([[1 / len(batch)], [1]]))",
+        "return Loss(losses.sum(), self.weight(batch), bins=bins,",
+        "bins = bins * torch.tensor([[1 / len(batch)], [1]])\n"
+        "        return Loss(losses.mean(), self.weight(batch), bins=bins,",
         ", the mean; those of each alone are ",
     ),
     "determinism": (
@@ -78,6 +86,21 @@ FAULTS = {
         '        return Evaluation({"loss": losses.mean().expand(len(batch))}, torch.ones(len(batch)))',
         "alone; accepted: the same value: batches of an evaluation depend on the number of ranks",
     ),
+    "answers": (
+        '.at("answer", number)',
+        '.at("answer", place)',
+        "the answer to question 1 is ",
+    ),
+    "notes": (
+        'return ["pictures are small"]',
+        'return "pictures are small"',
+        "notes returned 'pictures are small'; accepted: a list of strings",
+    ),
+    "sample_flops": (
+        "return StepFlops(40.0, 60.0, ",
+        "return StepFlops(30.0, 60.0, ",
+        "sample_flops returned 90 operations, but the loss counts 100 a sample",
+    ),
     "clips": (
         '"clip", row) for row in rows',
         '"clip", row - request.first) for row in rows',
@@ -108,6 +131,66 @@ def test_a_wrong_line_fails_the_check_that_is_for_it(check: str, tmp_path: Path)
     assert sentence in found[check].reason
     assert str(tmp_path / GOOD.name) in found[check].reason, "the author's file"
     assert set(found) - ALSO.get(check, set()) == {check}
+
+
+FURTHER = {
+    "stops": (
+        "if stopped and stopped():",
+        "if stopped and stopped() and step == 4:",
+        "goes on after `stopped`",
+    ),
+    "pieces": ("on_text(piece)", "on_text(words)", "but the answer is"),
+    "one answer": (
+        "        return found\n\n    def check_request",
+        "        return found[:1]\n\n    def check_request",
+        "to 2 questions; accepted: a list with one string for each question",
+    ),
+    "a question": (
+        'assert question["codes"].numel()',
+        "raise ValueError('too long')",
+        "check_question raises ValueError",
+    ),
+    "recomputed": (
+        "40.0 if recomputed else 0.0",
+        "0.0",
+        "with the trained modules recomputed, sample_flops returned",
+    ),
+    "backward": ("StepFlops(40.0, 60.0,", "StepFlops(100.0, 0.0,", "accepted: forward and backward above 0"),
+    "notes": (
+        'return ["pictures are small"]',
+        "import time\n        return [str(time.perf_counter_ns())]",
+        "notes returns other lines when it is called again",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_further_wrong_lines_are_found(name: str, tmp_path: Path) -> None:
+    old, new, sentence = FURTHER[name]
+    found = failed(edited(GOOD, tmp_path, "task", old, new), ["answers", "notes", "sample_flops"])
+    (outcome,) = found.values()
+    assert sentence in outcome.reason and str(tmp_path / GOOD.name) in outcome.reason
+
+
+@pytest.mark.slow
+def test_the_answers_of_a_model_of_transformers_keep_the_contract(tmp_path: Path) -> None:
+    """A tiny Qwen3, asked by `text_rows` about texts of its tokenizer's words."""
+    model = models.save_model("qwen3", tmp_path)
+    models.save_words(model)
+    (tmp_path / "rows.jsonl").write_text('{"text": "w3 w4 w5"}\n{"text": "w6 w7"}\n')
+    registry = survey()
+    rows = {"file": str(tmp_path / "rows.jsonl"), "tokenizer": str(model), "max_length": 32}
+    task = TaskProbe(
+        Probe(
+            registry.resolve("task", "pretrained"),
+            registry,
+            tmp_path,
+            {"from_pretrained": str(model), "auto_class": "AutoModelForCausalLM"},
+        )
+    )
+    task.data = DatasetProbe(Probe(registry.resolve("dataset", "text_rows"), registry, tmp_path, rows))
+    answers(task)
+    questions(task.data)
 
 
 def test_every_check_has_a_fault() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,17 +11,13 @@ from torch import Tensor
 from mm_core.contracts import (
     Batch,
     Randomness,
-    SupportsCheckMicroBatch,
-    SupportsClassNames,
-    SupportsEvaluated,
-    SupportsLengths,
     SupportsSampleAt,
     TextBatch,
     VideoTextBatch,
     seeded,
 )
-from mm_core.errors import ContractError, DataError, MMError, first_line
-from mm_core.schema.checking import check_component
+from mm_core.errors import DataError, MMError, first_line
+from mm_core.testing.data.capabilities import class_names, evaluation, lengths, micro_batches, questions
 from mm_core.testing.data.reading import SEED, DatasetProbe, damaged, equal
 from mm_core.testing.kit import Kit, NotApplicable, by_name
 
@@ -257,75 +252,6 @@ def _check_unreadable(probe: DatasetProbe, dataset: Any, wanted: Sequence[Any], 
         )
 
 
-def lengths(probe: DatasetProbe) -> None:
-    """lengths() returns the length of each sample: int64 [N] on the CPU."""
-    dataset, size = probe.dataset, len(probe.dataset)
-    if not isinstance(dataset, SupportsLengths):
-        raise NotApplicable("the dataset has no lengths()")
-    found = dataset.lengths()
-    probe.expect(
-        isinstance(found, Tensor)
-        and found.shape == (size,)
-        and found.dtype == torch.int64
-        and found.device.type == "cpu",
-        f"lengths() returned {_shown(found)} for {size} samples",
-        accepted=f"[{size}] of torch.int64 on the CPU",
-    )
-    probe.expect(
-        bool((found >= 0).all()), f"lengths() returned {found.tolist()[:8]}", accepted="no negative ones"
-    )
-    same = torch.equal(found, dataset.lengths()) and torch.equal(found, probe.build().lengths())
-    probe.expect(same, "lengths() returns different numbers each time: a resumed run would batch differently")
-
-
-def micro_batches(probe: DatasetProbe) -> None:
-    """check_micro_batch is a class method that accepts batches of one sample, before any file is opened."""
-    cls, options = type(probe.dataset), probe.probe.config.options
-    if not isinstance(probe.dataset, SupportsCheckMicroBatch):
-        raise NotApplicable("the dataset has no check_micro_batch")
-    _expect_class_method(probe, "check_micro_batch")
-    try:
-        cls.check_micro_batch(1, options)
-    except ContractError as error:
-        probe.expect(False, f"check_micro_batch refuses batches of one sample: {first_line(error)}")
-
-
-def evaluation(probe: DatasetProbe) -> None:
-    """evaluated is a class method that returns options of the dataset, with which it is built."""
-    if not isinstance(probe.dataset, SupportsEvaluated):
-        raise NotApplicable("the dataset has no evaluated")
-    _expect_class_method(probe, "evaluated")
-    config = probe.probe.config
-    options = dict(type(probe.dataset).evaluated(config.options))
-    try:
-        check_component("dataset", {"type": config.type, **options}, probe.probe.registry, "evaluated")
-        found = probe.build(**options)
-    except MMError as error:
-        probe.expect(False, f"the dataset refuses the options that evaluated returns: {first_line(error)}")
-    probe.expect(len(found) > 0, "the dataset with the options that evaluated returns has no samples")
-
-
-def class_names(probe: DatasetProbe) -> None:
-    """class_names() is a tuple of different strings."""
-    if not isinstance(probe.dataset, SupportsClassNames):
-        raise NotApplicable("the dataset has no class_names()")
-    names = probe.dataset.class_names()
-    probe.expect(
-        isinstance(names, tuple) and all(isinstance(n, str) for n in names) and len(set(names)) == len(names),
-        f"class_names() returned {names!r}",
-        accepted="a tuple of different strings; () if classes have only numbers",
-    )
-
-
-def _expect_class_method(probe: DatasetProbe, name: str) -> None:
-    found = inspect.getattr_static(type(probe.dataset), name)
-    probe.expect(
-        isinstance(found, classmethod | staticmethod),
-        f"{name} is not a class method, but the plan calls it before any file is opened",
-        hint="decorate it with @classmethod",
-    )
-
-
 def _tensors(batch: Batch) -> Iterator[Tensor]:
     """The tensors of a batch, including those in dicts."""
     for value in vars(batch).values():
@@ -334,17 +260,10 @@ def _tensors(batch: Batch) -> Iterator[Tensor]:
         )
 
 
-def _shown(value: object) -> str:
-    return (
-        f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-    )
-
-
 KIT = Kit(
     by_name(
         *(schema, batches, determinism, given_randomness, new_samples_each_epoch, resume, picklable),
-        *(bad_samples, lengths),
-        *(micro_batches, evaluation, class_names, workers),
+        *(bad_samples, lengths, micro_batches, evaluation, class_names, questions, workers),
     ),
     probe=DatasetProbe,
     ranks=("workers",),

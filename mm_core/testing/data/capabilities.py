@@ -1,0 +1,129 @@
+"""Conformance checks of what a dataset may support: lengths, evaluation, class names, questions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from mm_core.contracts import (
+    SupportsCheckMicroBatch,
+    SupportsClassNames,
+    SupportsConversing,
+    SupportsEvaluated,
+    SupportsLengths,
+    Turn,
+)
+from mm_core.errors import ContractError, MMError, first_line
+from mm_core.schema.checking import check_component
+from mm_core.testing.data.reading import DatasetProbe
+from mm_core.testing.kit import NotApplicable
+
+
+def lengths(probe: DatasetProbe) -> None:
+    """lengths() returns the length of each sample: int64 [N] on the CPU."""
+    dataset, size = probe.dataset, len(probe.dataset)
+    if not isinstance(dataset, SupportsLengths):
+        raise NotApplicable("the dataset has no lengths()")
+    found = dataset.lengths()
+    probe.expect(
+        isinstance(found, Tensor)
+        and found.shape == (size,)
+        and found.dtype == torch.int64
+        and found.device.type == "cpu",
+        f"lengths() returned {_shown(found)} for {size} samples",
+        accepted=f"[{size}] of torch.int64 on the CPU",
+    )
+    probe.expect(
+        bool((found >= 0).all()), f"lengths() returned {found.tolist()[:8]}", accepted="no negative ones"
+    )
+    same = torch.equal(found, dataset.lengths()) and torch.equal(found, probe.build().lengths())
+    probe.expect(same, "lengths() returns different numbers each time: a resumed run would batch differently")
+
+
+def micro_batches(probe: DatasetProbe) -> None:
+    """check_micro_batch is a class method that accepts batches of one sample, before any file is opened."""
+    cls, options = type(probe.dataset), probe.probe.config.options
+    if not isinstance(probe.dataset, SupportsCheckMicroBatch):
+        raise NotApplicable("the dataset has no check_micro_batch")
+    _expect_class_method(probe, "check_micro_batch")
+    try:
+        cls.check_micro_batch(1, options)
+    except ContractError as error:
+        probe.expect(False, f"check_micro_batch refuses batches of one sample: {first_line(error)}")
+
+
+def evaluation(probe: DatasetProbe) -> None:
+    """evaluated is a class method that returns options of the dataset, with which it is built."""
+    if not isinstance(probe.dataset, SupportsEvaluated):
+        raise NotApplicable("the dataset has no evaluated")
+    _expect_class_method(probe, "evaluated")
+    config = probe.probe.config
+    options = dict(type(probe.dataset).evaluated(config.options))
+    try:
+        check_component("dataset", {"type": config.type, **options}, probe.probe.registry, "evaluated")
+        found = probe.build(**options)
+    except MMError as error:
+        probe.expect(False, f"the dataset refuses the options that evaluated returns: {first_line(error)}")
+    probe.expect(len(found) > 0, "the dataset with the options that evaluated returns has no samples")
+
+
+def class_names(probe: DatasetProbe) -> None:
+    """class_names() is a tuple of different strings."""
+    if not isinstance(probe.dataset, SupportsClassNames):
+        raise NotApplicable("the dataset has no class_names()")
+    names = probe.dataset.class_names()
+    probe.expect(
+        isinstance(names, tuple) and all(isinstance(n, str) for n in names) and len(set(names)) == len(names),
+        f"class_names() returned {names!r}",
+        accepted="a tuple of different strings; () if classes have only numbers",
+    )
+
+
+def questions(probe: DatasetProbe) -> None:
+    """conversing is a class method whose questions are batches of one with the same names of tensors."""
+    cls: object = type(probe.dataset)
+    if not isinstance(cls, SupportsConversing):
+        raise NotApplicable("the dataset has no conversing")
+    _expect_class_method(probe, "conversing")
+    try:
+        conversing = cls.conversing(**probe.probe.config.options)
+    except MMError as refusal:
+        raise NotApplicable(f"it lays out no questions: {first_line(refusal)}") from refusal
+    short, long = (conversing.prompt([Turn("user", text)]) for text in ("blue", "a red circle moves left"))
+    probe.expect(
+        short.keys() == long.keys() and {len(tensor) for tensor in (*short.values(), *long.values())} == {1},
+        f"prompt returned {_shapes(short)} for one question and {_shapes(long)} for another",
+        accepted="the same names, each a tensor [1, ...]",
+    )
+    again = conversing.prompt([Turn("user", "blue")])
+    same = all(torch.equal(again[name], tensor) for name, tensor in short.items())
+    probe.expect(same, "prompt returns other tensors for the same question")
+    probe.expect(
+        any(
+            short[name].shape != long[name].shape or not torch.equal(short[name], long[name])
+            for name in short
+        ),
+        "prompt returns the same tensors for two questions: the text of the turns is not used",
+    )
+
+
+def _shapes(found: Mapping[str, Tensor]) -> str:
+    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in found.items()) or "nothing"
+
+
+def _expect_class_method(probe: DatasetProbe, name: str) -> None:
+    found = inspect.getattr_static(type(probe.dataset), name)
+    probe.expect(
+        isinstance(found, classmethod | staticmethod),
+        f"{name} is not a class method, but the plan calls it before any file is opened",
+        hint="decorate it with @classmethod",
+    )
+
+
+def _shown(value: object) -> str:
+    return (
+        f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    )

@@ -1,0 +1,124 @@
+"""Conformance checks of what a task reports and answers: notes, FLOPs for the plan, answers to questions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from mm_core.contracts import (
+    Decoding,
+    Randomness,
+    SupportsAnswer,
+    SupportsConversing,
+    SupportsNotes,
+    SupportsSampleFlops,
+    Turn,
+    seeded,
+)
+from mm_core.errors import MMError, first_line
+from mm_core.testing.data.reading import SEED
+from mm_core.testing.kit import NotApplicable
+from mm_core.testing.training.tasks.probe import TaskProbe
+
+_GREEDY = Decoding(max_new_tokens=6)
+_DRAWN = Decoding(max_new_tokens=6, temperature=1.0, seed=3)
+
+
+def notes(probe: TaskProbe) -> None:
+    """notes returns lines of text, the same each time, for a task that the plan accepts."""
+    if not isinstance(probe.task, SupportsNotes):
+        raise NotApplicable("the task has no notes")
+    found, again = probe.task.notes(), probe.task.notes()
+    probe.expect(
+        isinstance(found, list | tuple) and all(isinstance(n, str) and n and "\n" not in n for n in found),
+        f"notes returned {found!r}",
+        accepted="a list of strings, one line each; [] if there is nothing to report",
+    )
+    probe.expect(found == again, "notes returns other lines when it is called again")
+
+
+def sample_flops(probe: TaskProbe) -> None:
+    """sample_flops is at least what the loss counts for a sample, and adds what is recomputed."""
+    task = probe.task
+    if not isinstance(task, SupportsSampleFlops):
+        raise NotApplicable("the task has no sample_flops")
+    options = probe.data.probe.config.options
+    found, again = task.sample_flops(options, ()), task.sample_flops(options, tuple(probe.task.trainable))
+    if found is None:
+        raise NotApplicable("sample_flops returned None for the dataset that the task is tested with")
+    probe.expect(
+        found.forward > 0 and found.backward > 0 and found.recomputed == 0,
+        f"without recomputation, sample_flops returned {found}",
+        accepted="forward and backward above 0, recomputed 0",
+    )
+    probe.expect(
+        again is not None and again.recomputed > 0 and again.useful == found.useful,
+        f"with the trained modules recomputed, sample_flops returned {again}, and {found} without",
+        accepted="the same forward and backward, and recomputed above 0",
+    )
+    rows = range(min(2, probe.data.rows))
+    counted = probe.loss(probe.batch(rows)).flops / len(rows)
+    probe.expect(
+        counted <= 1.01 * found.useful,
+        f"sample_flops returned {found.useful:,.0f} operations, but the loss counts {counted:,.0f} a sample",
+        accepted="at least as many: the plan is for samples of the largest size",
+    )
+
+
+def answers(probe: TaskProbe) -> None:
+    """Answers depend on their question, its number and the seed alone, and stop when they are stopped."""
+    task = probe.task
+    if not isinstance(task, SupportsAnswer):
+        raise NotApplicable("the task has no answer")
+    cls: object = type(probe.data.dataset)
+    if not isinstance(cls, SupportsConversing):
+        raise NotApplicable("the dataset that the task is tested with lays out no questions")
+    try:
+        task.check_answers()
+        conversing = cls.conversing(**probe.data.probe.config.options)
+    except MMError as refusal:
+        raise NotApplicable(f"it answers no questions: {first_line(refusal)}") from refusal
+    questions = [conversing.prompt([Turn("user", text)]) for text in ("a red circle", "blue")]
+    for question in questions:
+        probe.probe.expect_no_error("check_question", "a short question", task.check_question, question)
+    for decoding in (_GREEDY, _DRAWN):
+        both = _answered(probe, questions, decoding, (0, 1))
+        (alone,) = _answered(probe, questions[1:], decoding, (1,))
+        probe.expect(
+            alone == both[1],
+            f"at temperature {decoding.temperature:g}, the answer to question 1 is {both[1]!r} beside"
+            f" another question, and {alone!r} alone",
+            accepted="the same answer, drawn from (seed, number of the question)",
+        )
+    pieces: list[str] = []
+    whole = _answered(probe, questions[:1], _GREEDY, (0,), pieces.append)
+    probe.expect(
+        "".join(pieces) == whole[0],
+        f"on_text got {''.join(pieces)!r}, but the answer is {whole[0]!r}",
+        accepted="the pieces of the first answer, in order",
+    )
+    calls = iter(range(99))
+    _answered(probe, questions[:1], _GREEDY, (0,), stopped=lambda: next(calls) >= 0)
+    probe.expect(
+        next(calls) <= 2, "answer goes on after `stopped` has returned true", hint="call it after each token"
+    )
+
+
+def _answered(
+    probe: TaskProbe,
+    questions: Sequence[Mapping[str, Tensor]],
+    decoding: Decoding,
+    numbers: Sequence[int],
+    on_text: Callable[[str], None] | None = None,
+    stopped: Callable[[], bool] | None = None,
+) -> list[str]:
+    with torch.no_grad(), seeded(Randomness(SEED)):
+        found: list[str] = probe.task.answer(questions, decoding, numbers, on_text, stopped)
+    probe.expect(
+        isinstance(found, list) and len(found) == len(questions) and all(isinstance(t, str) for t in found),
+        f"answer returned {found!r} to {len(questions)} questions",
+        accepted="a list with one string for each question, in order",
+    )
+    return found
