@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +16,11 @@ import torch
 from mm_core.cli.main import main
 from mm_core.diffusion.flow_match import FlowMatch
 from mm_core.errors import PluginError
+from mm_core.plugin.checks.contract import CONTRACTS, Contract, members_of
 from mm_core.plugin.registry import get_registry
 from mm_core.testing import conformance_tests
-from mm_core.testing.kit import Examination, Outcome, find_components
+from mm_core.testing.common import CHECKS
+from mm_core.testing.kit import Examination, Outcome, find_components, kit_of
 from support.conformance import examined
 
 test_flow_match = conformance_tests("core/flow_match")
@@ -231,3 +234,15 @@ def test_a_device_in_the_code_is_named_with_its_line(tmp_path: Path) -> None:
     (registered,) = find_components(registry, "local/ends")
     outcome = Examination(registered, registry).run("no_device_names")
     assert f"the code names the device 'cuda:0' ({file}, line 19)" in outcome.reason
+
+
+def test_each_member_of_each_contract_has_a_check() -> None:
+    """A member or capability that is added needs its row in examined.toml, and a check that examines it."""
+    examined = tomllib.loads(Path(__file__).with_name("examined.toml").read_text(encoding="utf-8"))
+    assert examined.keys() == CONTRACTS.keys()
+    for kind, contract in CONTRACTS.items():
+        asked = [members_of(contract), *(members_of(Contract(path)) for path in contract.optional)]
+        assert examined[kind].keys() == {name for members in asked for name in members}, kind
+        known = {*CHECKS, *kit_of(kind).checks}
+        for member, checks in examined[kind].items():
+            assert checks and known.issuperset(checks), (kind, member)

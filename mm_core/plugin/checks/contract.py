@@ -128,8 +128,9 @@ def members_of(contract: Contract) -> dict[str, Member]:
         for name, value in vars(cls).items():
             if isinstance(value, property):
                 found[name] = Member(name, type=Any)
-            elif inspect.isfunction(value) and (not name.startswith("_") or name in SPECIAL):
-                parameters = [*inspect.signature(value).parameters.values()][1:]
+            method = value.__func__ if isinstance(value, classmethod) else value
+            if inspect.isfunction(method) and (not name.startswith("_") or name in SPECIAL):
+                parameters = [*inspect.signature(method).parameters.values()][1:]
                 found[name] = Member(name, signature=inspect.Signature(parameters))
     return found
 

@@ -111,7 +111,7 @@ def source_members(contract: Contract) -> dict[str, Member]:
             elif isinstance(node, Function) and (not node.name.startswith("_") or node.name in SPECIAL):
                 if _decorators(node) == ["property"]:
                     members[node.name] = Member(node.name, type="Any")
-                elif not node.decorator_list:
+                elif _decorators(node) in ([], ["classmethod"]):
                     members[node.name] = Member(node.name, signature=_signature(node, bound=True))
     return members
 
