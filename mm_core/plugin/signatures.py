@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from mm_core.errors import PluginError
+from mm_core.schema.describe import parameter_docs
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -39,24 +40,26 @@ def signature_config(registered: Registered) -> type[DataclassInstance]:
 
 @cache
 def _from_signature(target: Callable[..., object], leading: int) -> type[DataclassInstance]:
-    hints = _hints(target)
+    hints, docs = _hints(target), parameter_docs(target)
     fields: list[tuple[str, object, object]] = []
     for parameter in list(inspect.signature(target).parameters.values())[leading:]:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise TypeError(f"parameter {parameter.name!r} cannot be passed by keyword")
-        fields.append((parameter.name, hints.get(parameter.name, Any), _default(parameter.default)))
+        field = _field(parameter.default, docs.get(parameter.name, ""))
+        fields.append((parameter.name, hints.get(parameter.name, Any), field))
     name = f"{target.__name__}Config" if isinstance(target, type) else "SignatureConfig"
     return dataclasses.make_dataclass(name, fields, frozen=True, kw_only=True)
 
 
-def _default(value: object) -> object:
-    if value is inspect.Parameter.empty:
-        return dataclasses.field()
-    if type(value).__hash__ is None:  # dataclasses do not accept mutable defaults
-        return dataclasses.field(default_factory=partial(copy.deepcopy, value))
-    return dataclasses.field(default=value)
+def _field(default: object, doc: str) -> object:
+    metadata = {"doc": doc}
+    if default is inspect.Parameter.empty:
+        return dataclasses.field(metadata=metadata)
+    if type(default).__hash__ is None:  # dataclasses do not accept mutable defaults
+        return dataclasses.field(default_factory=partial(copy.deepcopy, default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def _hints(target: Callable[..., object]) -> dict[str, object]:

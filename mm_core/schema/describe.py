@@ -6,8 +6,10 @@ import ast
 import dataclasses
 import inspect
 import io
+import re
 import tokenize
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from types import NoneType, UnionType
@@ -47,7 +49,8 @@ def describe_fields(cls: type[DataclassInstance]) -> tuple[FieldInfo, ...]:
         default = default_of(f)
         text = None if default is dataclasses.MISSING else value_text(default)
         if f.init:
-            found.append(FieldInfo(f.name, type_text(hints[f.name]), text, comments.get(f.name, "")))
+            comment = comments.get(f.name) or f.metadata.get("doc", "")
+            found.append(FieldInfo(f.name, type_text(hints[f.name]), text, comment))
     return tuple(found)
 
 
@@ -166,21 +169,55 @@ def value_text(value: object) -> str:
 
 
 @cache
-def _comments(cls: type[DataclassInstance]) -> dict[str, str]:
-    """Field -> the comment on its line, or the string below it; {} if there is no source."""
+def parameter_docs(target: Callable[..., object]) -> Mapping[str, str]:
+    """The documentation of the parameters of a class or function, from its source: parameter -> text.
+
+    It is the comment on the parameter's line, or else its entry under `Args:` of a docstring; for a dataclass
+    the comment on the field's line.
+    """
+    if isinstance(target, type) and dataclasses.is_dataclass(target):
+        return _comments(target)
+    maker = getattr(target, "__init__") if isinstance(target, type) else target  # noqa: B009
+    found = {**_arguments(target), **_arguments(maker)}
+    definition, by_line = _source_of(maker)
+    if isinstance(definition, ast.FunctionDef):
+        given = definition.args
+        lines = [(each.arg, each.lineno) for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+        alone = Counter(line for _, line in lines)
+        found |= {name: by_line[line] for name, line in lines if line in by_line and alone[line] == 1}
+    return found
+
+
+def _arguments(documented: object) -> dict[str, str]:
+    """The entries under `Args:` of a docstring, each on one line."""
+    section = re.search(r"^Args:\n((?:[ ]{4}.*\n?|\n)+)", inspect.getdoc(documented) or "", re.M)
+    entries = re.split(r"\n(?=[ ]{4}\w)", section[1]) if section else []
+    pairs = (entry.partition(":") for entry in entries)
+    return {name.partition("(")[0].strip(): " ".join(text.split()) for name, _, text in pairs}
+
+
+def _source_of(defined: Any) -> tuple[ast.stmt | None, dict[int, str]]:
+    """The definition of a class or function, and the comments in it by line; None without source."""
     try:
-        source = inspect.getsource(cls)
-    except (OSError, TypeError):  # the class was created at run time
-        return {}
+        source = inspect.getsource(defined)
+    except (OSError, TypeError):  # it was created at run time
+        return None, {}
     source = inspect.cleandoc("\n" + source) if source[:1].isspace() else source
     by_line = {
         token.start[0]: token.string.lstrip("# ").strip()
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
         if token.type == tokenize.COMMENT and not token.string.startswith(("# noqa", "# type:"))
     }
+    return ast.parse(source).body[0], by_line
+
+
+@cache
+def _comments(cls: type[DataclassInstance]) -> dict[str, str]:
+    """Field -> the comment on its line, or the string below it; {} if there is no source."""
+    definition, by_line = _source_of(cls)
+    if not isinstance(definition, ast.ClassDef):
+        return {}
     found: dict[str, str] = {}
-    definition = ast.parse(source).body[0]
-    assert isinstance(definition, ast.ClassDef)
     body = definition.body
     for statement, following in zip(body, [*body[1:], None], strict=True):
         if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):

@@ -14,6 +14,7 @@ from mm_core.plugin.hookspecs import KINDS
 from mm_core.plugin.manager import discover, local_files
 from mm_core.plugin.registry import Registry, clear_cache, get_registry
 from mm_core.plugin.signatures import LEADING
+from mm_core.schema.describe import describe_fields
 from support.logs import log_of
 
 ONE_FILE = """
@@ -129,3 +130,64 @@ def test_a_one_file_schedule_moves_the_learning_rate_of_a_real_run(tiny, tmp_pat
     rows = log_of(Path(run.run_dir))
     rates = [row["lr"] for row in rows if "lr" in row]
     assert rates == pytest.approx([1e-3, 2.5e-4, 6.25e-5])
+
+
+DOCUMENTED = """
+from dataclasses import dataclass
+
+from mm_core import Component, hookimpl
+
+
+class Plain:
+    '''Made of parts.
+
+    Args:
+        width: of each layer, over
+            two lines.
+        depth: replaced by the comment.
+    '''
+
+    def __init__(
+        self,
+        width: int,
+        depth: int = 2,  # layers
+        first: int = 0, second: int = 1,  # of which?
+        unknown: str = "",
+    ):
+        pass
+
+
+@dataclass
+class Fields:
+    size: int = 1  # of a field
+
+
+def made(rate: float):  # noqa: RET501
+    '''Made by a function.
+
+    Args:
+        rate (float): in hertz.
+
+    Returns:
+        None.
+    '''
+
+
+@hookimpl
+def mm_callbacks():
+    return [Component(name.lower(), f"mine:{name}") for name in ("Plain", "Fields", "made")]
+"""
+
+
+def test_the_keys_of_a_signature_have_the_docs_of_its_source(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(DOCUMENTED)
+    registry = Registry(discover(local_files((str(tmp_path / "mine.py"),)), {}))
+
+    def docs(name: str) -> dict[str, str]:
+        found = registry.resolve("callback", name).config_class()
+        return {field.name: field.comment for field in describe_fields(found)}
+
+    wide = "of each layer, over two lines."
+    assert docs("plain") == {"width": wide, "depth": "layers", "first": "", "second": "", "unknown": ""}
+    assert docs("fields") == {"size": "of a field"}
+    assert docs("made") == {"rate": "in hertz."}
