@@ -66,6 +66,7 @@ class KindTemplate:
         run: keys of the config, with dots, and their values as YAML; $type is the component's name.
         steps: length of the run of its config.
         about: description of the run in its config.
+        then: the command that uses the component after the run.
         requires: packages that the module imports besides mm_core's own.
     """
 
@@ -76,6 +77,7 @@ class KindTemplate:
     run: Mapping[str, str] = field(default_factory=dict)
     steps: int = 300
     about: str = "on clips of moving shapes that need no download"
+    then: str = ""
     requires: tuple[str, ...] = ()
 
 
@@ -155,6 +157,7 @@ reader: {type: $type}"""
         "weight_format": KindTemplate(
             "Renamed",
             "a weight format",
+            then="mm export --run runs/${type}_weight_format --out exported --to $type",
             declaration='examples="$package.weight_format:examples"',
         ),
         "metric": KindTemplate(

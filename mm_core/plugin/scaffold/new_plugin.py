@@ -98,6 +98,7 @@ def config_of(
     keys["train"] = _STEPS.format(steps=template.steps)
     lines = [
         fill(f"A run with {template.words} of {package}, {template.about}.", 110, **_COMMENT),
+        *([f"# Then: {Template(template.then).substitute(type=package)}"] if template.then else []),
         f"run: {{name: {package}_{kind}, dir: runs, seed: 1234}}",
     ]
     first = ("task", "data")
