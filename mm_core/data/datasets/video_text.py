@@ -74,11 +74,7 @@ class VideoTextDataset:
         path = inside(self.folder, row.path)
         for text in row.captions:
             if half := half_character(text):
-                raise DataError(
-                    f"the caption contains {half}, half of a character",
-                    where=str(path),
-                    hint=f"remove {half} from the caption in the annotations",
-                )
+                raise _half(path, half)
         if wanted.fps is None and row.num_frames is not None and row.num_frames < wanted.num_frames:
             raise self._short(path, row.num_frames, "the annotation declares")
         info = self.reader.probe(path)
@@ -110,6 +106,14 @@ class VideoTextDataset:
             where=str(path),
             hint="use a longer video, or lower num_frames of the dataset",
         )
+
+
+def _half(path: Path, half: str) -> DataError:
+    return DataError(
+        f"the caption contains {half}, half of a character",
+        where=str(path),
+        hint=f"remove {half} from the caption in the annotations",
+    )
 
 
 def collate_clips(samples: Sequence[Sample]) -> VideoTextBatch:
