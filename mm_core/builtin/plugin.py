@@ -76,9 +76,9 @@ def _core(
         target: `module:Name` in mm_core.
         config: `module:Name` in `builtin.configs`.
         state_tensors: for an optimizer, the number of state tensors of a parameter's size per parameter.
-        tiny: fields of a small instance, or the name of a function of `mm_core.testing.tiny`.
+        tiny: fields of a small instance, or the name of a function of `mm_core.builtin.tiny`.
         expected_failures: name of a conformance check -> why the component fails it.
-        examples: name of a function of `mm_core.testing.tiny`.
+        examples: name of a function of `mm_core.builtin.tiny`.
     """
     return Component(
         name,
@@ -87,9 +87,9 @@ def _core(
         _SUMMARIES[name],
         capabilities={} if state_tensors is None else {"state_tensors": state_tensors},
         paper=_PAPERS.get(name),
-        tiny=f"mm_core.testing.tiny:{tiny}" if isinstance(tiny, str) else tiny,
+        tiny=f"mm_core.builtin.tiny:{tiny}" if isinstance(tiny, str) else tiny,
         expected_failures=expected_failures,
-        examples=examples and f"mm_core.testing.tiny:{examples}",
+        examples=examples and f"mm_core.builtin.tiny:{examples}",
     )
 
 

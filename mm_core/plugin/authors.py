@@ -19,6 +19,26 @@ def author_error(error: BaseException, log: object = None) -> MMError | None:
         error: any exception but an MMError.
         log: the file that contains its traceback, if there is one.
     """
+    if (found := _innermost(error)) is None:
+        return None
+    cause, frame, line = found
+    file = frame.f_code.co_filename
+    text = " ".join(str(cause).split()) or linecache.getline(file, line).strip()
+    return MMError(
+        f"{type(cause).__name__}{f': {text}' if text else ''}",
+        where=f"{file}, line {line}, in {frame.f_code.co_name}",
+        hint=f"correct this line; {log or 'MM_DEBUG=1'} shows the whole traceback",
+    )
+
+
+def author_line(error: BaseException) -> str | None:
+    """File and line of the innermost code of a plugin that an exception passed; None if it passed none."""
+    found = _innermost(error)
+    return None if found is None else f"{found[1].f_code.co_filename}, line {found[2]}"
+
+
+def _innermost(error: BaseException) -> tuple[BaseException, FrameType, int] | None:
+    """The innermost frame of a plugin's code that an exception or a cause of it passed, with its line."""
     packages = {point.value.partition(":")[0].partition(".")[0] for point in entry_points(group=GROUP)}
     seen: set[int] = set()
     cause: BaseException | None = error
@@ -26,14 +46,7 @@ def author_error(error: BaseException, log: object = None) -> MMError | None:
         seen.add(id(cause))
         frames = [(frame, line) for frame, line in walk_tb(cause.__traceback__) if _is_of(frame, packages)]
         if frames:
-            frame, line = frames[-1]
-            file = frame.f_code.co_filename
-            text = " ".join(str(cause).split()) or linecache.getline(file, line).strip()
-            return MMError(
-                f"{type(cause).__name__}{f': {text}' if text else ''}",
-                where=f"{file}, line {line}, in {frame.f_code.co_name}",
-                hint=f"correct this line; {log or 'MM_DEBUG=1'} shows the whole traceback",
-            )
+            return cause, *frames[-1]
         cause = cause.__cause__ or cause.__context__
     return None
 

@@ -15,11 +15,17 @@ _MARK = "mm_core_impl"  # the attribute that pluggy's hookimpl marker sets
 
 
 class HookFault(Exception):
-    """An error in a plugin's hooks. `refused`: the hooks would work but are not allowed."""
+    """An error in a plugin's hooks.
 
-    def __init__(self, sentence: str, refused: bool = False) -> None:
+    Args:
+        sentence: what is wrong.
+        refused: the hooks would work but are not allowed.
+        line: where the first of the wrong hooks begins in the plugin's module; None: not known.
+    """
+
+    def __init__(self, sentence: str, refused: bool = False, line: int | None = None) -> None:
         super().__init__(sentence)
-        self.refused = refused
+        self.refused, self.line = refused, line
 
 
 def check_hooks(module: ModuleType) -> None:
@@ -29,10 +35,12 @@ def check_hooks(module: ModuleType) -> None:
         HookFault: lists every error in the hooks.
     """
     faults: list[str] = []
-    wrappers = False
+    wrappers, line = False, None
     for name, value in vars(module).items():
         if not inspect.isroutine(value):
             continue
+        if not faults:
+            line = getattr(getattr(value, "__code__", None), "co_firstlineno", None)
         options = getattr(value, _MARK, None)
         if options is None:
             own = isinstance(value, FunctionType) and value.__module__ == module.__name__
@@ -51,7 +59,7 @@ def check_hooks(module: ModuleType) -> None:
         else:
             faults += _argument_faults(hook, value)
     if faults:
-        raise HookFault("; ".join(faults), refused=wrappers)
+        raise HookFault("; ".join(faults), refused=wrappers, line=line)
 
 
 def _unknown(hook: str) -> str:

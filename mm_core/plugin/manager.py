@@ -234,7 +234,10 @@ def _isolated(f: _Found, doing: str = "") -> Iterator[None]:
     except TrustError:
         raise
     except HookFault as fault:
-        f.stop("refused" if fault.refused else "failed", str(fault))
+        module = sys.modules.get(f.record.module.partition(":")[0])
+        file = f.path or getattr(module, "__file__", None)
+        line = "" if fault.line is None else f", line {fault.line}"
+        f.stop("refused" if fault.refused else "failed", f"{fault} ({file}{line})" if file else str(fault))
     except Exception as error:
         f.stop("failed", doing + one_line(error))
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mm_core.errors import ForeignExit, MMError, PluginError, did_you_mean, foreign_code
+from mm_core.plugin.checks.locate import no_module
 from mm_core.plugin.component import Component
 from mm_core.plugin.signatures import signature_config
 
@@ -33,8 +34,8 @@ def one_line(error: BaseException) -> str:
         return "; ".join(line.strip() for line in error.render().splitlines())
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     text = f"{type(error).__name__}: {first}" if first else type(error).__name__
-    if isinstance(error, SyntaxError):
-        return text  # its message already names file and line
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -167,7 +168,7 @@ class Registered:
         except Exception as error:
             missing = error.name if isinstance(error, ModuleNotFoundError) else None
             if missing is not None and f"{self.module_of(path)}.".startswith(f"{missing}."):
-                what = f"the {role} {path!r} does not exist: there is no module {missing!r}"
+                what = f"the {role} {path!r} does not exist: {no_module(missing)}"
                 raise self._fault(what, f"correct {role}= of the component") from error
             hint = (
                 f"is the package of {missing!r} installed?"

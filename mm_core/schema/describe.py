@@ -168,7 +168,6 @@ def value_text(value: object) -> str:
     return value if isinstance(value, str) and value else repr(value)
 
 
-@cache
 def parameter_docs(target: Callable[..., object]) -> Mapping[str, str]:
     """The documentation of the parameters of a class or function, from its source: parameter -> text.
 

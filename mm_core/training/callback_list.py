@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mm_core.contracts import Callback
 from mm_core.errors import MMError
+from mm_core.plugin.authors import author_line
 
 
 class CallbackList:
@@ -52,6 +53,6 @@ class CallbackList:
             except Exception as fault:
                 raise MMError(
                     f"callback {name} raised {type(fault).__name__} at {event}: {fault}",
-                    where="callbacks",
+                    where=", ".join(filter(None, ["callbacks", author_line(fault)])),
                     hint="fix the callback or remove it from `callbacks`; MM_DEBUG=1 shows the traceback",
                 ) from fault

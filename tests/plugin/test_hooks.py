@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -17,6 +18,12 @@ def status(site: Any, source: str) -> PluginRecord:
     site.plugin("alpha", HEAD + source)
     (found,) = [plugin for plugin in site.registry().plugins if plugin.namespace == "alpha"]
     return found  # type: ignore[no-any-return]
+
+
+def without_place(found: PluginRecord, site: Any) -> str:
+    """The error of a plugin without its file, and the line where the hook begins."""
+    file = re.escape(str(site.folder / "mm_alpha" / "plugin.py"))
+    return re.sub(rf" \({file}(, line 3)?\)$", "", found.error or "")
 
 
 @pytest.mark.parametrize(
@@ -87,7 +94,7 @@ def status(site: Any, source: str) -> PluginRecord:
 )
 def test_a_wrong_hook_fails_the_plugin(site: Any, source: str, sentence: str) -> None:
     found = status(site, source)
-    assert (found.status, found.error) == ("failed", sentence)
+    assert (found.status, without_place(found, site)) == ("failed", sentence)
     assert found.components == ()
 
 
@@ -102,7 +109,7 @@ def test_a_hook_that_raises_fails_the_plugin_with_its_place(site: Any) -> None:
 @pytest.mark.parametrize("option", ["wrapper", "hookwrapper"])
 def test_wrappers_are_refused_and_never_run(site: Any, option: str) -> None:
     found = status(site, f"@hookimpl({option}=True)\ndef mm_predictors():\n    yield\n    return []")
-    assert (found.status, found.error) == (
+    assert (found.status, without_place(found, site)) == (
         "refused",
         "hook 'mm_predictors' is a wrapper, which could change the components of other plugins: make it a"
         " plain hook",

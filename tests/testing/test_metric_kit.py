@@ -257,6 +257,6 @@ def test_a_metric_of_another_task_brings_its_rows(monkeypatch: pytest.MonkeyPatc
 
 def test_examples_that_are_not_there_have_an_answer() -> None:
     (registered,) = find_components(get_registry(), "core/accuracy")
-    component = replace(registered.component, examples="mm_core.testing.tiny:rowz")
+    component = replace(registered.component, examples="mm_core.builtin.tiny:rowz")
     outcome = Examination(replace(registered, component=component), get_registry()).run("figures")
-    assert "the examples 'mm_core.testing.tiny:rowz' does not exist" in outcome.reason
+    assert "the examples 'mm_core.builtin.tiny:rowz' does not exist" in outcome.reason

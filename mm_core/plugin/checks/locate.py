@@ -38,7 +38,7 @@ def fault_of(module: str, attribute: str) -> str | None:
     """Why a component's target cannot be imported, judging by files alone; None if no reason is found."""
     spec = find_module(module)
     if spec is None:
-        return f"there is no module {module!r}"
+        return no_module(module)
     if not spec.origin or not spec.origin.endswith(".py"):
         return None  # compiled: only an import could find out
     try:
@@ -51,6 +51,19 @@ def fault_of(module: str, attribute: str) -> str | None:
         return None
     hint = did_you_mean(first, names)
     return f"{spec.origin} has no {first!r}" + (f": {hint}" if hint else "")
+
+
+def no_module(module: str) -> str:
+    """The sentence for a module that does not exist, with the folder of its package if there is one."""
+    package, _, name = module.rpartition(".")
+    try:
+        spec = find_module(package) if package else None
+    except (ImportError, ValueError):
+        spec = None
+    folders = [*(spec.submodule_search_locations or ())] if spec is not None else []
+    near = did_you_mean(name, [file.stem for file in Path(folders[0]).glob("*.py")]) if folders else None
+    place = f" in {folders[0]}" + (f": {near}" if near else "") if folders else ""
+    return f"there is no module {module!r}{place}"
 
 
 def _top_level_names(tree: ast.Module) -> set[str]:

@@ -21,7 +21,7 @@ from mm_core.contracts import (
 )
 from mm_core.errors import ContractError, did_you_mean, plural
 from mm_core.modules.casting import KEEP
-from mm_core.plugin.checks.contract import call_fault
+from mm_core.plugin.checks.contract import call_fault, place_of_object
 
 if TYPE_CHECKING:
     from mm_core.tasks.text_to_video.task import TextToVideo
@@ -53,6 +53,7 @@ class Conditions:
         self.declared = predictor.condition_shapes if isinstance(predictor, SupportsConditionShapes) else None
         self.taken = self._named if self.declared is None else frozenset(self.declared)
         self.needed = (self._named | self.taken) - optional
+        self._predictor = predictor
 
     def of_text(self, given: Mapping[str, T]) -> dict[str, T]:
         """The conditions of a text encoder (tensors, or their shapes) that the predictor takes."""
@@ -104,14 +105,15 @@ class Conditions:
             ContractError: one is missing.
         """
         for name in sorted(self.needed.difference(given)):
-            raise _missing(name, text)
+            raise _missing(name, text, self._predictor)
 
     def faults(self, task: TextToVideo) -> Iterator[ContractError]:
         """Conditions that the predictor needs and nothing gives, or whose shapes do not match."""
+        where = f"task.predictor, {place_of_object(self._predictor)}"
         if unknown := self.unknown:
             yield ContractError(
                 f"condition_shapes names `{unknown[0]}`, but the predictor's forward does not",
-                where="task.predictor",
+                where=where,
                 accepted=", ".join(sorted(self._named)) or "no condition",
                 hint=did_you_mean(unknown[0], self._named),
             )
@@ -122,19 +124,19 @@ class Conditions:
         for name in sorted(set(text) & {*_INPUTS, *CLIP_CONDITIONS}):
             yield ContractError(
                 f"the text encoder's condition_shapes names `{name}`, which the task itself gives",
-                where="task.text_encoder",
+                where=f"task.text_encoder, {place_of_object(task.text_encoder)}",
                 hint="give this condition another name in encode and in condition_shapes",
             )
         # The names of what `with_frames` returns are known from the first batch on.
         if not (isinstance(task.predictor, SupportsFrames) and task.frames):
             for name in sorted(self.needed.difference(text, CLIP_CONDITIONS)):
-                yield _missing(name, text)
+                yield _missing(name, text, self._predictor)
         flops = task.predictor.module_flops if isinstance(task.predictor, SupportsModuleFlops) else None
         shapes = dict.fromkeys(("latents", "timestep", "text", *self.of_text(text)))
         if flops is not None and (fault := call_fault(flops, (), shapes)):
             yield ContractError(
                 f"module_flops cannot be called with the shapes of {', '.join(shapes)}: {fault[1]}",
-                where="task.predictor",
+                where=where,
                 hint="let module_flops take the conditions that forward takes from the text encoder",
             )
         for name, wanted in (self.declared or {}).items():
@@ -143,7 +145,7 @@ class Conditions:
                 giver = "the task" if name in CLIP_CONDITIONS else "the text encoder"
                 yield ContractError(
                     f"the predictor takes `{name}` {_text(wanted)}, but {giver} gives {_text(found)}",
-                    where="task.predictor",
+                    where=where,
                     accepted=_text(found),
                 )
 
@@ -203,18 +205,18 @@ def check_returned(found: Mapping[str, Tensor], encoder: TextEncoder, rows: int)
             )
 
 
-def _missing(name: str, text: Collection[str]) -> ContractError:
+def _missing(name: str, text: Collection[str], predictor: object) -> ContractError:
     """The error of a condition that the predictor needs and does not get."""
     if name == "fps":
         return ContractError(
             "the predictor's forward needs `fps`, but the batch has no frame rate",
-            where="task.predictor",
+            where=f"task.predictor, {place_of_object(predictor)}",
             hint="set `fps` [B] of the VideoTextBatch in the dataset's collate, or give `fps` a default",
         )
     known = sorted({*text, *CLIP_CONDITIONS})
     return ContractError(
         f"the predictor's forward needs `{name}`, which nothing gives",
-        where="task.predictor",
+        where=f"task.predictor, {place_of_object(predictor)}",
         accepted=f"{', '.join(known)}, or a parameter with a default",
         hint=did_you_mean(name, known) or f"use a text encoder that returns `{name}`, or give it a default",
     )

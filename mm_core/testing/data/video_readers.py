@@ -14,7 +14,6 @@ from torch import Tensor
 from mm_core.contracts import Randomness, VideoInfo
 from mm_core.errors import DataError, first_line
 from mm_core.testing.kit import Kit, NotApplicable, Probe, by_name
-from mm_core.testing.tiny import write_clip
 
 _FRAMES, _HEIGHT, _WIDTH, _RATE = 20, 32, 64, 8
 _NEAR = 10
@@ -207,6 +206,18 @@ def _numbers(found: Tensor) -> list[int]:
     near = ((level - 16) / 12).round()
     fits = ((level - 16 - 12 * near).abs() < _NEAR / 2) & (near >= 0) & (near < _FRAMES)
     return [int(number) for number in near.where(fits, torch.tensor(-1.0))]
+
+
+def write_clip(path: Path, frames: Tensor, rate: int) -> Path:
+    """Writes frames, uint8 [F,Y,X,3] with even sides, as an H.264 video with a keyframe every 6 frames."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=rate, options={"crf": "4"})
+        stream.height, stream.width = frames.shape[1:3]
+        stream.pix_fmt, stream.gop_size = "yuv420p", 6
+        for frame in frames.contiguous().numpy():
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
+    return path
 
 
 KIT = Kit(

@@ -15,6 +15,7 @@ from typing import get_args
 import torch
 
 from mm_core.builtin.configs.callbacks import Event
+from mm_core.testing.data.video_readers import write_clip
 
 CAPTIONS = ("a red circle", "a blue square, which moves to the left", "Zwölf grüne Quadrate", "yellow")
 
@@ -142,20 +143,6 @@ def mlflow_store(folder: Path) -> Mapping[str, object]:
     """
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     return {"tracking_uri": (folder / "mlruns").as_uri(), "experiment": "Default", "finish_timeout": 60.0}
-
-
-def write_clip(path: Path, frames: torch.Tensor, rate: int) -> Path:
-    """Writes frames, uint8 [F,Y,X,3] with even sides, as an H.264 video with a keyframe every 6 frames."""
-    import av
-
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264", rate=rate, options={"crf": "4"})
-        stream.height, stream.width = frames.shape[1:3]
-        stream.pix_fmt, stream.gop_size = "yuv420p", 6
-        for frame in frames.contiguous().numpy():
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
-        container.mux(stream.encode())
-    return path
 
 
 def write_tokenizer(folder: Path) -> int:
