@@ -22,7 +22,8 @@ class Predictor(Protocol):
     """A predictor: a `torch.nn.Module` that predicts the scheduler's target from noisy latents.
 
     Its constructor builds it on the meta device; `init_weights` then fills every parameter and buffer
-    (including non-persistent tables) in place, with `torch.nn.init` and in-place methods.
+    (including non-persistent tables) in place, with `torch.nn.init` and in-place methods. A row's prediction
+    does not depend on the other rows of its batch.
 
     Attributes:
         text_padding: "masked" (masked text does not change the output) or `("fixed", n)` (text is padded to n
@@ -156,6 +157,8 @@ class Streamed(Frozen, SupportsWeightsFrom, Protocol):
 class Autoencoder(Frozen, Protocol):
     """An autoencoder, which encodes pixels into latents and decodes them.
 
+    A clip's result does not depend on the other clips of its batch: batches differ between world sizes.
+
     Attributes:
         stride: pixels per latent along (t, y, x).
         latent_channels: channels C of the latents.
@@ -175,7 +178,7 @@ class Autoencoder(Frozen, Protocol):
         """Encodes pixels[B,3,F,Y,X] in [-1,1] into a posterior over latents[B,C,T,H,W]."""
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Decodes latents[B,C,T,H,W] into pixels[B,3,F,Y,X] in [-1,1]."""
+        """Decodes latents[B,C,T,H,W] into finite pixels[B,3,F,Y,X], clamped to [-1,1]."""
 
 
 @runtime_checkable
@@ -199,6 +202,8 @@ EncodedText = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Mapping[str, Tensor]
 @runtime_checkable
 class TextEncoder(Frozen, Protocol):
     """A text encoder, from captions to hidden states: it tokenizes in data workers and encodes on the device.
+
+    A caption's result depends neither on the other captions of its batch nor on the padding behind it.
 
     Attributes:
         hidden_size: width D of a hidden state.

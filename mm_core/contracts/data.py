@@ -38,15 +38,24 @@ class VideoReader(Protocol):
         """
 
     def read(self, path: Path, seconds: Sequence[float]) -> Tensor:
-        """Decodes the frames of a video shown at the given times into uint8 [F,Y,X,3].
+        """Decodes the frames of a video shown at the given times into uint8 [F,Y,X,3], red, green and blue.
+
+        Args:
+            path: the video.
+            seconds: F times from the beginning of the video, in any order; a time may occur twice, and then
+                its frame does too.
 
         Raises:
-            DataError: the file is damaged.
+            DataError: the file is damaged, or shows no frame at one of the times.
         """
 
 
 class Dataset(Protocol):
-    """A map-style dataset of plain dicts. A dataset with random samples is a SupportsSampleAt too."""
+    """A map-style dataset of plain dicts. A dataset with random samples is a SupportsSampleAt too.
+
+    A sample depends on its index alone (and on the given randomness), not on what was read before: data
+    workers and resumed runs read in other orders.
+    """
 
     def __len__(self) -> int: ...
 
@@ -71,7 +80,12 @@ class SupportsSampleAt(Protocol):
     """Capability of a dataset with random samples (random start frame, crop, flip)."""
 
     def sample_at(self, index: int, rng: Randomness) -> dict[str, Any]:
-        """Reads one sample of the dataset, with all randomness from `rng` (seed, "data", epoch, index)."""
+        """Reads one sample of the dataset, with all randomness from `rng` (seed, "data", epoch, index).
+
+        Args:
+            index: of the sample.
+            rng: other random numbers in each epoch, and the same ones when the sample is read again.
+        """
 
 
 @runtime_checkable

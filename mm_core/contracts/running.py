@@ -128,17 +128,32 @@ class SupportsClips(Protocol):
 
 
 class LRSchedule(Protocol):
-    """A learning-rate schedule: a factor of the base learning rate for each step."""
+    """A learning-rate schedule: a factor of the base learning rate for each step.
+
+    The factor depends on the step alone, so that a resumed run continues the curve: a schedule keeps nothing
+    between calls.
+    """
 
     def factor(self, step: int) -> float:
-        """The factor of the base learning rate at a step, counted from 0."""
+        """The factor of the base learning rate at a step, counted from 0: finite and not below 0."""
 
 
 class Tracker(Protocol):
-    """A tracker, which receives metrics and clips on rank 0; after a failure it is disabled."""
+    """A tracker, which receives metrics and clips on rank 0; after a failure it is disabled.
+
+    It writes into the run's folder, and changes nothing that it receives. A resumed run builds a new tracker
+    over the same folder: it adds to what was logged, and a step that comes again replaces the earlier one or
+    is logged once more, as the destination allows.
+    """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Receives the metrics logged after `step` steps; names may contain slashes (`validation/loss`)."""
+        """Receives the metrics logged after `step` steps.
+
+        Args:
+            step: number of steps.
+            metrics: values by name; names may contain slashes (`validation/loss`), values may be NaN or
+                infinite.
+        """
 
     def clips(self, step: int, clips: Sequence[Clip], folder: Path) -> None:
         """Receives the clips sampled after `step` steps.
@@ -150,7 +165,11 @@ class Tracker(Protocol):
         """
 
     def close(self, ending: Ending) -> None:
-        """Closes the tracker when the run's process ends; `ending` is how it ends."""
+        """Closes the tracker when the run's process ends, with everything written; it may be called twice.
+
+        Args:
+            ending: how the process ends.
+        """
 
 
 class Metric(Protocol):
