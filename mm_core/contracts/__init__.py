@@ -61,6 +61,15 @@ from mm_core.contracts.data import (
 )
 from mm_core.contracts.dtypes import torch_dtype
 from mm_core.contracts.empty import empty_parameters
+from mm_core.contracts.engine import (
+    Engine,
+    EnginePlan,
+    FrozenPlan,
+    InitialWeights,
+    ShardPlan,
+    SupportsShardPlan,
+    WeightPlan,
+)
 from mm_core.contracts.experts import Expert, SupportsExperts, SupportsTruncated
 from mm_core.contracts.flops import (
     ModuleFlops,
@@ -82,10 +91,6 @@ from mm_core.contracts.frames import (
 from mm_core.contracts.randomness import Randomness, generators_kept, seed_generators, seeded
 from mm_core.contracts.running import (
     Callback,
-    Engine,
-    EnginePlan,
-    FrozenPlan,
-    InitialWeights,
     LRSchedule,
     Metric,
     Optimizer,
@@ -95,9 +100,7 @@ from mm_core.contracts.running import (
     SupportsNotes,
     Task,
     Tracker,
-    WeightPlan,
 )
-from mm_core.contracts.sharding import ShardPlan, SupportsShardPlan
 
 __all__ = [
     "CLIP_CONDITIONS",

@@ -1,0 +1,251 @@
+"""Protocols of engines: plans of sharding and memory, initial weights, training of a task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mm_core.contracts.batch import Loss
+from mm_core.contracts.randomness import Randomness
+from mm_core.errors import ContractError
+
+if TYPE_CHECKING:
+    from mm_core.contracts.bases.task_module import TaskModule
+
+
+class WeightPlan(Protocol):
+    """Initial weights that were found for a task and compared with it by name."""
+
+    @property
+    def names(self) -> Collection[str]:
+        """The parameters and buffers, by path in the task, that need no random initialisation.
+
+        `fill` fills them, except those that a checkpoint loads later with the rest of its state.
+        """
+
+    def fill(self, state: Mapping[str, Tensor]) -> None:
+        """Fills a state of the same names with initial weights in place; called by all ranks."""
+
+
+class InitialWeights(Protocol):
+    """The source of initial weights for components that receive their memory one after another."""
+
+    def covers(self, state: Mapping[str, Tensor]) -> WeightPlan:
+        """Finds the initial weights for parameters and buffers; called by all ranks.
+
+        Args:
+            state: parameters and buffers by path in the task.
+
+        Raises:
+            MMError: the weights do not match.
+        """
+
+
+@dataclass(frozen=True)
+class FrozenPlan:
+    """The plan for the weights of a frozen component.
+
+    Attributes:
+        name: the component's name in the task.
+        placement: replicated, sharded or offloaded.
+        blocks: module paths that are gathered or moved one at a time.
+        device_bytes: what a rank keeps on its device.
+        host_bytes: what a rank keeps in host memory.
+        call_bytes: largest size of gathered weights on the device during a call, if more than `device_bytes`;
+            else 0.
+    """
+
+    name: str
+    placement: str
+    blocks: tuple[str, ...]
+    device_bytes: int
+    host_bytes: int
+    call_bytes: int
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """How an engine spreads a task over ranks, decided on meta modules before anything is allocated.
+
+    Bytes are the largest share of any rank, without activations.
+
+    Attributes:
+        world: number of ranks.
+        data_parallel: number of ranks with different samples.
+        mesh: dimension name -> size.
+        wrapped: paths of modules that are gathered one at a time, in order.
+        recomputed: paths of modules whose activations are recomputed.
+        ignored: paths of modules that are not sharded.
+        parameter_bytes: trained parameters.
+        gradient_bytes: their gradients.
+        optimizer_bytes: state of the optimizer.
+        frozen: frozen components whose size is known.
+        offloaded_bytes: the part of `parameter_bytes` in host memory; above 0, all gradients and optimizer
+            states are there too.
+        gathered_bytes: largest size of gathered copies of parameters on the device at a time.
+        forward_prefetch: path of a wrapped module -> wrapped modules that are gathered while its forward
+            computes.
+        backward_prefetch: the same for the backward.
+        decided_by: `wrapped`, `recomputed` and `prefetched` -> who decided, the model's plan or the config;
+            empty if no trained component brings a plan.
+    """
+
+    world: int
+    data_parallel: int
+    mesh: Mapping[str, int]
+    wrapped: tuple[str, ...]
+    recomputed: tuple[str, ...]
+    ignored: tuple[str, ...]
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    frozen: tuple[FrozenPlan, ...] = ()
+    offloaded_bytes: int = 0
+    gathered_bytes: int = 0
+    forward_prefetch: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    backward_prefetch: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    decided_by: Mapping[str, str] = field(default_factory=dict)
+
+
+class Engine(Protocol):
+    """An engine, which spreads a task over devices and owns its gradients and the optimizer."""
+
+    device: torch.device
+
+    def plan(self, task: TaskModule, world: int, optimizer_state_tensors: float) -> EnginePlan:
+        """Plans how the engine spreads a task built on meta over `world` ranks; uses no device."""
+
+    def prepare(
+        self,
+        task: TaskModule,
+        plan: EnginePlan,
+        optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer] | None,
+        rng: Randomness,
+        weights: WeightPlan | None = None,
+    ) -> None:
+        """Prepares a task for training in place: recomputation, sharding, memory, weights, optimizer.
+
+        Args:
+            task: the task, on meta.
+            plan: the engine's plan for it.
+            optimizer: creates the optimizer from the (sharded) parameters that require a gradient, by their
+                path in the task; None: nothing will be trained. A parameter group may contain `lr_scale`, a
+                factor of its base learning rate.
+            rng: source of random initialisation.
+            weights: initial weights; parameters that they do not name are initialised at random.
+        """
+
+    def place_frozen(self, task: TaskModule, plan: EnginePlan, weights: InitialWeights) -> None:
+        """Gives a task's `Streamed` components their memory as planned and fills them, one after another.
+
+        Called by all ranks before `prepare`, with the components built empty.
+        """
+
+    def micro_step(self, compute: Callable[[], Loss], *, last: bool, scale: float) -> Loss:
+        """Runs forward and backward of one micro-batch in the engine's contexts; returns the detached loss.
+
+        A loss that is not finite makes the gradients not finite, and so the norm on every rank.
+
+        Args:
+            compute: the forward.
+            last: this is the last micro-batch of the step, on which gradients are reduced over ranks.
+            scale: factor of the loss before backward.
+        """
+
+    def grad_norm(self) -> float:
+        """The global L2 norm of the gradients, equal on all ranks; the step's only host sync."""
+
+    def step(self, norm: float, clip_grad_norm: float | None) -> None:
+        """Clips the gradients, updates the trained weights with the optimizer, and clears the gradients.
+
+        Args:
+            norm: the gradients' norm.
+            clip_grad_norm: largest norm after clipping; None: no clipping.
+        """
+
+    def discard(self) -> None:
+        """Clears the gradients without an update of the weights."""
+
+    @property
+    def base_lr(self) -> float:
+        """The base learning rate of the first parameter group without `lr_scale`."""
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Within the block, the engine is in evaluation mode without gradients; entered by all ranks.
+
+        Gathered weights are dropped at its end, so that weights that change afterwards are gathered again.
+        """
+
+    def scale_lr(self, factor: float) -> float:
+        """Sets every parameter group's learning rate to its base rate times `factor`; returns the first."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The trained parameters by their path in the task."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The engine's state for a checkpoint: {"model": ..., "optimizer": ...}, tensors only, by name."""
+
+    def state_template(self, stepped: Collection[str]) -> dict[str, Any]:
+        """A state like `state_dict` for loading a checkpoint into it in place.
+
+        Args:
+            stepped: paths in the task of the parameters for which the optimizer has state.
+        """
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """How a model wants to be sharded. Paths and patterns are relative to the model: `blocks.{*}`.
+
+    What the config of the engine sets takes precedence.
+
+    Attributes:
+        wrap: patterns of modules to gather one at a time; None: the engine finds repeated blocks.
+        recompute: patterns of modules whose activations are recomputed in the backward.
+        prefetch: how many wrapped modules are gathered ahead of the one that computes, in forward and
+            backward. For a model that does not run them in the order of its modules: path of a wrapped
+            module -> wrapped modules to gather while its forward computes, both in the order in which they
+            run. The backward gathers in the opposite order.
+
+    Raises:
+        ContractError: a value of another type.
+    """
+
+    wrap: tuple[str, ...] | None = None
+    recompute: tuple[str, ...] = ()
+    prefetch: int | Mapping[str, tuple[str, ...]] = 0
+
+    def __post_init__(self) -> None:
+        ahead = self.prefetch
+        lists = (
+            {f"prefetch[{path!r}]": paths for path, paths in ahead.items()}
+            if isinstance(ahead, Mapping)
+            else {}
+        )
+        for name, patterns in {"wrap": self.wrap or (), "recompute": self.recompute, **lists}.items():
+            if not isinstance(patterns, tuple | list) or not all(isinstance(one, str) for one in patterns):
+                raise ContractError(
+                    f"{name} of a ShardPlan is {patterns!r}",
+                    accepted="a tuple of patterns or paths",
+                    hint='write ("blocks.{*}",), with the comma',
+                )
+        if not isinstance(ahead, Mapping) and (not isinstance(ahead, int) or ahead < 0):
+            raise ContractError(
+                f"prefetch of a ShardPlan is {ahead!r}",
+                accepted="a number from 0 on, or a mapping of module paths",
+            )
+
+
+@runtime_checkable
+class SupportsShardPlan(Protocol):
+    """Capability of a trained component, such as a predictor, that brings its own sharding plan."""
+
+    def shard_plan(self) -> ShardPlan:
+        """The component's sharding plan; every rank calls this once, on the meta device."""
