@@ -104,7 +104,15 @@ class Checker:
     def fault(
         self, node: Node, what: str, accepted: str | None = None, hint: str | None = None, key: bool = False
     ) -> Failed:
-        """Records an error at a checked value, or at its key, and returns FAILED to use as its value."""
+        """Records an error at a checked value, and returns FAILED to use as its value.
+
+        Args:
+            node: the checked value.
+            what: what is wrong.
+            accepted: values that would have been accepted.
+            hint: what to do next.
+            key: whether the error is at the value's key.
+        """
         self.faults.append(ConfigError(what, where=node.place(key), accepted=accepted, hint=hint))
         if len(self.faults) > MAX_FAULTS:
             raise _TooManyFaults
@@ -112,8 +120,6 @@ class Checker:
 
     def _wrong(self, node: Node, accepted: str, hint: str | None = None) -> Failed:
         return self.fault(node, f"found {show(node)}", accepted, hint)
-
-    # -- structures ------------------------------------------------------------------------------
 
     def dataclass(
         self,
@@ -245,8 +251,6 @@ class Checker:
         meant = did_you_mean("type", node.value)
         hint = f"{meant[:-1]} a misspelt 'type'?".replace("did you mean", "is") if meant else None
         return self.fault(node, "the key 'type' is missing", accepted, hint, key=True)
-
-    # -- values ----------------------------------------------------------------------------------
 
     def value(self, annotation: object, node: Node) -> object:
         """Checks one value against a type annotation and returns it, or FAILED after recording the error."""

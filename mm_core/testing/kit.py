@@ -138,12 +138,26 @@ class Probe:
         return f"{self.registered.short_place}, {place_of(target, target)}"
 
     def expect(self, holds: object, what: str, accepted: str | None = None, hint: str | None = None) -> None:
-        """Raises a ContractError that names the component's place unless `holds` is true."""
+        """Raises a ContractError that names the component's place unless `holds` is true.
+
+        Args:
+            holds: what is expected, taken as a bool.
+            what: what is wrong otherwise.
+            accepted: what would be right.
+            hint: what to do next.
+        """
         if not holds:
             raise ContractError(what, where=self.place, accepted=accepted, hint=hint)
 
     def expect_no_error(self, what: str, accepted: str, call: Callable[..., object], *given: object) -> None:
-        """Makes a call of the component. A ContractError names the call and its error, if any."""
+        """Makes a call of the component; an exception becomes a ContractError.
+
+        Args:
+            what: the call, for the ContractError.
+            accepted: what would be right.
+            call: what is called.
+            given: its arguments.
+        """
         try:
             call(*given)
         except Exception as error:

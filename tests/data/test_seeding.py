@@ -21,7 +21,7 @@ from mm_core.data.loading.seeding import build_dataset
 from mm_core.errors import DataError
 from mm_core.evaluation.batches import EvaluationData
 from mm_core.plugin.registry import clear_cache, get_registry
-from mm_core.training.assembly import sample_lengths
+from mm_core.training.training_samples import sample_lengths
 
 
 def draws() -> list[float]:

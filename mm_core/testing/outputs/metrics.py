@@ -84,7 +84,14 @@ class MetricProbe:
         return dict(metrics[0].result(torch.stack(sums).sum(0)))
 
     def expect_same(self, source: Source, found: Mapping[str, float], what: str, hint: str) -> None:
-        """Expects the figures of all rows at once."""
+        """Expects the figures of all rows in one batch.
+
+        Args:
+            source: the rows.
+            found: figures by name.
+            what: how the rows were given, for the ContractError.
+            hint: what to do next.
+        """
         wanted = self.over(source, [range(source.rows)])
         self.expect(
             found.keys() == wanted.keys() and all(_near(found[name], wanted[name]) for name in wanted),
