@@ -154,7 +154,12 @@ class _Explainer:
         return place
 
     def explained(self, place: _Place, inner: bool = True) -> Explanation:
-        """The explanation of a place; `inner`: with the keys below it."""
+        """The explanation of a place.
+
+        Args:
+            place: the place.
+            inner: whether it contains the keys below the place.
+        """
         known = place.value is not _UNKNOWN
         where = place.node
         written = where.path if where is not None else place.path

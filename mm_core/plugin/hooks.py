@@ -15,7 +15,12 @@ _MARK = "mm_core_impl"  # the attribute that pluggy's hookimpl marker sets
 
 
 class HookFault(Exception):
-    """An error in a plugin's hooks. `refused`: the hooks would work but are not allowed."""
+    """An error in a plugin's hooks.
+
+    Args:
+        sentence: the error.
+        refused: whether the hooks would work but are not allowed.
+    """
 
     def __init__(self, sentence: str, refused: bool = False) -> None:
         super().__init__(sentence)

@@ -93,7 +93,11 @@ class RunParts:
 
 @dataclass
 class Assembly:
-    """A training run ready for its first step, as returned by `assemble`; `start`: steps already taken."""
+    """A training run ready for its first step, as returned by `assemble`.
+
+    Attributes:
+        start: steps already taken.
+    """
 
     folder: Path
     training: Training

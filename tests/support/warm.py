@@ -165,8 +165,16 @@ def run(
     cwd: Path | None = None,
     anew: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """A Python command to its end, as subprocess.run with its output captured. text: its standard input.
-    anew: as the interpreter begins, for tests of what is imported when."""
+    """A Python command to its end, as subprocess.run with its output captured.
+
+    Args:
+        args: arguments of the interpreter.
+        env: its environment; None: that of this process.
+        timeout: in seconds.
+        text: its standard input.
+        cwd: its folder; None: that of this process.
+        anew: whether to start a new interpreter, for tests of what is imported when.
+    """
     words, environment = [sys.executable, *map(str, args)], dict(os.environ if env is None else env)
     if anew or not is_warm(environment):
         pipes: dict[str, Any] = {"capture_output": True, "text": True, "timeout": timeout, "cwd": cwd}
