@@ -55,6 +55,9 @@ KITS: Mapping[str, str] = MappingProxyType(
 _COMMON = "mm_core.testing.common:CHECKS"
 """The checks of every kind."""
 
+_LIBRARIES = tuple(f"{Path(source_file(name) or name).parent}{os.sep}" for name in ("torch", "mm_core"))
+"""The folders of torch and mm_core."""
+
 
 class NotApplicable(SkipTest):
     """Raised by a conformance check that does not apply to a component, with the reason.
@@ -324,9 +327,6 @@ class Examination:
             yield (outcome := self.run(name))
             if name == "builds" and outcome.status == "failed":
                 return
-
-
-_LIBRARIES = tuple(f"{Path(source_file(name) or name).parent}{os.sep}" for name in ("torch", "mm_core"))
 
 
 def sentence_of(error: BaseException, place: str | None = None) -> str:
