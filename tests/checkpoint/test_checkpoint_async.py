@@ -175,7 +175,7 @@ def test_the_newest_every_nth_and_the_best_stay(make, state):
     assert find_checkpoint(store.folder.parent).name == "step_00000007"
 
 
-def test_a_run_without_a_best_says_so(make, state):
+def test_a_run_without_a_best_is_reported(make, state):
     store = make()
     store.save(1, state, {}, CONFIG)
     store.wait()

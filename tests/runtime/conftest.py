@@ -35,7 +35,7 @@ class Ended:
 
     @property
     def pids(self) -> list[int]:
-        """The ranks that said who they are."""
+        """The ranks that printed their process id."""
         return [int(pid) for pid in re.findall(r"pid (\d+)", self.out)]
 
 

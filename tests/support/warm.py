@@ -90,7 +90,7 @@ def _decisive(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class Process:
-    """A command under way: what subprocess.Popen tells of one, in the same words.
+    """A command under way, with the attributes and methods of subprocess.Popen.
 
     Args:
         args: the command line; args[0] is this Python.
@@ -426,7 +426,7 @@ def serve(place: str) -> None:
 
 
 def _keep(line: socket.socket) -> None:
-    """Is the parent of one command: tells its pid and how it ended, and is gone when its client is."""
+    """Is the parent of one command: reports its pid and how it ended, and is gone when its client is."""
     _, streams, _, _ = socket.recv_fds(line, 1, 3)
     request = json.loads(line.makefile("r").readline())
     child = os.fork()
