@@ -23,7 +23,7 @@ from typing import (
     get_origin,
 )
 
-from mm_core.errors import ConfigError, ForeignExit, MMError, PluginError, did_you_mean, foreign_code
+from mm_core.errors import ConfigError, ForeignExit, MMError, PluginError, did_you_mean, foreign_code, plural
 from mm_core.schema.annotations import annotations_of
 from mm_core.schema.fields import ComponentConfig, Kind, Range, dtype_hint, yaml_key
 from mm_core.schema.nodes import (
@@ -323,7 +323,7 @@ class Checker:
             return self._wrong(node, accepted)
         fixed = origin is tuple and args and args[-1] is not Ellipsis
         if fixed and len(node.value) != len(args):
-            return self.fault(node, f"found {len(node.value)} values: {show(node)}", accepted)
+            return self.fault(node, f"found {plural(len(node.value), 'value')}: {show(node)}", accepted)
         kinds = args if fixed else [args[0] if args else Any] * len(node.value)
         items = [self.value(kind, child) for kind, child in zip(kinds, node.value, strict=True)]
         if _any_failed(items):

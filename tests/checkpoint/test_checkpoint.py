@@ -229,7 +229,7 @@ def test_a_damaged_file_is_refused_by_name(store, state, empty, name, damage):
         words = f"{name} does not match its checksum"
     elif damage == "cut":
         file.write_bytes(content[:-3])
-        words = f"{name} has {size - 3} bytes instead of {size}"
+        words = f"{name} has {size - 3:,} bytes instead of {size:,}"
     else:
         file.unlink()
         words = f"{name} is missing"

@@ -206,7 +206,7 @@ DAMAGES = {
     "lost checksums": (lambda c: (c / "checksums.json").unlink(), "this checkpoint is incomplete"),
     "flipped bit in the facts": (lambda c: flip(c / "facts.json"), "facts.json does not match its checksum"),
     "flipped bit in .metadata": (lambda c: flip(c / ".metadata"), ".metadata does not match its checksum"),
-    "torn manifest": (lambda c: (c / "manifest.json").write_text("{"), "manifest.json has 1 bytes"),
+    "torn manifest": (lambda c: (c / "manifest.json").write_text("{"), "manifest.json has 1 byte"),
 }
 
 

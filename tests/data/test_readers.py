@@ -154,7 +154,7 @@ def test_frames_that_are_too_large_are_refused_before_decoding(
     monkeypatch.setattr("mm_core.data.media.readers._decode", lambda *_: pytest.fail("decoded"))
     with pytest.raises(DataError, match="64x48 are larger than the reader's max_pixels") as caught:
         kind(max_pixels=64 * 48 - 1).probe(file)
-    assert caught.value.accepted == "up to 3071 pixels a frame"
+    assert caught.value.accepted == "up to 3,071 pixels a frame"
 
 
 @pytest.mark.parametrize("reader", READERS)

@@ -395,7 +395,7 @@ FAULTS = [
     ("frozen_weights", Melting, "the optimizer gets other parameters than the trained ones: net.fixed.bias"),
     ("frozen_weights", Empty, "the frozen component computes with other weights than place_frozen was given"),
     ("evaluation", Training, "within evaluating() modules are in training mode"),
-    ("evaluation", Remembering, "the loss in an evaluation after 1 steps is "),
+    ("evaluation", Remembering, "the loss in an evaluation after 1 step is "),
     ("evaluation", Restless, "after evaluating() modules are in other modes than before"),
     ("untrained", Trainer, "'NoneType' object has no attribute 'param_groups'"),
 ]

@@ -162,7 +162,7 @@ FAULTS = [
         faulty("Growing", decay=lambda self, group: -group["lr"] * group["weight_decay"]),
         "weight_decay 0.5 of a group does not shrink head.weight",
     ),
-    ("deterministic", Drifting, "differently after 1 steps"),
+    ("deterministic", Drifting, "differently after 1 step"),
     ("resumes", Stepped, "differ after a resumed run's first step"),
     ("resumes", Late, "embed.weight.late"),
     (
@@ -352,7 +352,7 @@ CURVES = [
     (
         "short_runs",
         bent("Divided", lambda self, step: Curve.at(self, step) / (self.total - 1)),
-        "a run of 1 steps raises ZeroDivisionError",
+        "a run of 1 step raises ZeroDivisionError",
     ),
     (
         "pure",

@@ -21,7 +21,7 @@ from mm_core.contracts import (
     VideoTextBatch,
     seeded,
 )
-from mm_core.errors import ContractError, DataError, MMError, first_line
+from mm_core.errors import ContractError, DataError, MMError, first_line, plural
 from mm_core.schema.checking import check_component
 from mm_core.testing.data.reading import SEED, DatasetProbe, damaged, equal
 from mm_core.testing.kit import Kit, NotApplicable, by_name
@@ -111,7 +111,7 @@ def _check_texts(probe: DatasetProbe, batch: TextBatch) -> None:
     for name in {"labels", "input_ids", "attention_mask"} & set(inputs):
         probe.expect(
             len(inputs[name]) == rows,
-            f"the input {name} is {list(inputs[name].shape)} for {rows} rows",
+            f"the input {name} is {list(inputs[name].shape)} for {plural(rows, 'row')}",
             accepted=f"[{rows}, ...]",
         )
     references = batch.references
@@ -119,7 +119,7 @@ def _check_texts(probe: DatasetProbe, batch: TextBatch) -> None:
         references is None
         or (len(references) == rows and all(isinstance(each, tuple) for each in references)),
         f"references are {references!r}",
-        accepted=f"None, or a tuple of texts for each of {rows} rows",
+        accepted=f"None, or a tuple of texts for each of {plural(rows, 'row')}",
     )
 
 
@@ -268,7 +268,7 @@ def lengths(probe: DatasetProbe) -> None:
         and found.shape == (size,)
         and found.dtype == torch.int64
         and found.device.type == "cpu",
-        f"lengths() returned {_shown(found)} for {size} samples",
+        f"lengths() returned {_shown(found)} for {plural(size, 'sample')}",
         accepted=f"[{size}] of torch.int64 on the CPU",
     )
     probe.expect(

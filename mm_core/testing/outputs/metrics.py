@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mm_core.errors import plural
 from mm_core.testing.data.reading import equal
 from mm_core.testing.kit import Kit, NotApplicable, Probe, by_name
 from mm_core.testing.outputs.evaluations import Source, sources
@@ -202,7 +203,7 @@ def over_ranks(probe: MetricProbe) -> None:
             probe.expect_same(
                 source,
                 probe.over(source, *ranks),
-                f"over {len(ranks)} ranks",
+                f"over {plural(len(ranks), 'rank')}",
                 "sums must add up: keep totals and counts, and divide in result",
             )
 

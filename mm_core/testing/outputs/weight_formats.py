@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mm_core.contracts import Randomness
-from mm_core.errors import ContractError, MMError, first_line
+from mm_core.errors import ContractError, MMError, first_line, plural
 from mm_core.interchange.export import write_part
 from mm_core.interchange.export_plan import Part, Planner, own_state
 from mm_core.loading.checkpoint_source import CheckpointSource
@@ -213,7 +213,7 @@ def shards(probe: FormatProbe) -> None:
     tensors = probe.tensors()
     folder = probe.write("shards", tensors, files=4)
     count = len(list(folder.rglob("*.safetensors")))
-    probe.expect_same(folder, tensors, probe.own, f"exported in {count} files")
+    probe.expect_same(folder, tensors, probe.own, f"exported in {plural(count, 'file')}")
 
 
 def others(probe: FormatProbe) -> None:

@@ -140,13 +140,13 @@ def bomb(width: int, height: int) -> bytes:
     [
         (
             60_000,
-            "bomb.png: the image has more than the 178956970 pixels that Pillow opens\n"
-            "  accepted: up to 67108864 pixels\n"
+            "bomb.png: the image has more than the 178,956,970 pixels that Pillow opens\n"
+            "  accepted: up to 67,108,864 pixels\n"
             "  hint: shrink the image, or remove its row: max_pixels of the dataset cannot",
         ),
         (
             9_000,
-            "bomb.png: an image of 9000x9000 pixels exceeds max_pixels\n  accepted: up to 67108864 pixels",
+            "bomb.png: an image of 9000x9000 pixels exceeds max_pixels\n  accepted: up to 67,108,864 pixels",
         ),
     ],
 )

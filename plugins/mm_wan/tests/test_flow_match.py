@@ -275,7 +275,7 @@ def test_its_config_imports_no_torch():
         ),
         (
             {"min_timestep_boundary": 0.4171, "max_timestep_boundary": 0.4175},
-            "none of the 1000 timesteps is between min_timestep_boundary 0.4171 and max_timestep_boundary "
+            "none of the 1,000 timesteps is between min_timestep_boundary 0.4171 and max_timestep_boundary "
             "0.4175",
         ),
         ({"sigma_min": 0.5, "sigma_max": 0.5}, "sigma_min 0.5 must be below sigma_max 0.5"),
