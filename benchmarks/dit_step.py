@@ -115,7 +115,15 @@ class RandomText:
 class Measured:
     """Measurements of training steps.
 
-    seconds: time of each step. split: seconds per step by phase. recomputed: number of recomputed blocks.
+    Attributes:
+        seconds: time of each step.
+        split: seconds per step, by phase.
+        memory: peak memory of this rank, in bytes.
+        flops: of one step, over all ranks.
+        tokens: tokens of a step, over all ranks.
+        recomputed: number of recomputed blocks.
+        parameters: number of the predictor's parameters.
+        loss: loss per sample of the last micro-batch.
     """
 
     seconds: list[float]

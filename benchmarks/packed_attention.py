@@ -135,8 +135,14 @@ def step(model: Qwen3ForCausalLM, lengths: torch.Tensor) -> tuple[float, int, di
 
 
 def share(sizes: tuple[int, ...], lengths: torch.Tensor, kind: str, scale: float) -> float:
-    """Share of the FLOPs of a layer's forward, relative to sdpa. scale: factor for the row's length and
-    its number of conversations."""
+    """Share of the FLOPs of a layer's forward, relative to sdpa.
+
+    Args:
+        sizes: hidden size, inner size, query heads, key heads and head width of the layer.
+        lengths: int64 [N], tokens of each conversation of the row.
+        kind: the attention.
+        scale: factor for the row's length and its number of conversations.
+    """
     hidden, inner, heads, groups, width = sizes
     count = scale * int(lengths.sum())
     linear = count * hidden * (2 * heads * width + 2 * groups * width + 3 * inner)

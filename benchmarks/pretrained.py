@@ -170,7 +170,7 @@ class Ours:
         self.whole, self.taken = self.assembly.training.plan, 0
 
     def run(self, steps: int) -> None:
-        """The next steps."""
+        """Trains the next steps."""
         from mm_core.training.loop import run_steps
 
         self.assembly.training.plan = dataclasses.replace(self.whole, steps=self.taken + steps)
@@ -269,7 +269,7 @@ class Trained:
         self.wait()  # until its first step is due
 
     def run(self, steps: int) -> None:
-        """The next steps."""
+        """Trains the next steps."""
         for _ in range(steps):
             self.go.release()
             self.wait()

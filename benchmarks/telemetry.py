@@ -47,18 +47,15 @@ WARM_UP = 10
 class Silent:
     """A telemetry reporter that neither measures nor writes."""
 
-    def enter(self, phase: str) -> None:
-        """Nothing."""
+    def enter(self, phase: str) -> None: ...
 
     def counting(self) -> AbstractContextManager[None]:
         """Does not count FLOPs."""
         return nullcontext()
 
-    def micro(self, loss: Loss) -> None:
-        """Nothing."""
+    def micro(self, loss: Loss) -> None: ...
 
-    def step(self, step: int, **_: float) -> None:
-        """Nothing."""
+    def step(self, step: int, **_: float) -> None: ...
 
 
 class Unending:
@@ -66,14 +63,12 @@ class Unending:
 
     stop = save_due = False
 
-    def step_begins(self, step: int) -> None:
-        """Nothing."""
+    def step_begins(self, step: int) -> None: ...
 
     def fault(self) -> None:
         """Does nothing: no background work can fail."""
 
-    def updated(self, step: int, refused: str | None) -> None:
-        """Nothing."""
+    def updated(self, step: int, refused: str | None) -> None: ...
 
     def after_step(self, *_: object, **__: object) -> bool:
         """Returns that the run continues."""

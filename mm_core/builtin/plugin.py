@@ -8,6 +8,9 @@ from types import MappingProxyType
 from mm_core.plugin.component import Component
 from mm_core.plugin.hookspecs import hookimpl
 
+_WARMUP = {"warmup_steps": 4}
+"""The small instance of a learning-rate schedule."""
+
 _SUMMARIES = {
     "text_to_video": "diffusion training of captioned clips; sampling with classifier-free guidance",
     "pretrained": "any Transformers model with its own loss, exact over tokens or rows of the global batch",
@@ -168,10 +171,6 @@ def mm_optimizers() -> list[Component]:
         _core("adamw_8bit", "optim.adamw_8bit:adamw_8bit", "training:AdamW8bitConfig", state_tensors=1),
         _core("muon", "optim.muon:muon", "training:MuonConfig", state_tensors=1),
     ]
-
-
-_WARMUP = {"warmup_steps": 4}
-"""The small instance of a learning-rate schedule."""
 
 
 @hookimpl

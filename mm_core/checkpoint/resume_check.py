@@ -202,7 +202,9 @@ def render_table(differences: Sequence[ResumeDifference]) -> str:
 def _by_name(manifest: Document, resolved: bool) -> Document:
     """The manifest with its list of components replaced by versions by distribution, independent of order.
 
-    resolved: compare adapters by the layers that they are on, not by the patterns in the config.
+    Args:
+        manifest: the manifest of a run or checkpoint.
+        resolved: compare adapters by the layers that they are on, not by the patterns in the config.
     """
     versions = {str(row.get("distribution")): row.get("version") for row in manifest.get("plugins", ())}
     known = ("config", "data", "devices", "versions", "libraries", "world")

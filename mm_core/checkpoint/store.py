@@ -316,9 +316,9 @@ class CheckpointStore:
         final: Path,
         tensors: State,
         texts: Mapping[str, str],
-        live: Mapping[str, Fingerprint],
+        live: Mapping[str, Fingerprint],  # which the written tensors must have
     ) -> None:
-        """Writes all files of the checkpoint with checksums, then renames it. live: expected fingerprints."""
+        """Writes all files of the checkpoint with checksums, then renames it."""
         try:
             ranks.agree("preparing the checkpoint folder", lambda: stage.mkdir(parents=True, exist_ok=True))
             doing = "writing the checkpoint"

@@ -82,7 +82,12 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _print_explanation(found: Explanation, with_values: bool) -> None:
-    """Prints one explanation; `with_values`: a config is named, so that keys have values."""
+    """Prints one explanation.
+
+    Args:
+        found: the explanation.
+        with_values: whether keys have values, since the user has named a config.
+    """
     if found.key:
         print(found.key)
         rows = [

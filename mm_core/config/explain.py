@@ -6,7 +6,7 @@ import dataclasses
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Final, Union, get_args, get_origin
+from typing import Annotated, Any, Final, Union, get_args, get_origin
 
 from mm_core.config.dump import plain
 from mm_core.config.sections import RunConfig
@@ -18,8 +18,12 @@ from mm_core.schema.describe import FieldInfo, KeyInfo, describe_keys, summary_o
 from mm_core.schema.fields import ComponentConfig, Kind
 from mm_core.schema.nodes import Node, describe, is_list, unwrap
 
-if TYPE_CHECKING:
-    pass
+_INCLUDE = KeyInfo(
+    FieldInfo("include", "str or list of str", "[]", "other files, relative to this one, merged first"),
+    str | tuple[str, ...],
+    (),
+    (),
+)
 
 
 class _Unknown:
@@ -27,12 +31,6 @@ class _Unknown:
 
 
 _UNKNOWN: Final = _Unknown()
-_INCLUDE = KeyInfo(
-    FieldInfo("include", "str or list of str", "[]", "other files, relative to this one, merged first"),
-    str | tuple[str, ...],
-    (),
-    (),
-)
 
 
 @dataclass(frozen=True)
@@ -154,7 +152,12 @@ class _Explainer:
         return place
 
     def explained(self, place: _Place, inner: bool = True) -> Explanation:
-        """The explanation of a place; `inner`: with the keys below it."""
+        """The explanation of a place.
+
+        Args:
+            place: the place.
+            inner: whether it contains the keys below the place.
+        """
         known = place.value is not _UNKNOWN
         where = place.node
         written = where.path if where is not None else place.path

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from mm_core.errors import ConfigError, MMError, RunWarning, did_you_mean
+from mm_core.errors import ConfigError, MMError, RunWarning, did_you_mean, plural
 from mm_core.plugin.trust.known import ALLOW
 from mm_core.schema.nodes import FAILED, Node, from_python, to_python, unwritable
 
@@ -135,7 +135,7 @@ def _check_amount(different: list[Node]) -> None:
 def _parse(text: str) -> Any:
     """The parse tree of a text by OmegaConf's grammar; a ConfigError without a place if it does not parse."""
     if len(text) > MAX_TEXT:
-        what = f"a string of {len(text):,} characters contains interpolations"
+        what = f"a string of {plural(len(text), 'character')} contains interpolations"
         return ConfigError(what, accepted=f"at most {MAX_TEXT:,} characters", hint=_LITERAL)
     from omegaconf.errors import GrammarParseError  # takes 70 ms: only where there are interpolations
     from omegaconf.grammar_parser import parse

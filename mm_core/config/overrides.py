@@ -55,7 +55,7 @@ def parse_override(text: str) -> tuple[list[str], Node]:
         raise ConfigError(what, where="command line", accepted=accepted)
     where = f"override {text if len(text) <= 200 else text[:197] + '...'!r}"
     if len(text) > MAX_OVERRIDE:
-        what = f"the override is too long: {len(text):,} characters"
+        what = f"the override is too long: {plural(len(text), 'character')}"
         accepted = f"at most {MAX_OVERRIDE:,} characters"
         raise ConfigError(what, where=where, accepted=accepted)
     return key.split("."), _value(value.strip(), where, key)

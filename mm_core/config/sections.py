@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from mm_core.builtin.configs.adapters import AdapterConfig
+from mm_core.errors import plural
 from mm_core.plugin.registry import Registry, get_registry
 from mm_core.schema.fields import ComponentConfig, Guidance, Kind, Range
 
@@ -50,7 +51,7 @@ def _folder_name_fault(name: str) -> str | None:
     if any(part != part.strip() for part in parts):
         return f"{shown} starts or ends with a space"
     size = max(len(part.encode(errors="surrogateescape")) for part in parts)
-    return f"{shown} takes {size} bytes; file systems allow 255" if size > 255 else None
+    return f"{shown} takes {plural(size, 'byte')}; file systems allow 255" if size > 255 else None
 
 
 @dataclass(frozen=True)

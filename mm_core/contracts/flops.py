@@ -88,8 +88,14 @@ class SupportsModuleFlops(Protocol):
     ) -> Sequence[ModuleFlops]:
         """The FLOPs of a predictor's forward for arguments of these shapes, in the order of the forward.
 
-        `conditions` are those of text and given frames, without `CLIP_CONDITIONS`, whose shapes are known.
         A predictor with several experts (`SupportsExperts`) also accepts `expert`, as its forward does.
+
+        Args:
+            latents: (B, C, T, H, W), in latent units.
+            timestep: (B,), or (B, N) per token.
+            text: (B, L, D).
+            conditions: shapes of the other tensors of the forward, by argument: those of text and given
+                frames, without `CLIP_CONDITIONS`, whose shapes are known.
         """
 
 

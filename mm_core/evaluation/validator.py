@@ -26,7 +26,7 @@ from mm_core.contracts import (
     TaskModule,
 )
 from mm_core.data.rows.prompts import Prompt, read_images, with_images
-from mm_core.errors import ContractError, DataError, MMError, PeerError
+from mm_core.errors import ContractError, DataError, MMError, PeerError, plural
 from mm_core.evaluation.batches import EvaluationData
 from mm_core.evaluation.sampled_clips import gather_previews, no_clips, share_of, with_trained_size, write_own
 from mm_core.plugin.checks.contract import place_of_object
@@ -226,8 +226,8 @@ class Validator:
         whole, parts = ([row for row in fresh if row[3] is replaced] for replaced in (True, False))
         if whole:
             self._note(
-                f"warning: {lost} of {rows} rows of data.{self.split} could not be read and are not counted: "
-                f"{_shown(whole)}"
+                f"warning: {lost} of {plural(rows, 'row')} of data.{self.split} could not be read and are"
+                f" not counted: {_shown(whole)}"
             )
         if parts:
             self._note(

@@ -229,7 +229,7 @@ class AnswerSession:
             tokens = sum(each["input_ids"].numel() for each in questions)
             raise MMError(
                 report.what,
-                where=f"{plural(len(questions), 'prompt')} with {tokens} tokens in total",
+                where=f"{plural(len(questions), 'prompt')} with {plural(tokens, 'token')} in total",
                 hint="use a smaller --batch-size, fewer image tiles, or more ranks (--nproc)",
             ) from fault
 

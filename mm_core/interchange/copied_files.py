@@ -40,7 +40,7 @@ def check_taken(origin: Path) -> None:
 
 
 def _checked(origin: Path) -> list[Path]:
-    """The files to copy."""
+    """The files in `origin`, or `origin` itself: a CheckpointError if one cannot be copied safely."""
     if not origin.exists():
         raise CheckpointError(
             "the pipeline's folder lacks a file or folder that the export copies",

@@ -32,7 +32,9 @@ def card_of(plan: ExportPlan, folder: str) -> str:
     origins = [path for path in (*named, given_weights(config, facts)) if path is not None]
     hubs = [f"{found[1]}/{found[2]}" for origin in origins if (found := _HUB.search(origin))]
     names = ("adapters of " if plan.adapters_alone else "") + ", ".join(f"`{root}`" for root in roots)
-    after = f"{names} of the run `{config.run.name}` after {step} steps, in the format `{plan.label}`."
+    after = (
+        f"{names} of the run `{config.run.name}` after {plural(step, 'step')}, in the format `{plan.label}`."
+    )
     begins = f" In mm_core, `init_from: {{path: {folder}}}` starts a run from it."
     layouts = [part.layout for part in plan.parts]
     separate = [one.loading.replace("{folder}", str(PurePath(folder, one.folder))) for one in layouts]

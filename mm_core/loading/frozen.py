@@ -53,7 +53,14 @@ class FrozenFiles:
 
 
 def load_frozen_of(task: TaskModule, engine: Engine, plan: EnginePlan, config: RunConfig) -> None:
-    """Loads the weights of a run's frozen components, placed by its engine. Call it on all ranks."""
+    """Loads the weights of a run's frozen components, placed by its engine. Call it on all ranks.
+
+    Args:
+        task: the run's task.
+        engine: the run's engine, which gives the device and places the components.
+        plan: the engine's plan, which contains the placement of each component.
+        config: the run's config.
+    """
     streamed = _prepared(task, engine.device)
     files = FrozenFiles(streamed, config.registry)
     engine.place_frozen(task, plan, files)

@@ -212,7 +212,11 @@ def seeded_init(
 ) -> Iterator[_SeededInit]:
     """A context in which random initialisation of a module's parameters is seeded with (seed, name).
 
-    For names in `spared`, random initialisation does nothing.
+    Args:
+        module: the module; its parameters may be DTensors.
+        prefix: its path in the task.
+        rng: the run's randomness.
+        spared: names in the task for which random initialisation does nothing.
     """
     # An adapted layer draws as it would without its adapter.
     names = {id(tensor): base_name(name) for name, tensor in _tensors(module, prefix, ())}

@@ -20,6 +20,13 @@ def adamw(
     tensor by tensor (torch 2.13, one core per rank). Fused and foreach each round equally for any sharding.
 
     Reference: https://arxiv.org/abs/1711.05101
+
+    Args:
+        groups: parameter groups (`groups_of`); a group's own settings replace those below.
+        lr: base learning rate, which the schedule's factors multiply.
+        betas: decay of the first and the second moment, per step.
+        eps: added to the root of the second moment.
+        weight_decay: a step removes `lr` times this share of each parameter.
     """
     held = [parameter for group in groups for parameter in group["params"]]
     devices = {parameter.device.type for parameter in held}

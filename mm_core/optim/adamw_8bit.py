@@ -27,6 +27,13 @@ def adamw_8bit(
 
     Reference: https://arxiv.org/abs/2110.02861
 
+    Args:
+        groups: parameter groups (`groups_of`); a group's own settings replace those below.
+        lr: base learning rate, which the schedule's factors multiply.
+        betas: decay of the first and the second moment, per step.
+        eps: added to the root of the second moment.
+        weight_decay: a step removes `lr` times this share of each parameter.
+
     Raises:
         PluginError: torchao is missing, or does not run on the device.
     """

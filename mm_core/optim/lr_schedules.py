@@ -66,12 +66,26 @@ class Shared(TypedDict, total=False):
 
 
 def constant(total_steps: int, base_lr: float, warmup_steps: int = 0, **shared: Unpack[Shared]) -> Schedule:
-    """A learning-rate schedule: linear warm-up, then the base rate."""
+    """A learning-rate schedule: linear warm-up, then the base rate.
+
+    Args:
+        total_steps: steps of the run.
+        base_lr: the optimizer's learning rate.
+        warmup_steps: steps of the warm-up.
+        shared: further options, see `Shared`.
+    """
     return schedule(total_steps, base_lr, warmup_steps, **shared)
 
 
 def linear(total_steps: int, base_lr: float, warmup_steps: int = 0, **shared: Unpack[Shared]) -> Schedule:
-    """A learning-rate schedule: linear warm-up, then a straight line down to `min_lr`."""
+    """A learning-rate schedule: linear warm-up, then a straight line down to `min_lr`.
+
+    Args:
+        total_steps: steps of the run.
+        base_lr: the optimizer's learning rate.
+        warmup_steps: steps of the warm-up.
+        shared: further options, see `Shared`.
+    """
     return schedule(total_steps, base_lr, warmup_steps, line, **shared)
 
 
@@ -79,6 +93,12 @@ def cosine(total_steps: int, base_lr: float, warmup_steps: int = 0, **shared: Un
     """A learning-rate schedule: linear warm-up, then half a cosine down to `min_lr`.
 
     Reference: https://arxiv.org/abs/1608.03983 (equation 5, one cycle).
+
+    Args:
+        total_steps: steps of the run.
+        base_lr: the optimizer's learning rate.
+        warmup_steps: steps of the warm-up.
+        shared: further options, see `Shared`.
     """
     return schedule(total_steps, base_lr, warmup_steps, half_cosine, **shared)
 
@@ -86,7 +106,15 @@ def cosine(total_steps: int, base_lr: float, warmup_steps: int = 0, **shared: Un
 def polynomial(
     total_steps: int, base_lr: float, warmup_steps: int = 0, power: float = 2.0, **shared: Unpack[Shared]
 ) -> Schedule:
-    """A learning-rate schedule: linear warm-up, then (1 - progress)^power down to `min_lr`."""
+    """A learning-rate schedule: linear warm-up, then (1 - progress)^power down to `min_lr`.
+
+    Args:
+        total_steps: steps of the run.
+        base_lr: the optimizer's learning rate.
+        warmup_steps: steps of the warm-up.
+        power: exponent of the decay; 1 is a straight line.
+        shared: further options, see `Shared`.
+    """
     return schedule(total_steps, base_lr, warmup_steps, partial(falling_power, power), **shared)
 
 
@@ -100,9 +128,18 @@ def wsd(
 ) -> Schedule:
     """A learning-rate schedule: warm-up, base rate, then a decay to `min_lr` in the last part of the run.
 
-    The decay takes the share `decay_fraction` of the run.
-
     Reference: https://arxiv.org/abs/2405.18392 (its "1-sqrt" is the shape `sqrt`).
+
+    Args:
+        total_steps: steps of the run.
+        base_lr: the optimizer's learning rate.
+        warmup_steps: steps of the warm-up.
+        decay_fraction: the decay's share of the run.
+        decay_shape: shape of the decay, one of `SHAPES`.
+        shared: further options, see `Shared`.
+
+    Raises:
+        ConfigError: warm-up and decay together are longer than the run.
     """
     warmup = warmup_length(total_steps, warmup_steps, shared.get("warmup_fraction"))
     decay = round(decay_fraction * total_steps)

@@ -14,6 +14,8 @@ from mm_core.errors import PlanError, plural
 from mm_core.modules.patterns import match
 from mm_core.parallel.shard_plans import ModelPlan, Prefetch, backwards, in_order, model_plans
 
+_WRAP, _RECOMPUTE = "engine.sub_modules_to_wrap", "engine.recompute_modules"
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -98,9 +100,6 @@ def decide_layout(
     return Layout(
         tuple(trainable), wrapped, recomputed, ignored, forward, backward, decided_by if plans else {}
     )
-
-
-_WRAP, _RECOMPUTE = "engine.sub_modules_to_wrap", "engine.recompute_modules"
 
 
 def _paths(task: TaskModule) -> list[str]:

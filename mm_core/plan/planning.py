@@ -26,7 +26,7 @@ from mm_core.contracts import (
 )
 from mm_core.data.loading.sampler import BatchPlan
 from mm_core.data.loading.seeding import build_dataset
-from mm_core.errors import ConfigError, ContractError, PlanError
+from mm_core.errors import ConfigError, ContractError, PlanError, plural
 from mm_core.modules.casting import cast_frozen
 from mm_core.modules.patterns import freeze
 from mm_core.plan.run_plan import ComponentFact, MissingFile, ModuleFact, RunPlan
@@ -140,7 +140,7 @@ def make_plan(
         near = sorted({max(wave, size // wave * wave), (size // wave + 1) * wave})
         raise PlanError(
             f"global_batch_size {size} does not divide into micro-batches of {micro}"
-            f" on {layout.data_parallel} data-parallel ranks",
+            f" on {plural(layout.data_parallel, 'data-parallel rank')}",
             where="train.global_batch_size",
             accepted=f"a multiple of {wave}: {', '.join(map(str, near))}, ...",
         )

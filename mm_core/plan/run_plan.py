@@ -172,7 +172,7 @@ def _table(sizes: Mapping[str, int]) -> list[str]:
 
 
 def _count(module: ModuleFact, missing: bool) -> str:
-    size = f"{module.parameters:,} parameters"
+    size = f"{plural(module.parameters, 'parameter')}"
     if module.trainable and module.trained < module.parameters:
         return f"{module.trained:>15,} of {size}"
     if module.parameters:

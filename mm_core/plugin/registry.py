@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from mm_core.errors import PluginError, did_you_mean
+from mm_core.errors import PluginError, did_you_mean, plural
 from mm_core.plugin.building import build_component, built_fields
 from mm_core.plugin.hookspecs import KINDS
 from mm_core.plugin.manager import discover, entry_point_records, local_files
@@ -65,7 +65,7 @@ class Registry:
         if len(matches) == 1 or len(own) == 1:
             return (own or matches)[0]
         if matches:
-            what = f"the {kind} name {name!r} is ambiguous: {len(matches)} plugins provide one"
+            what = f"the {kind} name {name!r} is ambiguous: {plural(len(matches), 'plugin')} provide one"
             accepted = ", ".join(sorted(match.qualified for match in matches))
             raise PluginError(what, accepted=accepted, hint="write the qualified name")
         raise self._not_found(kind, name)

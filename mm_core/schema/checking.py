@@ -23,7 +23,7 @@ from typing import (
     get_origin,
 )
 
-from mm_core.errors import ConfigError, ForeignExit, MMError, PluginError, did_you_mean, foreign_code
+from mm_core.errors import ConfigError, ForeignExit, MMError, PluginError, did_you_mean, foreign_code, plural
 from mm_core.schema.annotations import annotations_of
 from mm_core.schema.fields import ComponentConfig, Kind, Range, dtype_hint, yaml_key
 from mm_core.schema.nodes import (
@@ -104,7 +104,15 @@ class Checker:
     def fault(
         self, node: Node, what: str, accepted: str | None = None, hint: str | None = None, key: bool = False
     ) -> Failed:
-        """Records an error at a checked value, or at its key, and returns FAILED to use as its value."""
+        """Records an error at a checked value, and returns FAILED to use as its value.
+
+        Args:
+            node: the checked value.
+            what: what is wrong.
+            accepted: values that would have been accepted.
+            hint: what to do next.
+            key: whether the error is at the value's key.
+        """
         self.faults.append(ConfigError(what, where=node.place(key), accepted=accepted, hint=hint))
         if len(self.faults) > MAX_FAULTS:
             raise _TooManyFaults
@@ -112,8 +120,6 @@ class Checker:
 
     def _wrong(self, node: Node, accepted: str, hint: str | None = None) -> Failed:
         return self.fault(node, f"found {show(node)}", accepted, hint)
-
-    # -- structures ------------------------------------------------------------------------------
 
     def dataclass(
         self,
@@ -246,8 +252,6 @@ class Checker:
         hint = f"{meant[:-1]} a misspelt 'type'?".replace("did you mean", "is") if meant else None
         return self.fault(node, "the key 'type' is missing", accepted, hint, key=True)
 
-    # -- values ----------------------------------------------------------------------------------
-
     def value(self, annotation: object, node: Node) -> object:
         """Checks one value against a type annotation and returns it, or FAILED after recording the error."""
         if node.value is FAILED:
@@ -319,7 +323,7 @@ class Checker:
             return self._wrong(node, accepted)
         fixed = origin is tuple and args and args[-1] is not Ellipsis
         if fixed and len(node.value) != len(args):
-            return self.fault(node, f"found {len(node.value)} values: {show(node)}", accepted)
+            return self.fault(node, f"found {plural(len(node.value), 'value')}: {show(node)}", accepted)
         kinds = args if fixed else [args[0] if args else Any] * len(node.value)
         items = [self.value(kind, child) for kind, child in zip(kinds, node.value, strict=True)]
         if _any_failed(items):

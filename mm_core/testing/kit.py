@@ -55,6 +55,9 @@ KITS: Mapping[str, str] = MappingProxyType(
 _COMMON = "mm_core.testing.common:CHECKS"
 """The checks of every kind."""
 
+_LIBRARIES = tuple(f"{Path(source_file(name) or name).parent}{os.sep}" for name in ("torch", "mm_core"))
+"""The folders of torch and mm_core."""
+
 
 class NotApplicable(SkipTest):
     """Raised by a conformance check that does not apply to a component, with the reason.
@@ -138,12 +141,26 @@ class Probe:
         return f"{self.registered.short_place}, {place_of(target, target)}"
 
     def expect(self, holds: object, what: str, accepted: str | None = None, hint: str | None = None) -> None:
-        """Raises a ContractError that names the component's place unless `holds` is true."""
+        """Raises a ContractError that names the component's place unless `holds` is true.
+
+        Args:
+            holds: what is expected, taken as a bool.
+            what: what is wrong otherwise.
+            accepted: what would be right.
+            hint: what to do next.
+        """
         if not holds:
             raise ContractError(what, where=self.place, accepted=accepted, hint=hint)
 
     def expect_no_error(self, what: str, accepted: str, call: Callable[..., object], *given: object) -> None:
-        """Makes a call of the component. A ContractError names the call and its error, if any."""
+        """Makes a call of the component; an exception becomes a ContractError.
+
+        Args:
+            what: the call, for the ContractError.
+            accepted: what would be right.
+            call: what is called.
+            given: its arguments.
+        """
         try:
             call(*given)
         except Exception as error:
@@ -310,9 +327,6 @@ class Examination:
             yield (outcome := self.run(name))
             if name == "builds" and outcome.status == "failed":
                 return
-
-
-_LIBRARIES = tuple(f"{Path(source_file(name) or name).parent}{os.sep}" for name in ("torch", "mm_core"))
 
 
 def sentence_of(error: BaseException, place: str | None = None) -> str:

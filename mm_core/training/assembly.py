@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mm_core.checkpoint.files.host_copies import State
 from mm_core.checkpoint.files.layout import Document
@@ -19,13 +19,12 @@ from mm_core.checkpoint.run_manifest import check_plugins, run_manifest
 from mm_core.checkpoint.store import CheckpointStore
 from mm_core.config.dump import to_yaml
 from mm_core.config.sections import RunConfig
-from mm_core.contracts import Dataset, Engine, Randomness, SupportsLengths, TaskModule, seeded
+from mm_core.contracts import Dataset, Engine, Randomness, TaskModule
 from mm_core.data.class_names import check_class_names
-from mm_core.data.loading.loader import MicroBatchLoader
 from mm_core.data.loading.sampler import BatchPlan
 from mm_core.data.loading.seeding import build_dataset
 from mm_core.data.loading.skipped import SkipLedger
-from mm_core.errors import CheckpointError, ContractError, PlanError, plural
+from mm_core.errors import CheckpointError, PlanError
 from mm_core.evaluation.validator import Validator, build_metrics, default_settings
 from mm_core.files import replace_text
 from mm_core.loading.frozen import load_frozen_of
@@ -35,7 +34,7 @@ from mm_core.loading.left_out import ExternalWeights
 from mm_core.loading.run_adapters import task_of
 from mm_core.optim.ema import EMA
 from mm_core.optim.parameter_groups import groups_of
-from mm_core.plan import RunPlan, check_data, make_plan, sample_order
+from mm_core.plan import RunPlan, check_data, make_plan
 from mm_core.runtime.launch.rank_logs import current_log
 from mm_core.runtime.launch.signals import StopFlag
 from mm_core.runtime.launch.watchdog import Watchdog
@@ -50,6 +49,7 @@ from mm_core.training.loop import Training
 from mm_core.training.non_finite import first_non_finite
 from mm_core.training.restore import Restored, restore
 from mm_core.training.saving import Saving, best_metric
+from mm_core.training.training_samples import make_loader
 from mm_core.weights.adapters.record import record_of
 
 
@@ -93,7 +93,11 @@ class RunParts:
 
 @dataclass
 class Assembly:
-    """A training run ready for its first step, as returned by `assemble`; `start`: steps already taken."""
+    """A training run ready for its first step, as returned by `assemble`.
+
+    Attributes:
+        start: steps already taken.
+    """
 
     folder: Path
     training: Training
@@ -184,7 +188,16 @@ def restore_parts(run: OpenedRun, parts: RunParts, allow: Sequence[str]) -> tupl
 def equip(
     run: OpenedRun, parts: RunParts, manifest: Document, restored: Restored, stop: StopFlag, undo: ExitStack
 ) -> Assembly:
-    """Adds the data loader, watchdog, reporter, evaluation, callbacks and saving to a training run."""
+    """Adds the data loader, watchdog, reporter, evaluation, callbacks and saving to a training run.
+
+    Args:
+        run: the opened run.
+        parts: its parts, with restored weights.
+        manifest: the run's manifest, which every checkpoint stores.
+        restored: what its checkpoint has restored.
+        stop: records signals.
+        undo: gets what closes the reporter if this function or its caller fails.
+    """
     config, plan, task, engine = run.config, parts.plan, parts.task, parts.engine
     watchdog = Watchdog(
         run.folder, run.ranks.rank, plan.engine.world, config.run.stuck_after, log=current_log()
@@ -234,7 +247,14 @@ def equip(
 
 
 def make_reporter(run: OpenedRun, parts: RunParts, restored: Restored, watchdog: Watchdog) -> RunReporter:
-    """The reporter of a training run, which has already shown the notes about its start."""
+    """The reporter of a training run, which has already shown the notes about its start.
+
+    Args:
+        run: the opened run.
+        parts: its parts.
+        restored: the first step, the samples seen before it, and the notes.
+        watchdog: is notified of each phase that the reporter enters.
+    """
     reporter = RunReporter(
         run.folder,
         run.config,
@@ -250,7 +270,14 @@ def make_reporter(run: OpenedRun, parts: RunParts, restored: Restored, watchdog:
 
 
 def make_guard(config: RunConfig, parts: RunParts, restored: Restored, reporter: RunReporter) -> UpdateGuard:
-    """The guard that checks the gradients of each training step, with the state from the checkpoint."""
+    """The guard that checks the gradients of each training step, with the state from the checkpoint.
+
+    Args:
+        config: the run's config.
+        parts: the run's parts, in which a module with a non-finite output is searched.
+        restored: facts of the checkpoint, with the guard's state.
+        reporter: shows the guard's warnings.
+    """
     roots = parts.task.trainable
     return UpdateGuard(
         config.train,
@@ -263,7 +290,15 @@ def make_guard(config: RunConfig, parts: RunParts, restored: Restored, reporter:
 def make_evaluating(
     run: OpenedRun, parts: RunParts, reporter: RunReporter, callbacks: CallbackList, stop: StopFlag
 ) -> Evaluating:
-    """The evaluation of a training run on its held-out data: validators for `validation` and `test`."""
+    """The evaluation of a training run on its held-out data: validators for `validation` and `test`.
+
+    Args:
+        run: the opened run.
+        parts: its parts; a split without a dataset and without clips to sample has no validator.
+        reporter: shows notes, metrics and clips.
+        callbacks: receive the metrics.
+        stop: ends an evaluation when a stop is requested.
+    """
     config = run.config
     samples = config.validation is not None and config.validation.samples is not None
 
@@ -299,51 +334,6 @@ def make_optimizer(config: RunConfig, parameters: Mapping[str, nn.Parameter]) ->
         "optimizer", config.optimizer, groups_of(parameters, config.train)
     )
     return optimizer
-
-
-def sample_lengths(config: RunConfig, dataset: Dataset) -> Tensor | None:
-    """Lengths of the training samples, for batches grouped by length; None if batches are not grouped."""
-    if not config.data.loader.group_by_length:
-        return None
-    if not isinstance(dataset, SupportsLengths):
-        raise PlanError(
-            f"the dataset {type(dataset).__name__} does not provide the lengths of its samples",
-            where="data.loader.group_by_length",
-            accepted="datasets with a method lengths(), such as text_rows",
-            hint="remove group_by_length: it has no benefit if all samples have the same size",
-        )
-    with seeded(Randomness(config.run.seed).at("lengths")):  # all ranks must sort by the same lengths
-        lengths = dataset.lengths()
-    if lengths.shape != (len(dataset),):
-        raise ContractError(
-            f"{type(dataset).__name__}.lengths() returns the shape {list(lengths.shape)} for"
-            f" {plural(len(dataset), 'sample')}",
-            where="data.train",
-            accepted="one length per sample",
-        )
-    return lengths
-
-
-def make_loader(
-    config: RunConfig, plan: RunPlan, dataset: Dataset, task: TaskModule, start: int, device: torch.device
-) -> tuple[BatchPlan, MicroBatchLoader]:
-    """The order of the training samples, and the loader of this rank's micro-batches from step `start` on."""
-    section = config.data.loader
-    order = sample_order(config, plan.global_batch_size, len(dataset), sample_lengths(config, dataset))
-    return order, MicroBatchLoader(
-        dataset,
-        order,
-        batch_transform=task.batch_transform(),
-        rng=Randomness(config.run.seed),
-        rank=Ranks.current().rank,
-        data_parallel=plan.engine.data_parallel,
-        start_step=start,
-        end_step=plan.steps,
-        workers=section.workers,
-        prefetch=section.prefetch,
-        pin_memory=section.pin_memory,
-        device_type=device.type,
-    )
 
 
 def make_store(config: RunConfig) -> CheckpointStore:
@@ -387,7 +377,14 @@ def facts_of(
 
 
 def write_run_files(run_dir: Path, config: RunConfig, plan: RunPlan, manifest: Document) -> None:
-    """Writes config.yaml (with all defaults) and manifest.json into the folder of a training run."""
+    """Writes config.yaml (with all defaults) and manifest.json into the folder of a training run.
+
+    Args:
+        run_dir: the folder; it is made if it is missing.
+        config: the run's config.
+        plan: the run's plan, which manifest.json contains too.
+        manifest: the run's manifest.
+    """
     run_dir.mkdir(parents=True, exist_ok=True)
     document = {**manifest, "plan": plan.to_mapping()}
     for name, text in (("config.yaml", to_yaml(config)), ("manifest.json", json.dumps(document, indent=2))):

@@ -139,7 +139,7 @@ class UpdateGuard:
             return None
         what = (
             f"the gradient norm is {norm:.4g}, more than {rule.factor:g} times {usual:.4g},"
-            f" the median of the last {len(self._norms)} steps"
+            f" the median of the last {plural(len(self._norms), 'step')}"
         )
         if rule.policy == "stop":
             raise TrainingError(

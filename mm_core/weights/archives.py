@@ -8,7 +8,7 @@ import struct
 import zipfile
 from typing import IO, TYPE_CHECKING
 
-from mm_core.errors import CheckpointError
+from mm_core.errors import CheckpointError, plural
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -54,7 +54,9 @@ def check_archive(file: IO[bytes], start: int, size: int) -> None:
         raise CheckpointError("it is a TorchScript archive, which is a program")
     declared = sum(member.file_size for member in members)
     if declared > size:
-        raise CheckpointError(f"its {size:,} bytes unpack to {declared:,}, but torch.save never compresses")
+        raise CheckpointError(
+            f"its {plural(size, 'byte')} unpack to {declared:,}, but torch.save never compresses"
+        )
     for member in members:
         if member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size:
             raise CheckpointError(

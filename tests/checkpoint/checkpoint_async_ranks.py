@@ -1,5 +1,5 @@
-"""Run by each of two ranks: saves behind the loop's back while the ranks go on speaking with each other, and
-prints what each attempt said, as one JSON object.
+"""Run by each of two ranks: saves behind the loop's back while the ranks go on exchanging messages, and
+prints the outcome of each attempt, as one JSON object.
 
 usage: checkpoint_async_ranks.py RUN_DIR [fault]
 """
@@ -121,7 +121,7 @@ def main() -> dict[str, object]:
 
 
 def fault() -> dict[str, object]:
-    """Rank 1 ends in the middle of a save; rank 0 has an error to tell, and closes its store."""
+    """Rank 1 ends in the middle of a save; rank 0 has an error to print, and closes its store."""
     mesh = init_device_mesh("cpu", (2,))
     state = sync.spread(make_state(0), mesh)
     store = CheckpointStore(Path(sys.argv[1]), keep=3, asynchronous=True)

@@ -1,4 +1,4 @@
-"""Run by each rank: saves, fails and loads, and prints what each attempt said, as one JSON object.
+"""Run by each rank: saves, fails and loads, and prints the outcome of each attempt, as one JSON object.
 
 usage: checkpoint_ranks.py RUN_DIR STATE_SEED (two|three)
 """

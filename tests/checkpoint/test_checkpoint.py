@@ -229,7 +229,7 @@ def test_a_damaged_file_is_refused_by_name(store, state, empty, name, damage):
         words = f"{name} does not match its checksum"
     elif damage == "cut":
         file.write_bytes(content[:-3])
-        words = f"{name} has {size - 3} bytes instead of {size}"
+        words = f"{name} has {size - 3:,} bytes instead of {size:,}"
     else:
         file.unlink()
         words = f"{name} is missing"
@@ -292,7 +292,7 @@ def test_what_resume_refuses(store, state, tmp_path):
         assert str(caught.value) == f"{request}: {words}{accepted}"
 
 
-def test_a_moved_checkpoint_loads_and_tells_no_path(store, state, empty, same, tmp_path):
+def test_a_moved_checkpoint_loads_and_contains_no_path(store, state, empty, same, tmp_path):
     path = store.save(3, state, {}, CONFIG)
     moved = path.rename(tmp_path / "elsewhere")
     assert os.fsencode(tmp_path) not in (moved / ".metadata").read_bytes()

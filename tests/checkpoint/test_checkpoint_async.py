@@ -175,7 +175,7 @@ def test_the_newest_every_nth_and_the_best_stay(make, state):
     assert find_checkpoint(store.folder.parent).name == "step_00000007"
 
 
-def test_a_run_without_a_best_says_so(make, state):
+def test_a_run_without_a_best_is_reported(make, state):
     store = make()
     store.save(1, state, {}, CONFIG)
     store.wait()
@@ -206,7 +206,7 @@ DAMAGES = {
     "lost checksums": (lambda c: (c / "checksums.json").unlink(), "this checkpoint is incomplete"),
     "flipped bit in the facts": (lambda c: flip(c / "facts.json"), "facts.json does not match its checksum"),
     "flipped bit in .metadata": (lambda c: flip(c / ".metadata"), ".metadata does not match its checksum"),
-    "torn manifest": (lambda c: (c / "manifest.json").write_text("{"), "manifest.json has 1 bytes"),
+    "torn manifest": (lambda c: (c / "manifest.json").write_text("{"), "manifest.json has 1 byte"),
 }
 
 

@@ -41,7 +41,7 @@ def test_two_ranks_load_what_one_process_saved(two):
 
 
 @pytest.mark.slow
-def test_a_fault_on_one_rank_is_one_sentence_on_all(two):
+def test_a_fault_on_one_rank_is_one_error_on_all(two):
     folder, (first, second) = two
     store = folder / "checkpoints"
     assert first == second, "both ranks say the same of everything"
@@ -111,7 +111,7 @@ def test_three_ranks_load_what_two_saved_and_one_loads_theirs(tmp_path, two, sta
 
 @pytest.mark.slow
 def test_two_ranks_save_behind_the_loops_back(tmp_path):
-    """The writer speaks in a group of its own, and what fails on one rank fails on both."""
+    """The writer has a process group of its own, and what fails on one rank fails on both."""
     first, second = spoken(run_ranks(SCRIPT.with_name("checkpoint_async_ranks.py"), 2, tmp_path))
     assert first == second, "both ranks say the same of everything"
     assert first["saved"] == ["done", ["step_00000001"]]
@@ -146,7 +146,7 @@ def test_two_ranks_save_behind_the_loops_back(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_that_has_an_error_to_tell_does_not_wait_for_one_that_ended_within_a_save(tmp_path):
+def test_a_rank_that_has_an_error_to_print_does_not_wait_for_one_that_ended_within_a_save(tmp_path):
     script = SCRIPT.with_name("checkpoint_async_ranks.py")
     answers = spoken(run_ranks(script, 2, tmp_path, "fault", timeout=60))
     assert answers[0] == {"in time": True, "saved": []}

@@ -1,5 +1,5 @@
-"""What the system does to checkpoints while they are read and written: each time a sentence, and no more
-than that is lost."""
+"""What the system does to checkpoints while they are read and written: each time a readable error, and
+no more than that is lost."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def failing(monkeypatch, name: str, number: int) -> None:
 # -- in the background -----------------------------------------------------------------------------
 
 
-def test_faults_of_a_thread_are_sentences_that_ranks_can_agree_on():
+def test_faults_of_a_thread_are_errors_that_ranks_can_agree_on():
     thread = BackgroundQueue("test", "writing")
 
     def work():
@@ -68,7 +68,7 @@ def test_faults_of_a_thread_are_sentences_that_ranks_can_agree_on():
     thread.check()
 
 
-def test_a_host_without_memory_for_the_copy_is_told_so(store):
+def test_a_host_without_memory_for_the_copy_is_a_readable_error(store):
     store.reserve({"model": {"w": torch.empty(2**50, device="meta")}})
     store._thread.finish()
     with pytest.raises(CheckpointError, match=r"not enough host memory for a copy of model\.w") as caught:
@@ -77,7 +77,7 @@ def test_a_host_without_memory_for_the_copy_is_told_so(store):
 
 
 def test_work_that_is_given_after_a_fault_is_done_as_well():
-    """Ranks speak with each other in it: one that left its part out would keep the others waiting."""
+    """Ranks exchange messages in it: one that left its part out would keep the others waiting."""
     thread = BackgroundQueue("test", "writing")
     done = threading.Event()
     thread.give(lambda: 1 / 0)

@@ -48,7 +48,7 @@ def forge(path: Path, name: str, content: bytes) -> None:
 
 
 def refused(store: CheckpointStore, newest: Path, words: str) -> None:
-    """By name with its path; with `auto` the older one is taken, and the sentence says which was not."""
+    """By name with its path; with `auto` the older one is taken, and the error names the one that was not."""
     with pytest.raises(CheckpointError, match=re.escape(words)) as caught:
         store.open(str(newest))
     assert str(newest) in str(caught.value) and caught.value.hint
@@ -195,7 +195,7 @@ def test_metadata_that_no_save_has_written(store, newest):
     ],
 )
 def test_metadata_of_bytes_that_are_not_there(store, newest, offset, words):
-    """It ended `--resume auto` by the sentence of a disk that is full."""
+    """It ended `--resume auto` with the error for a full disk."""
     metadata = pickle.loads((newest / ".metadata").read_bytes())
     next(iter(metadata.storage_data.values())).offset = offset
     forge(newest, ".metadata", pickle.dumps(metadata))
@@ -208,7 +208,7 @@ def test_a_file_larger_than_any_of_its_kind_is_not_read(store, newest, monkeypat
     refused(store, newest, "manifest.json cannot be read (ValueError)")
 
 
-def test_all_of_them_wrong_is_one_sentence(store):
+def test_all_of_them_wrong_is_one_error(store):
     for path in complete_steps(store.folder).values():
         forge(path, "facts.json", b'{"step": -5}')
     with pytest.raises(

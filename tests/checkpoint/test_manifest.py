@@ -50,7 +50,7 @@ def manifest_of(yaml: Path) -> dict:
     return run_manifest(config, make_plan(config, 1, num_samples=len(dataset)), {"train": dataset})
 
 
-def test_the_manifest_says_what_the_run_is_made_of(yaml):
+def test_the_manifest_lists_what_the_run_is_made_of(yaml):
     found = manifest_of(yaml)
     assert found == json.loads(json.dumps(found, allow_nan=False))
     assert found["config"]["train"]["steps"] == 2 and found["config"]["train"]["clip_grad_norm"] == 1.0
@@ -63,7 +63,7 @@ def test_the_manifest_says_what_the_run_is_made_of(yaml):
     assert found["devices"]["torch"] and found["versions"]["python"] and found["world"] == 1
 
 
-def test_what_comes_from_the_environment_is_not_told(yaml):
+def test_what_comes_from_the_environment_is_not_shown(yaml):
     found = manifest_of(yaml)
     assert found["config"]["run"]["dir"] == "${oc.env:SECRET_FOLDER}/runs"
     assert "s3cr3t" not in json.dumps(found)
@@ -146,7 +146,7 @@ def test_the_libraries_that_models_are_made_of_are_listed(yaml):
     assert library_versions({"no-such-distribution", ""}) == library_versions()
 
 
-def test_another_version_of_a_library_is_told_at_a_resume_and_stops_nothing(yaml):
+def test_another_version_of_a_library_is_reported_at_a_resume_and_stops_nothing(yaml):
     after = manifest_of(yaml)
     before = after | {"libraries": after["libraries"] | {"diffusers": "0.35.0"}}
     lines = check_resume(before, after)

@@ -44,8 +44,8 @@ def changed(path: str, value: object) -> dict:
     return after
 
 
-def test_data_that_the_checkpoint_knows_nothing_of():
-    """What `mm import` makes: any data will do, and the table says so."""
+def test_data_that_the_checkpoint_does_not_list():
+    """What `mm import` makes: any data will do, and the table shows it."""
     made = BEFORE | {"data": {}}
     assert check_resume(made, BEFORE) == [
         "changed since the checkpoint:",
@@ -54,7 +54,7 @@ def test_data_that_the_checkpoint_knows_nothing_of():
     assert check_resume(made, made) == []
 
 
-def test_nothing_changed_says_nothing():
+def test_nothing_changed_reports_nothing():
     assert check_resume(BEFORE, copy.deepcopy(BEFORE)) == []
 
 
@@ -88,7 +88,7 @@ def test_each_difference_has_a_verdict(path, value, verdict):
 
 
 def test_adapters_are_compared_by_the_layers_that_they_have():
-    """Not by the file or the patterns that named them, where both sides say which these are."""
+    """Not by the file or the patterns that named them, where both sides list which these are."""
     layer = {"rank": 4, "alpha": 4.0, "dora": False, "rslora": False, "modules": ["predictor.a"]}
     row = {"name": "default", "train": True, "dropout": 0.0, "layers": [layer]}
     before = changed("config.train.adapters", [{"from": "gone"}]) | {"adapters": [row]}
@@ -136,7 +136,7 @@ def test_a_key_that_a_newer_version_adds_is_no_difference():
     assert differences_of(BEFORE, changed("config.train.new_key", 5)) == []
 
 
-def test_a_checkpoint_that_says_nothing_is_noted():
+def test_a_checkpoint_without_these_facts_is_noted():
     assert check_resume({}, BEFORE) == [
         "the checkpoint has no manifest: changes since it was saved were not checked"
     ]

@@ -101,7 +101,7 @@ def test_options_are_not_abbreviated(probe: Any, capsys: pytest.CaptureFixture[s
     )
 
 
-def test_an_error_is_a_sentence_and_exit_1(
+def test_an_error_is_readable_with_exit_code_1(
     probe: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     probe("raise MMError('the file is empty', where='a.yaml:3', hint='write something')")
@@ -214,7 +214,7 @@ def test_list_as_json(site: Any, capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
-def test_show_tells_all_there_is(site: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_everything(site: Any, capsys: pytest.CaptureFixture[str]) -> None:
     site.good("alpha")
     assert main(["plugins", "show", "old_dit"]) == 0
     model = site.folder / "mm_alpha" / "model.py"
@@ -386,7 +386,7 @@ def test_check_finds_what_is_wrong_with_a_component(
     assert sentence in findings[0]["sentence"]
 
 
-def test_check_imports_targets_only_when_told_to(site: Any) -> None:
+def test_check_imports_targets_only_with_the_option(site: Any) -> None:
     site.good("alpha")
     (site.folder / "mm_alpha" / "model.py").write_text(f"import no_such_library\n{MODEL}")
     assert check(site)[1] == []

@@ -120,13 +120,13 @@ def test_a_name_of_several_components_explains_each_that_has_the_key():
         ("task.predictor.patch.3", "task.predictor.patch: this is a [int, int, int]"),
     ],
 )
-def test_a_key_that_is_not_there_is_one_sentence(told, key, sentence):
+def test_a_key_that_is_not_there_is_one_error(told, key, sentence):
     with pytest.raises(ConfigError) as caught:
         told(key)
     assert str(caught.value).startswith(sentence)
 
 
-def test_annotations_that_do_not_resolve_are_a_sentence(place):
+def test_annotations_that_do_not_resolve_are_a_readable_error(place):
     text = (place.folder / "toy.py").read_text().replace("left: int = 1", "left: 'Nowhere' = 1")
     registry = get_registry((str(place.write("toy.py", text)),))
     with pytest.raises(PluginError, match=r"Inner cannot be resolved: name 'Nowhere' is not defined"):

@@ -113,7 +113,7 @@ def test_a_number_that_is_not_finite_is_refused_in_every_field(place, monkeypatc
     assert NOT_FINITE in fault or "accepted: a number" in fault, fault
 
 
-def test_a_field_that_may_be_infinite_says_so_by_its_default_or_its_range(place):
+def test_a_field_that_may_be_infinite_declares_it_by_its_default_or_its_range(place):
     toy = (place.folder / "toy.py").read_text()
     toy = toy.replace(
         "    rate: float = 0.5",
@@ -200,7 +200,7 @@ def test_a_file_that_is_too_large_is_refused_before_it_is_parsed(place):
         ("a: '" + "\\" * 100_000 + "${'", "a string of 100,002 characters contains interpolations"),
     ],
 )
-def test_what_takes_long_for_other_reasons_is_a_sentence_soon(place, text, fault):
+def test_what_takes_long_for_other_reasons_is_soon_a_readable_error(place, text, fault):
     place.write("run.yaml", text)
     assert any(fault in found for found in place.faults()), place.faults()[-1]
 

@@ -90,7 +90,7 @@ def test_no_other_resolver_is_there(place, text, name, hint):
 
 
 @pytest.mark.parametrize("text", ["${train.steps", "${}", "costs ${5 dollars}"])
-def test_what_is_no_interpolation_says_how_to_write_the_characters(place, text):
+def test_what_is_no_interpolation_has_a_hint_how_to_write_the_characters(place, text):
     assert place.fault(f"run.name={text}") == (
         f"override {f'run.name={text}'!r}: run.name: {text!r} is not a valid interpolation\n{ACCEPTED}\n"
         "  hint: write \\${ for a literal ${"

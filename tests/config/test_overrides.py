@@ -70,7 +70,7 @@ def test_values_are_read_as_a_person_means_them(text, value):
     "text",
     ["steps", "=3", "a..b=3", ".a=3", "a b=3", "+a=3", "~a", "a.b", "other.yaml", ".".join("a" * 200) + "=1"],
 )
-def test_what_is_no_override_says_what_one_looks_like(text):
+def test_what_is_no_override_has_a_hint_what_one_looks_like(text):
     with pytest.raises(ConfigError) as caught:
         parse_override(text)
     assert str(caught.value) == (
@@ -82,7 +82,7 @@ def test_what_is_no_override_says_what_one_looks_like(text):
     ("text", "what"),
     [("a={b: 1, b: 2}", "the key 'b' is set twice"), ("a=" + "[" * 3000 + "]" * 3000, "nested too deeply")],
 )
-def test_a_bad_value_is_a_sentence(text, what):
+def test_a_bad_value_is_a_readable_error(text, what):
     with pytest.raises(ConfigError, match=what):
         parse_override(text)
 

@@ -58,13 +58,13 @@ def test_a_folder_is_not_a_file(place):
         ),
     ],
 )
-def test_what_is_not_yaml_is_one_sentence_with_its_line(place, text, fault):
+def test_what_is_not_yaml_is_one_error_with_its_line(place, text, fault):
     place.write("run.yaml", text)
     assert place.fault().startswith(fault)
 
 
 @pytest.mark.parametrize(("text", "shown"), [("- a\n", "['a'], a list"), ("3\n", "3, an integer")])
-def test_a_root_that_is_no_mapping_says_what_it_is(place, text, shown):
+def test_a_root_that_is_no_mapping_is_named_by_its_type(place, text, shown):
     place.write("run.yaml", text)
     assert place.fault() == (
         f"run.yaml:1: the file is not a mapping: found {shown}\n"
@@ -185,7 +185,7 @@ def test_files_that_include_each_other_are_an_error_that_names_the_circle(place)
     )
 
 
-def test_a_file_included_along_many_ways_is_read_once_and_its_faults_are_said_once(place):
+def test_a_file_included_along_many_ways_is_read_once_and_its_faults_are_reported_once(place):
     for number in range(30):  # 2^30 readings, were it not so
         place.write(f"{number}.yaml", f"include: [{number + 1}.yaml, {number + 1}.yaml]\n")
     place.write("30.yaml", "log: {every: 3, every: 4}\n")

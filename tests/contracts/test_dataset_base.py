@@ -1,4 +1,4 @@
-"""Plain dicts of an author become batches; what cannot be stacked is a sentence with the author's line."""
+"""Plain dicts of an author become batches; what cannot be stacked is an error with the author's line."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_batch_moves_its_tensors_and_names_what_it_has() -> None:
         ({"lable": 3}, "samples 0 and 1 differ in their names: only one has lable"),
     ],
 )
-def test_what_cannot_be_stacked_is_a_sentence(changes: dict[str, object], what: str) -> None:
+def test_what_cannot_be_stacked_is_a_readable_error(changes: dict[str, object], what: str) -> None:
     with pytest.raises(ContractError) as caught:
         read(Sounds(**changes))
     assert caught.value.what == what
@@ -129,7 +129,7 @@ class Misspelt(Sounds):
         return {"audio": sample["auido"]}
 
 
-def test_what_is_no_sample_and_no_batch_is_a_sentence() -> None:
+def test_what_is_no_sample_and_no_batch_is_a_readable_error() -> None:
     for made, what, accepted in (
         (Tuples, "sample 0 is a tuple", "a plain dict"),
         (Unbatched, "what collate returns is a dict", "a Batch"),

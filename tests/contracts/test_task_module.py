@@ -1,4 +1,4 @@
-"""What the base class of tasks does for an author, and what it says where a loss is not one a sample."""
+"""What the base class of tasks does for an author, and its error where a loss is not one a sample."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class Nothing(TaskModule):
         ),
     ],
 )
-def test_what_cannot_be_trained_is_a_sentence(made: type[TaskModule], what: str, hint: str) -> None:
+def test_what_cannot_be_trained_is_a_readable_error(made: type[TaskModule], what: str, hint: str) -> None:
     with pytest.raises(ContractError) as caught:
         _ = made().trainable
     assert (caught.value.what, caught.value.where) == (what, place(made))
@@ -200,7 +200,7 @@ def test_what_cannot_be_trained_is_a_sentence(made: type[TaskModule], what: str,
         (lambda rows: rows.detach(), "losses returned a tensor without a gradient"),
     ],
 )
-def test_what_is_not_one_loss_a_sample_is_a_sentence(wrong, what: str) -> None:
+def test_what_is_not_one_loss_a_sample_is_a_readable_error(wrong, what: str) -> None:
     class Wrong(Squares):
         def losses(self, batch):
             return wrong(super().losses(batch))
@@ -229,7 +229,7 @@ def test_what_is_not_one_loss_a_sample_is_a_sentence(wrong, what: str) -> None:
         (lambda total: Loss(total, float("nan")), "a Loss with the weight nan"),
     ],
 )
-def test_what_is_no_sum_with_its_weight_is_a_sentence(wrong, what: str) -> None:
+def test_what_is_no_sum_with_its_weight_is_a_readable_error(wrong, what: str) -> None:
     class Wrong(Squares):
         def loss(self, inputs):
             return wrong(super().loss(inputs).total)
@@ -244,7 +244,7 @@ def test_what_is_no_sum_with_its_weight_is_a_sentence(wrong, what: str) -> None:
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
-def test_a_weight_that_is_no_weight_is_a_sentence(weight: float) -> None:
+def test_a_weight_that_is_no_weight_is_a_readable_error(weight: float) -> None:
     with pytest.raises(ContractError) as caught:
         Squares().weight(batch(weights=[1.0, weight, 1.0, 1.0]))
     assert caught.value.what == f"the batch has the sample weights [1.0, {weight}, 1.0, 1.0]"
@@ -252,7 +252,7 @@ def test_a_weight_that_is_no_weight_is_a_sentence(weight: float) -> None:
     assert caught.value.accepted == "finite weights of 0 or more"
 
 
-def test_a_task_without_clips_says_so_and_one_with_clips_does_not() -> None:
+def test_a_task_without_clips_is_reported_and_one_with_clips_is_not() -> None:
     for ask in (Squares().check_request, Squares().sample):
         with pytest.raises(ContractError, match="the task Squares makes no clips") as caught:
             ask(SampleRequest(prompts=("a",)))

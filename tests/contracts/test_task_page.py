@@ -1,4 +1,4 @@
-"""What docs/writing-a-task.md shows runs as it stands there, and says what the page says."""
+"""What docs/writing-a-task.md shows runs as it stands there, and prints what the page shows."""
 
 from __future__ import annotations
 
@@ -120,7 +120,9 @@ AUDIO = 'tone + 0.3 * rng.normal((RATE // 2,), "noise")'
         ('batch["audio"]', 'batch["auido"]', 7),
     ],
 )
-def test_the_page_says_what_is_said(folder: Path, tmp_path: Path, mm, old: str, new: str, row: int) -> None:
+def test_the_page_shows_what_is_printed(
+    folder: Path, tmp_path: Path, mm, old: str, new: str, row: int
+) -> None:
     (table,) = re.findall(r"\| what you wrote .*?\n\|---\|---\|\n(.*?)\n\n", PAGE.read_text(), re.S)
     sentences = re.findall(r"`([^`]+)`", table.splitlines()[row].rpartition(" | ")[2])
     source = (folder / "tones.py").read_text()

@@ -1,4 +1,4 @@
-"""Annotation files: what is accepted, and the sentence for everything else."""
+"""Annotation files: what is accepted, and the error for everything else."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_thousands_of_like_faults_stay_one_line(tmp_path: Path) -> None:
         ({"path": "a", "cap": "x", "resolution": {"height": -1, "width": 2}}, "resolution.height is -1"),
     ],
 )
-def test_every_other_fault_of_a_row_has_a_sentence(tmp_path: Path, row, sentence) -> None:
+def test_every_other_fault_of_a_row_has_a_readable_error(tmp_path: Path, row, sentence) -> None:
     error = fault(tmp_path, json.dumps([{"path": "ok", "cap": "ok"}, row]))
     assert f"row 2: {sentence}" in error.what or ("row 2" in error.what and sentence in error.what)
 

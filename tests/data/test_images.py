@@ -40,7 +40,7 @@ def test_shades_of_16_bits_keep_their_upper_eight(tmp_path: Path, name: str, dty
 
 
 @pytest.mark.parametrize("numbers", [np.full((2, 2), 0.5, np.float32), np.full((2, 2), -1, np.int32)])
-def test_numbers_that_are_no_shades_are_a_sentence(tmp_path: Path, numbers: np.ndarray) -> None:
+def test_numbers_that_are_no_shades_are_a_readable_error(tmp_path: Path, numbers: np.ndarray) -> None:
     Image.fromarray(numbers).save(tmp_path / "a.tiff")
     with pytest.raises(DataError, match=r"its pixels .Pillow's mode [IF]. are not shades of"):
         read_image(tmp_path / "a.tiff")
@@ -64,7 +64,7 @@ def test_an_image_is_stretched_by_lanczos() -> None:
     assert same.dtype == torch.float32 and same.min() >= -1 and same.max() <= 1
 
 
-def test_what_is_no_image_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_image_is_a_readable_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.png").write_text("no image")
     with pytest.raises(DataError, match="the image cannot be read: cannot identify image file") as caught:
         read_image(tmp_path / "a.png")

@@ -1,4 +1,4 @@
-"""The loader: the plan's batches, the same whatever reads them, and a sentence for what goes wrong."""
+"""The loader: the plan's batches, the same whatever reads them, and an error for what goes wrong."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from support import ranks, warm
 
 
 class Numbers:
-    """Sample i is the number i plus chance, of its own generator and of the process's; the indices in `bad`
+    """Sample i is the number i plus random draws of its own generator and the process's; the indices in `bad`
     cannot be read."""
 
     def __init__(self, size: int, bad: tuple[int, ...] = (), fault: Exception | None = None) -> None:
@@ -128,7 +128,7 @@ def test_content_does_not_depend_on_who_reads() -> None:
     assert [row for pair in zip(*ranks, strict=True) for row in pair] == reference
 
 
-def test_chance_belongs_to_the_epoch_and_the_sample() -> None:
+def test_random_draws_belong_to_the_epoch_and_the_sample() -> None:
     batches = list(loader(Numbers(4), end_step=2))
     values = {key: value for b in batches for key, value in zip(b.keys, b.values.tolist(), strict=True)}
     assert values[(0, 1)] == 1 + Randomness(0).at("data", 0, 1).uniform("x")
@@ -191,7 +191,7 @@ def test_a_sample_does_without_its_unreadable_parts(workers: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_when_nothing_can_be_read_the_run_stops_and_the_ledger_knows(tmp_path: Path, workers: int) -> None:
+def test_when_nothing_can_be_read_the_run_stops_and_the_ledger_lists_it(tmp_path: Path, workers: int) -> None:
     ledger = SkipLedger(tmp_path, 0.5)
     with pytest.raises(UnreadableError, match="others tried in its place could not be read: n/") as caught:
         list(ledger.watch(loader(Numbers(4, bad=(0, 1, 2, 3)), workers=workers)))
@@ -213,7 +213,7 @@ def test_a_fault_in_a_datasets_code_is_not_skipped(workers: int) -> None:
         list(loader(Numbers(8), workers=workers, batch_transform=refuse))
 
 
-def test_a_worker_that_dies_is_a_sentence() -> None:
+def test_a_worker_that_dies_is_a_readable_error() -> None:
     with pytest.raises(DataError, match="a data worker") as caught:
         list(loader(Stuck(8, bad=(2,)), workers=1))
     assert "lower data.loader.workers" in str(caught.value.hint)
@@ -272,7 +272,7 @@ def test_the_name_of_the_script_is_left_as_it_was() -> None:
 
 @pytest.mark.slow
 def test_a_plain_script_may_train(tmp_path: Path) -> None:
-    """Workers import it only where they must, and then it is told what it lacks."""
+    """Workers import it only where they must, and then the error names what it lacks."""
     done = run_script(tmp_path, "print('began', len(list(t.loader(t.Numbers(8), workers=2))))")
     assert (done.returncode, done.stdout) == (0, "began 12\n"), done.stderr
     own = (
@@ -287,7 +287,7 @@ def test_a_plain_script_may_train(tmp_path: Path) -> None:
     assert 'put the script\'s own work under `if __name__ == "__main__":`' in done.stderr
 
 
-def test_a_dataset_that_cannot_be_sent_to_a_worker_is_a_sentence() -> None:
+def test_a_dataset_that_cannot_be_sent_to_a_worker_is_a_readable_error() -> None:
     dataset = Numbers(8)
     with Path(__file__).open() as opened:
         dataset.opened = opened  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Odd paths in rows: each is a sentence, skipped and listed, and none ends a run or makes it wait."""
+"""Odd paths in rows: each is an error, skipped and listed, and none ends a run or makes it wait."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def nobody() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def test_what_must_not_be_read_is_a_sentence(nobody: Path) -> None:
+def test_what_must_not_be_read_is_a_readable_error(nobody: Path) -> None:
     (nobody / "a.mp4").write_bytes(b"x")
     (nobody / "a.mp4").chmod(0)
     (nobody / "closed").mkdir()

@@ -146,7 +146,7 @@ def test_pages_and_previews_do_not_make_a_picture_an_animation(tmp_path: Path, r
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_codec_that_nobody_knows_is_a_sentence(tmp_path: Path, encode, reader) -> None:
+def test_an_unknown_codec_is_a_readable_error(tmp_path: Path, encode, reader) -> None:
     data = encode(tmp_path / "a.mkv", 3).read_bytes()
     file = tmp_path / "unknown.mkv"
     file.write_bytes(data.replace(b"V_MPEG4/ISO/AVC", b"V_MPEG9/ISO/XYZ"))
@@ -159,7 +159,7 @@ def test_a_codec_that_nobody_knows_is_a_sentence(tmp_path: Path, encode, reader)
 @pytest.mark.parametrize(
     "kind", ["jpg", "png", "webp", "bmp", "gif", "tiff", "avif", "qoi", "dds", "tga", "jp2"]
 )
-def test_damaged_pictures_raise_nothing_but_sentences(tmp_path: Path, kind: str) -> None:
+def test_damaged_pictures_raise_only_readable_errors(tmp_path: Path, kind: str) -> None:
     """Decoders raise whatever a damaged file makes of them: RuntimeError, IndexError, NotImplementedError."""
     if kind == "avif" and not features.check("avif"):
         pytest.skip("this Pillow knows no AVIF")

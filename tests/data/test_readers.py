@@ -1,4 +1,4 @@
-"""Video readers: the right frame for a time, and a sentence for every file that is none."""
+"""Video readers: the right frame for a time, and an error for every file that is none."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_both_readers_see_the_same_frames_of_real_clips(clips: Path, name: str) 
     assert not torch.equal(one[0], one[3])
 
 
-def test_probe_tells_what_the_header_says(clips: Path) -> None:
+def test_probe_returns_what_the_header_declares(clips: Path) -> None:
     info = PyAVReader().probe(clips / "bikes.mp4")  # 10 s of 25 frames a second, by ffprobe
     assert (info.width, info.height, info.num_frames) == (640, 272, 250)
     assert info.fps == 25 and info.duration == 10.0
@@ -86,7 +86,7 @@ def test_the_colour_matrix_that_the_file_names_is_used(tmp_path: Path, encode) -
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_what_is_no_video_gets_a_sentence(tmp_path: Path, encode, encode_audio, reader) -> None:
+def test_what_is_no_video_gets_a_readable_error(tmp_path: Path, encode, encode_audio, reader) -> None:
     good = encode(tmp_path / "good.mp4", noise=True)
     (tmp_path / "empty.mp4").touch()
     (tmp_path / "text.mp4").write_text("this is a text " * 50)
@@ -154,7 +154,7 @@ def test_frames_that_are_too_large_are_refused_before_decoding(
     monkeypatch.setattr("mm_core.data.media.readers._decode", lambda *_: pytest.fail("decoded"))
     with pytest.raises(DataError, match="64x48 are larger than the reader's max_pixels") as caught:
         kind(max_pixels=64 * 48 - 1).probe(file)
-    assert caught.value.accepted == "up to 3071 pixels a frame"
+    assert caught.value.accepted == "up to 3,071 pixels a frame"
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -171,7 +171,7 @@ def test_a_playlist_in_disguise_opens_no_address(tmp_path: Path) -> None:
         PyAVReader().probe(file)
 
 
-def test_without_decord_a_sentence_says_what_to_do(clips: Path, monkeypatch) -> None:
+def test_without_decord_the_error_has_a_hint(clips: Path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "decord", None)
     with pytest.raises(DataError, match="decord is not installed") as caught:
         DecordReader().read(clips / "bikes.mp4", [0.0])

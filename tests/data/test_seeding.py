@@ -21,7 +21,7 @@ from mm_core.data.loading.seeding import build_dataset
 from mm_core.errors import DataError
 from mm_core.evaluation.batches import EvaluationData
 from mm_core.plugin.registry import clear_cache, get_registry
-from mm_core.training.assembly import sample_lengths
+from mm_core.training.training_samples import sample_lengths
 
 
 def draws() -> list[float]:
@@ -30,7 +30,7 @@ def draws() -> list[float]:
 
 
 class Drawing:
-    """As users write them: chance from whatever generator is at hand. Indices in `bad` cannot be read."""
+    """As users write them: draws from whatever generator is at hand. Indices in `bad` cannot be read."""
 
     def __init__(self, size: int = 12, bad: tuple[int, ...] = (), fault: type[Exception] = DataError) -> None:
         self.size, self.bad, self.fault = size, bad, fault
@@ -57,7 +57,7 @@ class Drawing:
 
 
 class Randomised(Drawing):
-    """One that takes some of its chance from the loader's generator, and some from others."""
+    """One that draws some numbers from the loader's generator, and some from others."""
 
     def sample_at(self, index: int, rng: Randomness) -> dict[str, Any]:
         return self[index] | {"uniform": rng.uniform("x")}
@@ -132,7 +132,7 @@ def test_a_replacement_draws_as_it_does_in_its_own_place() -> None:
     assert stand_in != 3 and own[stand_in] == whole[(0, stand_in)]
 
 
-def test_the_loaders_own_chance_is_what_it_was() -> None:
+def test_the_loaders_own_random_state_is_what_it_was() -> None:
     """What `sample_at` draws from its argument moves with none of this."""
     dataset = Randomised()
     sample = loader(dataset)._loader.dataset._read(5, 1)
@@ -231,7 +231,7 @@ def test_constructors_draw_by_the_seed_too(tmp_path: Path) -> None:
 
 
 class Measured(Drawing):
-    """Says how long its samples are by a guess."""
+    """Returns random guesses as the lengths of its samples."""
 
     def lengths(self) -> torch.Tensor:
         return torch.randint(1, 100, (len(self),))

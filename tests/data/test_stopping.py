@@ -1,4 +1,4 @@
-"""What long work before the first step hears of a request to stop."""
+"""How long work before the first step ends on a request to stop."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from mm_core.data.loading.stopping import StopRequested, check_stop, stop_on
 
 
-def test_only_work_within_a_run_that_was_told_to_stop_is_left():
+def test_only_work_within_a_run_that_was_asked_to_stop_is_left():
     check_stop()
     told = []
     with stop_on(lambda: bool(told)):

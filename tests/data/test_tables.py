@@ -1,4 +1,4 @@
-"""Tables: every kind of file gives the same cells, and what cannot be read says why."""
+"""Tables: every kind of file gives the same cells, and what cannot be read has an error with the reason."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_columns_have_numbers_too_and_then_a_first_line_is_no_head(tmp_path, kin
     assert texts == ([] if kind == "parquet" else ["text"]) + [text for text, _ in ROWS]
 
 
-def test_lists_a_line_are_rows_whatever_the_name_says(tmp_path):
+def test_lists_a_line_are_rows_whatever_the_suffix(tmp_path):
     file = tmp_path / "rows.json"
     file.write_text('["a", 1]\n["b", 2]\n', encoding="utf-8")
     assert [cells.values for cells in read_table(file, [1, 0])] == [(1, "a"), (2, "b")]
@@ -123,7 +123,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("name", "content", "sentence"), FAULTS)
-def test_what_cannot_be_read_is_one_sentence(tmp_path, name, content, sentence):
+def test_what_cannot_be_read_is_one_error(tmp_path, name, content, sentence):
     file = tmp_path / name
     file.write_bytes(content)
     with pytest.raises(DataError) as caught:
@@ -142,7 +142,7 @@ def test_a_file_that_is_not_there_names_the_one_that_is(tmp_path):
     )
 
 
-def test_without_pyarrow_it_is_said_what_to_install(tmp_path, monkeypatch):
+def test_without_pyarrow_the_error_names_what_to_install(tmp_path, monkeypatch):
     file = save(tmp_path, "parquet")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(DataError, match="reading Parquet needs pyarrow, which is not installed") as caught:

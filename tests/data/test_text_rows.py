@@ -193,7 +193,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("options", "sentence"), FAULTS)
-def test_a_table_that_does_not_fit_its_options_is_one_sentence(tmp_path, bert, options, sentence):
+def test_a_table_that_does_not_fit_its_options_is_one_error(tmp_path, bert, options, sentence):
     file = written(tmp_path / "a.jsonl", {"text": "i", "label": "joy"}, {"text": "am", "label": "hapy"})
     with pytest.raises(DataError) as caught:
         TextRowsDataset(file, bert, **options)
@@ -241,7 +241,7 @@ def test_half_a_character_is_a_broken_row(tmp_path, gpt):
         TextRowsDataset(file, gpt)[1]
 
 
-def test_a_tokenizer_of_the_folders_own_code_runs_only_where_that_is_said(tmp_path, monkeypatch):
+def test_a_tokenizer_of_the_folders_own_code_runs_only_where_the_config_allows_it(tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
     folder = save_tokenizer(tmp_path / "own_words", classifier=False)
     code = "from transformers import PreTrainedTokenizerFast\nclass Own(PreTrainedTokenizerFast): ...\n"
@@ -261,7 +261,7 @@ def test_a_tokenizer_of_the_folders_own_code_runs_only_where_that_is_said(tmp_pa
     assert again[0]["ids"] == [13, 14, 4] and type(again._tokenizer).__name__ == "Own"
 
 
-def test_a_tokenizer_file_that_does_not_parse_is_one_sentence(tmp_path, gpt):
+def test_a_tokenizer_file_that_does_not_parse_is_one_error(tmp_path, gpt):
     path = save_tokenizer(tmp_path / "broken", classifier=False) / "tokenizer.json"
     file = written(tmp_path / "a.jsonl", {"text": "i"})
     # That of a later version of the library, whose kind of model this one does not know.
@@ -270,7 +270,7 @@ def test_a_tokenizer_file_that_does_not_parse_is_one_sentence(tmp_path, gpt):
         TextRowsDataset(file, path.parent)
 
 
-def test_a_folder_without_a_tokenizer_is_one_sentence(tmp_path):
+def test_a_folder_without_a_tokenizer_is_one_error(tmp_path):
     file = written(tmp_path / "a.jsonl", {"text": "i"})
     what = {
         tmp_path / "none": "the tokenizer cannot be opened: there is no such folder",

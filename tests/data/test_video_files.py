@@ -67,7 +67,7 @@ def test_a_file_is_named_after_its_prompt_and_stays_in_its_folder(prompt, name):
     assert clip_name(7, prompt) == name
 
 
-def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path):
+def test_a_folder_that_cannot_be_made_is_a_readable_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="the folder cannot be created: Not a directory"):
         make_folder(tmp_path / "file" / "below")

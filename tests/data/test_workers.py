@@ -89,7 +89,7 @@ class Script:
         }
 
     def _owns(self, segment: Path) -> bool:
-        """Other tests may run beside this one: what the script has noted of itself tells whose it is."""
+        """Other tests may run beside this one: what the script has noted of itself shows whose it is."""
         noted = self.folder / "noted"
         text = noted.read_text() if noted.exists() else ""
         worker = re.match(r"(?:torch_|pym-)(\d+)", segment.name)
@@ -167,7 +167,7 @@ def test_a_long_tmpdir_is_no_hindrance(script: Script) -> None:
 def test_workers_note_themselves_where_the_sockets_went(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The server's start moves the folder; what workers are told of was taken before it."""
+    """The server's start moves the folder; what workers receive was taken before it."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     from test_loader import Numbers
     from test_loader import loader as build
@@ -237,7 +237,7 @@ def test_a_batch_that_the_pinning_thread_could_not_take() -> None:
 
 @pytest.mark.slow
 def test_workers_end_at_once_with_their_server(script: Script) -> None:
-    """A worker that outlives its server would be told to end by a loop of torch's that does not expect it."""
+    """A worker that outlives its server would be ended by a loop of torch's that does not expect it."""
     done = script.run(
         *READING,
         "next(kept)",  # so that the second worker has started too

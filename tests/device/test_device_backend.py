@@ -24,7 +24,7 @@ def mock_torch_npu_without_cann(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize(("wanted", "ranks"), [("", 1), ("cpu", 1), ("cpu", 2)])
-def test_mock_torch_npu_that_does_not_load_is_one_sentence_and_nothing_on_cpu(
+def test_mock_torch_npu_that_does_not_load_is_one_error_and_nothing_on_cpu(
     mm, tiny, mock_torch_npu_without_cann, wanted, ranks
 ):
     path = os.pathsep.join([str(mock_torch_npu_without_cann), os.environ.get("PYTHONPATH", "")])

@@ -130,7 +130,7 @@ def test_the_target_moves_noisy_latents_to_clean_ones():
     torch.testing.assert_close(noisy - (timestep / 1000).view(-1, 1, 1, 1, 1) * target, clean)
 
 
-def test_every_sample_weighs_the_same_and_the_model_sees_the_timestep_itself():
+def test_every_sample_has_the_same_weight_and_the_model_sees_the_timestep_itself():
     timestep = torch.tensor([1.0, 998.7])
     assert FlowMatch().loss_weight(timestep).tolist() == [1.0, 1.0]
     assert FlowMatch().model_timestep(timestep) is timestep

@@ -1,4 +1,4 @@
-"""The pixel autoencoder loses nothing and says which clips it takes."""
+"""The pixel autoencoder loses nothing and declares which clips it takes."""
 
 import pytest
 import torch

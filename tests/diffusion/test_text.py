@@ -110,7 +110,7 @@ def test_bytes_have_unit_scale():
     assert hidden.std().item() == pytest.approx(1, abs=0.1)
 
 
-def test_a_word_can_be_told_by_its_last_byte_wherever_it_stands():
+def test_a_word_is_distinguished_by_its_last_byte_wherever_it_stands():
     encoder = ByteTextEncoder(32, 64)
     hidden, _ = encode(encoder, ["moves left", "it goes left", "go lest"])
     words = [row - sinusoids(hidden.shape[1], 32) / 3**0.5 for row in hidden]
@@ -248,13 +248,13 @@ def test_an_encoder_decoder_without_an_encoder_class_is_refused(umt5, tmp_path):
         mm_core.load_frozen(HFTextEncoder(str(tmp_path), tokenizer=str(umt5)), CPU)
 
 
-def test_a_config_of_no_known_model_is_a_sentence(tmp_path):
+def test_a_config_of_no_known_model_is_a_readable_error(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "no_such_model"}')
     with pytest.raises(CheckpointError, match=r"Transformers cannot read config.json"):
         _ = HFTextEncoder(str(tmp_path)).hidden_size
 
 
-def test_a_folder_without_a_tokenizer_is_a_sentence(umt5, tmp_path):
+def test_a_folder_without_a_tokenizer_is_a_readable_error(umt5, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="no tokenizer can be opened from this folder") as caught:
         mm_core.load_frozen(HFTextEncoder(str(umt5), tokenizer=str(tmp_path)), CPU)
@@ -274,7 +274,7 @@ def test_a_tokenizers_own_code_does_not_run_and_nobody_is_asked(umt5, tmp_path, 
     assert not (tmp_path / "ran").exists()
 
 
-def test_damaged_weights_are_a_sentence(umt5, tmp_path):
+def test_damaged_weights_are_a_readable_error(umt5, tmp_path):
     UMT5.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\x00" * 64)
     with pytest.raises(CheckpointError, match="this is not a complete safetensors file"):

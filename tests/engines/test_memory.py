@@ -105,7 +105,7 @@ def test_offloaded_state_is_counted_in_host_memory_to_the_byte():
     assert plan.gathered_bytes == (REST + BLOCKS[1] + BLOCKS[2]) // 2
 
 
-def test_the_dry_run_tells_both_memories_apart():
+def test_the_dry_run_distinguishes_both_memories():
     with process_group():
         here, away = (FSDP2Engine(offload_to_cpu=off).plan(built(), 1, 2) for off in (False, True))
     state = sum(BLOCKS) + REST

@@ -28,7 +28,10 @@ State = dict[str, torch.Tensor]
 def reference(first: State, steps: int, average: State | None = None) -> tuple[list[float], State]:
     """The norms and weights of a plain loop over the whole batch.
 
-    average: of the weights; changed in place.
+    Args:
+        first: the first weights.
+        steps: number of steps.
+        average: average of the weights; changed in place.
     """
     parts = script(SCRIPT)
     net = parts.Contrast()

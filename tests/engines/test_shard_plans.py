@@ -1,4 +1,4 @@
-"""A model with a sharding plan of its own trains as one without, and torch gathers ahead as it says."""
+"""A model with a sharding plan of its own trains as one without, and torch gathers ahead as planned."""
 
 from __future__ import annotations
 

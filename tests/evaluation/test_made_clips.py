@@ -1,4 +1,4 @@
-"""Too few clips end all ranks, in one sentence: nobody waits for who has given up."""
+"""Too few clips end all ranks with one error: no rank waits for one that has given up."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_a_subset_is_spread_over_the_dataset_under_its_own_indices():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
-def test_rows_that_cannot_be_read_weigh_nothing_in_every_pass(workers):
+def test_rows_that_cannot_be_read_have_weight_0_in_every_pass(workers):
     found = data(validation.Clips(10, broken=(2, 5)), loader=LoaderSection(workers=workers))
     batches = list(found.read(passes=2))
     assert len(batches) == 6
@@ -86,7 +86,7 @@ def test_rows_that_cannot_be_read_weigh_nothing_in_every_pass(workers):
     assert weights == [1, 1, 0, 1, 1, 0, 1, 1, 1, 1, 0, 0] * 2
 
 
-def test_a_dataset_without_rows_and_one_that_cannot_be_read_are_sentences():
+def test_a_dataset_without_rows_and_one_that_cannot_be_read_are_readable_errors():
     with pytest.raises(DataError, match=r"data\.test: the dataset has no rows to evaluate"):
         data(validation.Clips(0), where="data.test")
     with pytest.raises(DataError, match=r"data\.validation: sample 0 and 2 others tried in its place"):
@@ -157,7 +157,7 @@ def test_rows_that_cannot_be_read_are_left_out_counted_and_named_once(parts):
 
 
 @pytest.mark.parametrize("look", [1, 2, 4])
-def test_a_request_to_stop_is_heard_between_batches(parts, look):
+def test_a_request_to_stop_is_followed_between_batches(parts, look):
     data = validation.Clips(12)
     validator = parts.validator(data, ema=parts.ema, stop=validation.stops_at(look))
     assert validator.run(4) is None
@@ -211,7 +211,7 @@ def test_latent_psnr_of_nothing_and_of_perfection():
         metric.batch(latents_batch([1.0]), Evaluation({}, torch.ones(1), {"other": clean}))
 
 
-def test_frame_change_tells_frozen_clips_from_moving_ones():
+def test_frame_change_distinguishes_frozen_clips_from_moving_ones():
     metric = build("metric", {"type": "frame_change"})
     frozen = Clip(Randomness(1).normal((3, 1, 4, 4), "frame").clamp(-1, 1).expand(3, 5, 4, 4), 8.0, "")
     flicker = Clip(torch.ones(3, 5, 4, 4) * torch.tensor([1, -1, 1, -1, 1]).view(1, 5, 1, 1), 8.0, "")
@@ -283,7 +283,7 @@ def test_clips_are_those_of_the_averaged_weights_and_lie_in_the_steps_folder(par
     assert parts.logged == {"validation_ema/frame_change": pytest.approx(change, rel=1e-5)}
 
 
-def test_a_request_to_stop_is_heard_between_forwards_and_nothing_is_written(parts):
+def test_a_request_to_stop_is_followed_between_forwards_and_nothing_is_written(parts):
     forwards = []
     hook = parts.task.predictor.register_forward_hook(lambda *_: forwards.append(1))
     assert parts.validator(None, stop=validation.stops_at(3)).sample(4) is None
@@ -292,7 +292,7 @@ def test_a_request_to_stop_is_heard_between_forwards_and_nothing_is_written(part
     assert parts.validator(None).sample(4) is not None  # the hooks are gone, the modules work
 
 
-def test_clips_that_cannot_be_written_are_told_and_end_no_run(parts):
+def test_clips_that_cannot_be_written_are_reported_and_end_no_run(parts):
     samples = Path(parts.config.run.dir) / "tiny/samples"
     samples.parent.mkdir()
     samples.write_text("a file where the folder should be")

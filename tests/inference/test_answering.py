@@ -1,4 +1,4 @@
-"""`mm sample` of runs that answer in words: a table's prompts, the library's own answers, sentences."""
+"""`mm sample` of runs that answer in words: a table's prompts, the library's own answers, errors."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def ran(capsys, *words: object, code: int = 0) -> str:
 
 
 def expected(place: Path, tmp_path: Path, prompts: list[str]) -> list[str]:
-    """What the library says from the exported folder, with all that the folder says of generation."""
+    """The library's answers from the exported folder, with the folder's generation settings."""
     export(place / "runs/qwen3", tmp_path / "out", "transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -76,7 +76,7 @@ def test_a_prompt_is_answered_as_the_exported_folder_answers_it(place, tmp_path,
     assert [json.loads(line)["text"] for line in out.read_text().splitlines()] == answers
 
 
-def test_rows_of_a_table_are_answered_and_bad_ones_said(place, tmp_path, capsys):
+def test_rows_of_a_table_are_answered_and_bad_ones_reported(place, tmp_path, capsys):
     rows = [{"ask": "w5 w6", "say": "w7"}, {"ask": "", "say": "w7"}, {"ask": "w30"}]
     rows += [{"ask": "w3 " * 30, "say": "w7"}]
     (tmp_path / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -105,7 +105,7 @@ def test_rows_of_text_are_no_conversation_and_show_nothing(place, capsys, monkey
         opened.answer([Turn("user", "w5", (Path("a.png"),))], Decoding(max_new_tokens=2))
 
 
-def test_what_generates_no_text_is_a_sentence(place, tmp_path):
+def test_what_generates_no_text_is_a_readable_error(place, tmp_path):
     classes = models.save_model("bert_classes", tmp_path)
     models.save_words(classes)
     document = yaml.safe_load((place / "runs/qwen3/config.yaml").read_text())

@@ -1,4 +1,4 @@
-"""`mm eval`: a stored run gives the figures of validation, from real clips; faults are sentences."""
+"""`mm eval`: a stored run gives the figures of validation, from real clips; faults are readable errors."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_the_fixed_noise_loss_of_each_clip_is_written_down(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_ranks_say_what_one_says(run, tmp_path, mm):
+def test_two_ranks_answer_as_one_does(run, tmp_path, mm):
     found = []
     for ranks in (1, 2):
         out, rows = tmp_path / f"{ranks}.json", tmp_path / f"{ranks}.jsonl"
@@ -147,7 +147,7 @@ def test_other_data_can_be_named(run, capsys):
     assert json.loads(capsys.readouterr().out)["rows"] == 1
 
 
-def test_the_label_is_of_the_weights_that_were_taken_whatever_the_config_says(run, capsys):
+def test_the_label_is_of_the_weights_that_were_taken_whatever_the_config_asks(run, capsys):
     assert main(["eval", "--run", str(run), "--json", "ema=null"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["metrics"]["loss"] == pytest.approx(expected_loss(run, [0, 1, 2, 4], 0.5), rel=1e-5)
@@ -214,7 +214,7 @@ def test_one_override_names_the_held_out_data_of_a_run_without_any(run, unvalida
         (["--run", "{run}", "--checkpoint", "best"], "this run has recorded no best checkpoint"),
     ],
 )
-def test_what_is_wrong_is_said_in_a_sentence(run, capsys, arguments, sentence):
+def test_what_is_wrong_is_a_readable_error(run, capsys, arguments, sentence):
     assert main(["eval", *(argument.format(run=run) for argument in arguments)]) == 1
     error = capsys.readouterr().err
     assert sentence in error and "Traceback" not in error

@@ -43,7 +43,7 @@ def files_of(folder: Path, ranks: int) -> tuple[list[str], Path, Path]:
 
 
 def check_classes(run: Path, out: Path, rows: Path, ranks: int) -> tuple[dict, list[dict]]:
-    """What the files say is what the library says of the exported model, row by row."""
+    """The files contain what the library computes with the exported model, row by row."""
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(run.parents[1] / "bert_classes")
     data = TokenRows("classes", rows=ROWS, seed=1)
     lines = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
@@ -105,7 +105,7 @@ def test_the_documentation_shows_rows_as_they_are(run, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_several_ranks_say_what_one_says(run, tmp_path, mm, ranks):
+def test_several_ranks_answer_as_one_does(run, tmp_path, mm, ranks):
     options, out, rows = files_of(tmp_path, ranks)
     done = mm("eval", "--run", run, "--split", "test", "--nproc", ranks, *METRICS, *options)
     assert done.code == 0, done.err
@@ -150,7 +150,7 @@ def test_ranks_that_answer_at_different_lengths_wait_for_each_other(tmp_path, mm
         (["--out", "{run}/config.yaml/x.json"], "the file cannot be written: "),
     ],
 )
-def test_what_is_wrong_is_said_in_a_sentence(run, capsys, arguments, sentence):
+def test_what_is_wrong_is_a_readable_error(run, capsys, arguments, sentence):
     given = [argument.format(run=run) for argument in arguments]
     defaults = {"--run": str(run), "--split": "test"}
     words = [word for name, value in defaults.items() if name not in given for word in (name, value)]

@@ -1,4 +1,4 @@
-"""`mm sample`: a stored run generates what its task generates; files hold the clips; faults are sentences."""
+"""`mm sample`: a stored run generates what its task generates; files hold the clips; faults are errors."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_the_average_is_sampled_where_there_is_one_and_checkpoint_and_weights_ma
     torch.testing.assert_close(clip.pixels, expected_clip(averaged, factor), rtol=0, atol=1e-6)
 
 
-def test_an_average_that_is_not_there_is_a_sentence(run, capsys):
+def test_an_average_that_is_not_there_is_a_readable_error(run, capsys):
     assert main(["sample", "--run", str(run), "--prompt", "x", "--weights", "ema"]) == 1
     assert "this checkpoint contains no average of the weights" in capsys.readouterr().err
     assert main(["sample", "--run", str(run), "--prompt", "x", "--checkpoint", "best"]) == 1
@@ -228,7 +228,7 @@ def test_prompts_are_read_from_lines_json_and_jsonl(tmp_path, name, text):
         ("p.json", "[3]", "a row is not a prompt: 3"),
     ],
 )
-def test_prompt_files_that_hold_none_are_sentences(tmp_path, name, text, sentence):
+def test_prompt_files_that_hold_none_are_readable_errors(tmp_path, name, text, sentence):
     (tmp_path / name).write_text(text)
     with pytest.raises(DataError, match=sentence) as caught:
         read_prompts(tmp_path / name)
@@ -245,7 +245,7 @@ def test_prompt_files_that_hold_none_are_sentences(tmp_path, name, text, sentenc
         (["--run", "{empty}", "--prompt", "x"], "neither a checkpoint nor a run"),
     ],
 )
-def test_what_is_wrong_is_said_in_a_sentence(run, tmp_path, capsys, arguments, sentence):
+def test_what_is_wrong_is_a_readable_error(run, tmp_path, capsys, arguments, sentence):
     places = {"run": str(run), "empty": str(tmp_path)}
     assert main(["sample", *(argument.format(**places) for argument in arguments)]) == 1
     error = capsys.readouterr().err
@@ -311,7 +311,7 @@ def test_two_ranks_write_the_files_of_one(run, tmp_path, monkeypatch, capfd):
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_ends_all_with_one_sentence(run, tmp_path, monkeypatch, capfd):
+def test_a_rank_that_fails_ends_all_with_one_error(run, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("MM_DEVICE", "cpu")
     (tmp_path / NAMES[1]).mkdir()
     words = [word for text in PROMPTS for word in ("--prompt", text)]
@@ -337,7 +337,7 @@ def test_a_rank_starts_no_ranks(run, monkeypatch, capsys):
     assert "--nproc cannot be used here: this process is already rank 0" in capsys.readouterr().err
 
 
-def test_what_cannot_be_sampled_is_said_before_weights_are_read(run, monkeypatch, capsys):
+def test_what_cannot_be_sampled_is_reported_before_weights_are_read(run, monkeypatch, capsys):
     monkeypatch.setattr(initial_weights, "load_model_only", None)
     assert main(["sample", "--run", str(run), "--prompt", "x", "--height", "7"]) == 1
     assert "height 7 (nearest: 6, 8)" in capsys.readouterr().err
@@ -379,7 +379,7 @@ def without(monkeypatch, *names: str, **methods) -> None:
 
 
 @pytest.mark.parametrize("answer", [[], None])
-def test_a_task_that_makes_nothing_is_a_sentence(run, tmp_path, monkeypatch, capsys, answer):
+def test_a_task_that_makes_nothing_is_a_readable_error(run, tmp_path, monkeypatch, capsys, answer):
     without(monkeypatch, "clips", sample=lambda task, request: answer)
     code = main(["sample", "--run", str(run), "--prompt", "a", "--prompt", "b", "--out", str(tmp_path / "o")])
     assert code == 1
@@ -390,7 +390,7 @@ def test_a_task_that_makes_nothing_is_a_sentence(run, tmp_path, monkeypatch, cap
     )
 
 
-def test_a_task_without_samples_is_told_before_weights_are_read(run, monkeypatch, capsys):
+def test_a_task_without_samples_is_reported_before_weights_are_read(run, monkeypatch, capsys):
     without(monkeypatch, "clips", "sample", "check_request")
     monkeypatch.setattr(sampling, "load_as_rank", None)
     assert main(["sample", "--run", str(run), "--prompt", "a"]) == 1

@@ -66,7 +66,7 @@ def test_a_run_trains_on_from_what_was_imported(source, tiny, tmp_path, mm):
     assert "| steps | 2 |" in (place / "README.md").read_text()
 
 
-def test_what_cannot_be_is_one_sentence(source, tiny, tmp_path, mm):
+def test_what_cannot_be_is_one_error(source, tiny, tmp_path, mm):
     run = f"run.dir={tmp_path}"
     cut = tmp_path / "cut"
     cut.mkdir()

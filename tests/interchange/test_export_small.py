@@ -75,7 +75,7 @@ def test_an_export_does_not_ask_for_the_environment_of_the_data(tmp_path, monkey
         load_config(tmp_path / "number.yaml", spare_environment=True)
 
 
-def test_what_freezing_keeps_is_left_out_where_the_config_says_so(tmp_path, monkeypatch):
+def test_what_freezing_keeps_is_left_out_where_the_config_sets_it(tmp_path, monkeypatch):
     """An export contains it anyway."""
     monkeypatch.setenv("CLIPS", str(tmp_path))
     saved = run(tmp_path, train={"steps": 1, "freeze": ["net.weight"]}, checkpoint={"frozen": False})

@@ -127,7 +127,7 @@ def small_disk(folder: Path, size: str):
         subprocess.run(["umount", "-l", folder], check=True)
 
 
-def test_a_full_disk_is_one_sentence(small, tmp_path):
+def test_a_full_disk_is_one_error(small, tmp_path):
     (tmp_path / "wide").mkdir()
     run = make_run(tmp_path / "wide", 2, 400)
     with small_disk(tmp_path / "disk", "1m") as disk:

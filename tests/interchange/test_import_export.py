@@ -117,7 +117,7 @@ def test_the_card(tmp_path, monkeypatch):
     assert str(tmp_path) not in text and os.sep + "tmp" not in text
 
 
-def test_an_import_says_what_it_was_made_of(tmp_path):
+def test_an_import_records_what_it_was_made_of(tmp_path):
     saved, _ = import_weights(language(tmp_path), published(tmp_path, "bert"))
     facts = open_checkpoint(saved).facts
     assert facts["step"] == 0 and facts["imported"]["path"].endswith("published-bert")

@@ -70,7 +70,7 @@ def written(form, model: nn.Module, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", [UNet2DModel, Mine, Deeper])
-def test_diffusers_loads_a_subclass_as_the_class_that_it_knows(kind, tmp_path):
+def test_diffusers_loads_a_subclass_as_its_own_class(kind, tmp_path):
     torch.manual_seed(0)
     model = kind(**UNET).eval()
     folder = written(Diffusers(), model, tmp_path / "a")
@@ -87,7 +87,7 @@ def test_diffusers_loads_a_subclass_as_the_class_that_it_knows(kind, tmp_path):
     assert all(torch.equal(t, loaded.state_dict()[name]) for name, t in model.state_dict().items())
 
 
-def test_transformers_loads_a_subclass_as_the_class_that_it_knows(tmp_path):
+def test_transformers_loads_a_subclass_as_its_own_class(tmp_path):
     model = MyQwen(transformers.Qwen3Config(**QWEN)).eval()
     folder = written(Transformers(), model, tmp_path / "a")
     assert json.loads((folder / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]

@@ -54,7 +54,7 @@ def test_show_folds_blocks_and_names_format_and_component(wan, tiny, mm):
     assert document["bytes"] == sum(tensor.nbytes for tensor in tensors.values())
 
 
-def test_show_says_what_does_not_fit(wan, tiny, tmp_path, mm):
+def test_show_lists_what_does_not_fit(wan, tiny, tmp_path, mm):
     config = yaml.safe_load(tiny.read_text())
     config["task"]["predictor"]["num_layers"] = 3
     (tmp_path / "deep.yaml").write_text(yaml.safe_dump(config))
@@ -123,7 +123,7 @@ def test_a_step_of_a_run_is_named_as_for_an_export(tmp_path, capsys):
     assert "accepted: 1, 2, best, latest" in error
 
 
-def test_show_and_diff_of_nothing_are_sentences(tmp_path, mm):
+def test_show_and_diff_of_nothing_are_readable_errors(tmp_path, mm):
     for command in (("show", tmp_path), ("diff", tmp_path, tmp_path)):
         done = mm("weights", *command)
         assert done.code == 1 and "this folder is neither a checkpoint nor a run" in done.err

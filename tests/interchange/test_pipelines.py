@@ -188,7 +188,7 @@ def test_without_a_pipeline_it_is_a_lone_model_and_any_can_be_named(origin, tmp_
     assert LTXPipeline.from_pretrained(whole).transformer is not None
 
 
-def test_an_origin_that_is_gone_is_said(origin, tmp_path, capsys):
+def test_an_origin_that_is_gone_is_reported(origin, tmp_path, capsys):
     import_weights(config_of(tmp_path, LTX), origin)
     origin.rename(tmp_path / "elsewhere")
     command = ["export", "--run", str(tmp_path / "runs/tuned"), "--to", "diffusers", "--out"]
@@ -219,7 +219,7 @@ def test_a_part_alone_is_no_pipeline(origin, tmp_path):
 
 
 @pytest.mark.parametrize("what", ["gone", "link", "pipe", "cut"])
-def test_parts_that_cannot_be_taken_over_are_a_sentence(what, origin, tmp_path):
+def test_parts_that_cannot_be_taken_over_are_a_readable_error(what, origin, tmp_path):
     import_weights(config_of(tmp_path, LTX), origin)
     part = origin / "vae"
     if what == "cut":
@@ -341,7 +341,7 @@ def test_one_folder_fills_the_part_that_it_is_called_after(pair, tmp_path):
     )
 
 
-def test_a_part_may_be_absent_where_the_format_says_so(pair, tmp_path, monkeypatch):
+def test_a_part_may_be_absent_where_the_format_declares_it(pair, tmp_path, monkeypatch):
     config = config_of(tmp_path, EXPERTS)
     index = json.loads((pair / "model_index.json").read_text())
     del index["transformer_2"]

@@ -130,7 +130,7 @@ def test_a_dora_upon_weights_that_are_not_held_resumes_bit_for_bit(ranks, tiny, 
     assert rows["model"] == ["26", "26"] and rows["optimizer"] == ["78", "78"], done.out
 
 
-def test_a_base_that_has_gone_moved_or_changed_is_one_sentence(tiny, base, tmp_path, mm):
+def test_a_base_that_has_gone_moved_or_changed_is_one_error(tiny, base, tmp_path, mm):
     def command(path: Path) -> list[object]:
         return arguments(tiny, tmp_path, "tuned", path, LORA)
 
@@ -208,7 +208,7 @@ def test_a_run_begins_with_one_that_holds_adapters_alone(tiny, base, tmp_path, m
     assert row["path"] == str(checkpoint(tmp_path / "first"))
 
 
-def test_an_import_holds_what_it_copies_unless_it_is_told_not_to(tiny, base, tmp_path, mm):
+def test_an_import_holds_what_it_copies_unless_an_option_forbids_it(tiny, base, tmp_path, mm):
     for name, frozen, count in (("whole", "null", 77), ("lean", "false", 8)):
         command = arguments(tiny, tmp_path, name, Path("unused"), LORA, f"checkpoint.frozen={frozen}")
         done = mm("import", "--from", base, *command[1:])

@@ -136,7 +136,7 @@ def test_a_run_or_a_checkpoint_gives_its_model_or_its_average(tmp_path):
     assert all(torch.equal(into[name], (model | ema)[name]) for name in into)
 
 
-def test_weights_that_have_no_average_say_so(tmp_path):
+def test_weights_without_an_average_are_reported(tmp_path):
     run = run_with(tmp_path / "run", task(3))
     assert fault(run, task(), weights="ema") == (
         f"{run}/checkpoints/step_00000010: this checkpoint contains no average of the weights\n"
@@ -256,7 +256,7 @@ def test_the_likely_prefix_is_the_one_that_fits_most_names():
 # -- damaged files -----------------------------------------------------------------------------
 
 
-def test_a_path_that_holds_no_weights_says_what_would(tmp_path):
+def test_a_path_that_holds_no_weights_has_a_hint_what_would(tmp_path):
     accepted = (
         "  accepted: a run or checkpoint folder, a .safetensors file or a folder of them, "
         "or a .pt, .pth or .bin file of tensors\n  hint: set init_from.path"

@@ -33,7 +33,7 @@ def test_a_timestep_keeps_its_precision_in_a_block(recomputed, by_name):
     assert seen[2][0].dtype == torch.float32
 
 
-def test_integer_parameters_are_a_sentence_where_torch_cannot_shard_them(monkeypatch):
+def test_integer_parameters_are_a_readable_error_where_torch_cannot_shard_them(monkeypatch):
     task = nn.Module()
     task.model = nn.Module()
     task.model.codes = nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False)

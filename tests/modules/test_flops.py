@@ -105,13 +105,13 @@ def test_what_is_recomputed_is_the_forward_of_those_modules_once_more():
     assert said(model, arguments(), "blocks.1").recomputed == found.recomputed / 2
 
 
-def test_a_predictor_within_another_says_its_products_by_its_place_there():
+def test_a_predictor_within_another_declares_its_products_by_its_place_there():
     alone, holder = dit(), nn.ModuleDict({"high": dit()})
     products = [product.below("high") for product in alone.module_flops((2, 4, 3, 8, 10), (2,), (2, 7, 24))]
     assert step_flops(holder, products, ["high.blocks.1"]) == said(alone, arguments(), "blocks.1")
 
 
-def test_products_are_said_by_hand():
+def test_products_are_declared_by_hand():
     """Two layers in a row, then attention among the outputs of both: 2*rows*in*out, and 2*queries*keys*width
     each for scores and values."""
     model = nn.ModuleDict({"one": nn.Linear(3, 6), "two": nn.Linear(6, 6), "three": nn.ModuleDict()})

@@ -20,7 +20,7 @@ FEW = {kind: next(m for m in BLIND if m.kind == kind and m.seen == "test") for k
 
 
 def found(mutant: Mutant, folder: Path) -> None:
-    """Asserts that a mutant shows where it is recorded, as a sentence with the author's file."""
+    """Asserts that a mutant shows where it is recorded, as an error with the author's file."""
     where = findings(folder, mutant, mutant.kind, ranks=mutant.check in kit_of(mutant.kind).ranks)
     if mutant.escapes:
         assert not where.checks, "it is found now: replace `escapes` by `check` and `seen`"

@@ -104,7 +104,7 @@ def test_every_schedule_rises_then_falls_and_ends_exactly_at_min_lr(drawn):
     assert factors[total:] == [least / base] * 3
 
 
-def test_the_first_step_of_a_warm_up_moves_nothing_unless_it_is_told_to():
+def test_the_first_step_of_a_warm_up_moves_nothing_unless_warmup_init_is_set():
     assert linear(10, BASE, 4).factor(0) == 0.0
     assert linear(10, BASE, 4, warmup_init=0.5 * BASE).factor(0) == 0.5
     assert linear(10, BASE, 4).factor(4) == linear(10, BASE).factor(0) == 1.0

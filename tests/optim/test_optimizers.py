@@ -128,7 +128,7 @@ def test_matrices_move_as_by_torchs_muon_and_the_rest_as_by_adamw(adjust):
 
 
 @needs_muon
-def test_muons_step_has_the_size_that_the_rate_says():
+def test_muons_step_has_the_size_of_the_rate():
     """0.2 x rate in root mean square (arXiv 2502.16982, section 2.2), within the iteration's singular
     values of 0.7 to 1.2."""
     weight = nn.Parameter(torch.zeros(64, 32))
@@ -188,7 +188,7 @@ def test_muon_without_a_matrix_or_with_a_pattern_of_nothing_is_refused():
         muon_of(*layers(), adamw_for=("embedding",))
 
 
-def test_a_torch_without_muon_is_told(monkeypatch):
+def test_a_torch_without_muon_is_a_readable_error(monkeypatch):
     monkeypatch.delattr(torch.optim, "Muon", raising=False)
     with pytest.raises(PluginError) as caught:
         muon_of(*layers())
@@ -213,7 +213,7 @@ def test_without_torchao_the_extra_is_named(monkeypatch):
     assert "hint: pip install 'mm-core[low-bit]', or set optimizer.type to adamw" in str(caught.value)
 
 
-def test_a_device_that_torchao_does_not_serve_is_told():
+def test_a_device_that_torchao_does_not_serve_is_a_readable_error():
     from mm_core.optim import adamw_8bit as module
 
     class Broken(torch.optim.SGD):

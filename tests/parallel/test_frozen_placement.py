@@ -211,7 +211,7 @@ def test_blocks_that_share_weights_are_moved_together():
         ),
     ],
 )
-def test_what_cannot_be_placed_so_is_a_sentence(placements, ignored, sentence):
+def test_what_cannot_be_placed_so_is_a_readable_error(placements, ignored, sentence):
     with pytest.raises(PlanError) as caught:
         plan_frozen(built_task(), placements, ignored, 2)
     assert caught.value.what == sentence

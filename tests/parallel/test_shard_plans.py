@@ -163,7 +163,7 @@ def rendered(plan: object, **fields: object) -> list[str]:
     return [line.strip() for line in lines[begin : lines.index("batches") - 1]]
 
 
-def test_the_plan_of_a_run_tells_who_decided():
+def test_the_plan_of_a_run_shows_who_decided():
     assert rendered(PLAN, recompute_modules=["net.head"]) == [
         "wrapped        5  net.blocks.0, net.blocks.1, ... net.head  (by net.shard_plan().wrap)",
         "recomputed     1  net.head  (by engine.recompute_modules)",

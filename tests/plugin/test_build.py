@@ -184,7 +184,9 @@ def test_a_bug_inside_a_component_stays_visible(parts: Registry) -> None:
         ("positional", "cannot be used as its config: parameter 'a' cannot be passed by keyword"),
     ],
 )
-def test_what_a_component_lacks_is_said_with_its_plugin(parts: Registry, name: str, sentence: str) -> None:
+def test_what_a_component_lacks_is_reported_with_its_plugin(
+    parts: Registry, name: str, sentence: str
+) -> None:
     registered = parts.resolve("autoencoder", name)
     with pytest.raises(PluginError) as caught:
         registered.config_class()

@@ -1,4 +1,4 @@
-"""Components that lack members of their contract: one sentence names all, with the author's file and line."""
+"""Components that lack members of their contract: one error names all, with the author's file and line."""
 
 from __future__ import annotations
 

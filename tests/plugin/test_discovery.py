@@ -1,4 +1,4 @@
-"""Plugins are found by entry points; an error in one is reported in a sentence and affects no other."""
+"""Plugins are found by entry points; an error in one is readable and affects no other."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_a_name_in_a_failed_namespace_names_only_that_plugin(site: Any) -> None:
     assert "worse" not in str(caught.value)
 
 
-def test_not_found_says_when_no_such_plugin_is_installed_and_when_the_kind_differs(site: Any) -> None:
+def test_not_found_names_a_plugin_that_is_not_installed_and_a_kind_that_differs(site: Any) -> None:
     registry = site.registry()
     with pytest.raises(PluginError, match="no plugin 'absent' is installed"):
         registry.resolve("predictor", "absent/dit")

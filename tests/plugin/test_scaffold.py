@@ -93,7 +93,7 @@ def test_one_kind_is_8_files_and_each_further_one_2(here: Path, capsys: pytest.C
         (["a-b", "--from-diffusers", "FluxTransformer"], ["no transformer named 'FluxTransformer'", "65"]),
     ],
 )
-def test_what_cannot_be_made_is_a_sentence_and_leaves_nothing(
+def test_what_cannot_be_made_is_a_readable_error_and_leaves_nothing(
     arguments: list[str], words: list[str], here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (here / "there").mkdir()

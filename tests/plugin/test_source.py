@@ -204,7 +204,7 @@ def test_a_base_in_another_module_of_the_package_is_in_view(site: Any, faults: A
     assert faults("from .blocks import Blocks\n\n\nclass DiT" + LACKS.partition("class DiT")[2]) == [*SHORT]
 
 
-def test_validate_reports_what_the_files_tell_without_torch(
+def test_validate_reports_what_the_files_show_without_torch(
     site: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     site.good("alpha")

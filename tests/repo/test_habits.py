@@ -101,7 +101,7 @@ def test_a_commit_is_checked_by_the_tools_of_make_venv() -> None:
         }
 
 
-def test_the_editor_is_told_the_widths_that_lint_and_pages_keep() -> None:
+def test_the_editor_has_the_widths_that_lint_and_pages_keep() -> None:
     sections = re.split(r"^\[(.+)\]$", (ROOT / ".editorconfig").read_text(), flags=re.M)
     widths = {
         name: re.search(r"max_line_length = (\d+)", body)

@@ -53,7 +53,7 @@ def hang(run_dir: Path, silent: bool) -> tuple[TrainingError, str]:
 
 
 @pytest.mark.parametrize(("name", "silent"), [("behind", False), ("silent", True)])
-def test_the_sentences_on_a_hang_are_the_watchdog_s(
+def test_the_messages_about_a_hang_are_the_watchdog_s(
     name: str, silent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if silent:

@@ -1,4 +1,4 @@
-"""The quickstart's report: right clips are ok, wrong ones short, and the control detects chance results."""
+"""The quickstart's report: right clips are ok, wrong ones short, and the control detects random results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _found(clips: list[np.ndarray], prompts: list[str]) -> dict[str, report.Resu
     return {result.name: result for result in report.results(score(clips, prompts), prompts)}
 
 
-def test_right_clips_reach_every_bar_and_the_control_is_chance(clips: list[np.ndarray]) -> None:
+def test_right_clips_reach_every_bar_and_the_control_is_at_random_level(clips: list[np.ndarray]) -> None:
     found = _found(clips, PROMPTS)
     assert all(result.ok for result in found.values())
     assert found["caption_colour"].value == found["caption_direction"].value == 1.0
@@ -62,14 +62,14 @@ def test_noise_follows_nothing() -> None:
     assert str(found["caption_colour"]) == "RESULT caption_colour 0.0000 0.9500 short"
 
 
-def test_chance_is_how_often_two_captions_agree() -> None:
+def test_the_random_level_is_how_often_two_captions_agree() -> None:
     prompts = ["a red circle moves left", "a red square moves up", "a blue circle moves up"]
     # Two of the 6 ordered pairs share the colour, two the direction.
     assert report.chance(prompts, "colour") == pytest.approx(2 / 6)
     assert report.chance(prompts, "direction") == pytest.approx(2 / 6)
 
 
-def test_a_run_that_is_not_there_gets_a_sentence(
+def test_a_run_that_is_not_there_gets_a_readable_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""The pages say what the code does, and their links lead somewhere."""
+"""The pages describe what the code does, and their links lead somewhere."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def make_data(monkeypatch):
     return make_data
 
 
-def test_words_do_not_tell_the_emotion_and_the_test_has_no_text_of_the_training(make_data):
+def test_words_do_not_reveal_the_emotion_and_the_test_has_no_text_of_the_training(make_data):
     train, test = (make_data.make_rows(count, 1, held) for count, held in ((1200, False), (300, True)))
     assert not {text for text, _ in train} & {text for text, _ in test}
     labels = [label for _, label in test]

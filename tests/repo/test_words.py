@@ -179,7 +179,7 @@ def test_words_that_only_tests_may_use_are_found(text: str, found: list[tuple[in
     assert offences(text, WRONG_OUTSIDE_TESTS) == found
 
 
-def test_no_source_or_page_speaks() -> None:
+def test_no_source_or_page_has_a_word_that_only_tests_may_use() -> None:
     files = [path for path in texts() if "tests" not in path.parts]
     assert len(files) > 400
     assert any(path.suffix == ".svg" for path in files) and Path("Makefile") in files

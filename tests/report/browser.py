@@ -131,7 +131,6 @@ class Browser:
             self.requests.append(parameters["request"]["url"])
 
     def close(self) -> None:
-        """Ends the browser."""
         self.process.terminate()
         self.process.wait(20)
         os.close(self._write)

@@ -25,7 +25,7 @@ def data_of(page: str) -> dict:
     return json.loads(text)
 
 
-def test_the_page_says_what_the_run_says(make_run):
+def test_the_page_shows_what_the_run_reports(make_run):
     page = render([read_run(make_run("a", sampled=(20, 40)), "a")], 10**7)
     (run,) = data_of(page)["runs"]
     assert run["curves"]["loss"]["y"][:4] == [2.0, 1.0, 0.666667, 0.5]
@@ -83,7 +83,7 @@ def test_a_million_steps_make_less_than_three_megabytes():
     assert len(data_of(page)["runs"][0]["curves"]["loss"]["x"]) > 500
 
 
-def test_a_run_with_little_to_say_is_shown_all_the_same(make_run):
+def test_a_run_with_little_to_show_is_shown_all_the_same(make_run):
     folder = make_run("a", steps=3, validated=False)
     for name in ("manifest.json", "telemetry.json", "config.yaml"):
         (folder / name).unlink()
@@ -92,14 +92,14 @@ def test_a_run_with_little_to_say_is_shown_all_the_same(make_run):
     assert (run["loss_by"], run["density"], run["shots"], run["environment"]) == (None, None, [], {})
 
 
-def test_the_table_of_runs_says_how_far_and_how_well(make_run):
+def test_the_table_of_runs_shows_how_far_and_how_well(make_run):
     rows = dict(summary(read_run(make_run("a", steps=30), "a")))
     assert rows["state"] == "incomplete: still training, stopped or failed" and rows["steps"] == "30 of 40"
     assert rows["lowest validation/loss"] == "0.1 at step 30" and rows["last loss"] == "0.066667"
     assert dict(summary(read_run(make_run("b"), "b")))["state"] == "complete"
 
 
-def test_a_last_loss_that_is_not_finite_is_said(make_run):
+def test_a_last_loss_that_is_not_finite_is_reported(make_run):
     folder = make_run("a")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 41, "loss": "NaN", "validation/loss": "NaN"}\n')
@@ -167,7 +167,7 @@ def test_clips_that_go_while_the_page_is_made_are_remarked_upon(make_run):
     assert run.remarks == ["samples of step 10: No such file or directory"]
 
 
-def test_the_command_writes_the_page_and_says_where(make_run, tmp_path, monkeypatch, capsys):
+def test_the_command_writes_the_page_and_prints_where(make_run, tmp_path, monkeypatch, capsys):
     a, b = make_run("a"), make_run("b")
     monkeypatch.chdir(tmp_path)
     assert main(["report", str(a)]) == 0
@@ -177,7 +177,7 @@ def test_the_command_writes_the_page_and_says_where(make_run, tmp_path, monkeypa
     assert main(["report", str(a), "--out", "x.html", "--max-mb", "0.5"]) == 0 and Path("x.html").is_file()
 
 
-def test_what_the_command_cannot_do_is_a_sentence(make_run, tmp_path, capsys):
+def test_what_the_command_cannot_do_is_a_readable_error(make_run, tmp_path, capsys):
     a = make_run("a")
     assert main(["report", str(a), "--out", str(tmp_path / "no/such/x.html")]) == 1
     assert "the page cannot be written: No such file or directory" in capsys.readouterr().err

@@ -139,7 +139,7 @@ def test_a_run_that_is_named_twice_is_shown_once(make_run):
     assert [run.label for run in read_runs([folder, folder / ".." / "a"])] == ["a"]
 
 
-def test_what_is_no_run_is_a_sentence(make_run, tmp_path):
+def test_what_is_no_run_is_a_readable_error(make_run, tmp_path):
     folder = make_run("shapes")
     with pytest.raises(MMError) as absent:
         read_runs([tmp_path / "shape"])
@@ -158,7 +158,7 @@ def test_what_is_no_run_is_a_sentence(make_run, tmp_path):
         read_runs([folder, empty])
 
 
-def test_a_run_that_has_logged_nothing_yet_is_a_sentence(make_run):
+def test_a_run_that_has_logged_nothing_yet_is_a_readable_error(make_run):
     folder = make_run("a")
     (folder / "metrics.jsonl").write_text('{"step": 1')
     with pytest.raises(MMError, match="this run has logged nothing yet"):

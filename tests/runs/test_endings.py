@@ -1,4 +1,4 @@
-"""How a run ended is what its trackers are told, wherever it ended."""
+"""How a run ended is what its trackers receive, wherever it ended."""
 
 from __future__ import annotations
 

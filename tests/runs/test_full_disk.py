@@ -55,7 +55,7 @@ def test_nor_does_it_hide_the_error_that_ended_the_run(tiny, run, tmp_path, caps
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "manifest.json"])
-def test_a_run_that_cannot_write_down_what_it_is_says_so(name, tiny, run, tmp_path, capsys):
+def test_a_run_that_cannot_write_down_what_it_is_reports_it(name, tiny, run, tmp_path, capsys):
     staged(run / name).symlink_to("/dev/full")
     assert train(tiny, tmp_path) == 1
     said = capsys.readouterr().err

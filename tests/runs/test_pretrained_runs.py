@@ -95,7 +95,7 @@ def test_what_is_frozen_stays(tmp_path, mm):
     assert "bert.encoder.layer.1.output.dense.weight" in changed
 
 
-def test_weights_by_chance_do_not_depend_on_the_ranks(tmp_path, mm):
+def test_randomly_initialised_weights_do_not_depend_on_the_ranks(tmp_path, mm):
     """Rows of padding and tied tables included; the same in bf16 compute, and in the checkpoint of step 0."""
     folder = models.save_model("bert_masked", tmp_path)
     found = []
@@ -137,7 +137,7 @@ def test_a_run_in_bf16_learns_and_is_not_stopped_by_chunks(tmp_path, mm):
     assert found[-1] < 0.6 * found[0]
 
 
-def test_the_manifest_says_whose_code_has_run(tmp_path, mm):
+def test_the_manifest_lists_whose_code_has_run(tmp_path, mm):
     folder = models.save_model("bert_classes", tmp_path)
     path = models.run_config(
         "bert_classes", folder, tmp_path, task={"trust_remote_code": True}, train={"steps": 0}

@@ -1,4 +1,4 @@
-"""Runs: resume and worlds change nothing, and everything a user gets wrong is a sentence."""
+"""Runs: resume and worlds change nothing, and everything a user gets wrong is a readable error."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def interrupted(whole: Path, folder: Path) -> Path:
     return folder / "tiny"
 
 
-def test_a_run_folder_holds_what_the_design_says(whole):
+def test_a_run_folder_holds_what_the_design_lists(whole):
     names = {path.name for path in whole.iterdir()}
     assert {"config.yaml", "manifest.json", "metrics.jsonl", "checkpoints", "loss.png"} <= names
     first = json.loads((whole / "metrics.jsonl").read_text().splitlines()[0])
@@ -143,7 +143,7 @@ def test_sampling_writes_clips_and_overwrites_none(whole, tmp_path, mm):
         (["train.micro_batch_size=128", "train.global_batch_size=128"], "fewer than a global batch of 128"),
     ],
 )
-def test_bad_input_is_a_sentence(tiny, tmp_path, mm, overrides, sentence):
+def test_bad_input_is_a_readable_error(tiny, tmp_path, mm, overrides, sentence):
     done = mm("train", "--config", tiny, f"run.dir={tmp_path}", *overrides)
     assert done.code == 1
     assert sentence in done.err
@@ -232,7 +232,7 @@ def test_a_path_outside_of_the_folder_is_refused(shapes, tiny, tmp_path, mm):
     assert "../secret.mp4" in done.err and "outside" in done.err
 
 
-def test_a_changed_order_is_told_on_resume(whole, tiny, tmp_path, mm):
+def test_a_changed_order_is_reported_on_resume(whole, tiny, tmp_path, mm):
     interrupted(whole, tmp_path)
     done = mm("train", "--config", tiny, f"run.dir={tmp_path}", "data.loader.sampler=sequential")
     assert done.code == 1 and "--allow data.loader.sampler" in done.err

@@ -33,8 +33,8 @@ def test_the_rank_that_hangs_is_named_with_its_line(tiny, shapes, tmp_path, mm):
 
 
 @pytest.mark.parametrize(("stuck_after", "seconds"), [(100, 800), ("null", 3650 * 86400)])
-def test_no_process_group_gives_up_before_the_watchdog_has_spoken(stuck_after, seconds, tiny, tmp_path, mm):
-    """A collective that times out says that a rank was lost, and not where it stands."""
+def test_no_process_group_gives_up_before_the_watchdog_has_reported(stuck_after, seconds, tiny, tmp_path, mm):
+    """A collective that times out reports that a rank was lost, and not where it is."""
     plugin = PLUGIN.with_name("patient_groups.py")
     done = mm(
         "train", "--config", tiny, "--nproc", 2, f"run.dir={tmp_path}", f"plugins.path=[{plugin}]",

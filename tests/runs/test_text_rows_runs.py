@@ -87,7 +87,7 @@ def test_names_of_a_models_own_config_count_and_numbers_are_no_names(tmp_path):
     assert named.class_names() == ("x", "y", "z")
 
 
-def test_grouping_needs_a_dataset_that_knows_its_lengths(config):
+def test_grouping_needs_a_dataset_with_lengths(config):
     plugin = f"plugins.path=[{token_rows.__file__}]"
     overrides = ["data.train={type: token_rows, kind: classes}", "data.loader.workers=0", plugin]
     with pytest.raises(PlanError) as caught:

@@ -19,7 +19,14 @@ SCRIPT = Path(__file__).with_name("ranks_that.py")
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended. seconds: from its start to the end of its last process."""
+    """How a command ended.
+
+    Attributes:
+        code: exit code.
+        out: standard output.
+        err: standard error.
+        seconds: time from its start to the end of its last process.
+    """
 
     code: int
     out: str
@@ -28,7 +35,7 @@ class Ended:
 
     @property
     def pids(self) -> list[int]:
-        """The ranks that said who they are."""
+        """The ranks that printed their process id."""
         return [int(pid) for pid in re.findall(r"pid (\d+)", self.out)]
 
 
@@ -49,8 +56,10 @@ class Running:
 
 @pytest.fixture
 def start(tmp_path) -> Iterator[Callable[..., Running]]:
-    """Starts a Python command in the test's folder; what still runs afterwards is killed. anew: not from the
-    warm server, for tests of launchers that are killed."""
+    """Starts a Python command in the test's folder; what still runs afterwards is killed.
+
+    With `anew=True` it is not started from the warm server, for tests of launchers that are killed.
+    """
     started: list[Running] = []
     warm.address()  # its start is not a part of what is measured
 

@@ -1,4 +1,4 @@
-"""A one-file plugin whose dataset fails on one rank only, or whose task misbehaves, as told by variables."""
+"""A one-file plugin whose dataset fails on one rank only, or whose task misbehaves, as variables set it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that do what a test says, without the cost of a real run: `python ranks_that.py launch SCENARIO`
+"""Ranks that do what a test asks for, without the cost of a real run: `python ranks_that.py launch SCENARIO`
 starts two of them through the launcher, `python ranks_that.py SCENARIO` is one."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One rank goes wrong: it is said once, in its own words or the launcher's, and nobody stays behind."""
+"""One rank goes wrong: one error is printed, its own or the launcher's, and no process stays behind."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def said(ended) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_sentence_of_one_rank_is_the_only_one_and_all_are_gone_soon(launch):
+def test_the_error_of_one_rank_is_the_only_one_and_all_are_gone_soon(launch):
     ended = launch("error")  # rank 0 waits 100 s, and torch's agent would kill it after 30 s
     assert ended.err == "mm: error: rank 1: clip 3: nothing can be read here\n  hint: look at it\n"
     assert ended.code == 1 and len(ended.pids) == 2 and ended.seconds < 30
 
 
 @pytest.mark.slow
-def test_what_all_ranks_find_is_said_by_one(launch):
+def test_what_all_ranks_find_is_printed_by_one(launch):
     ended = launch("same")
     (sentence,) = said(ended)
     assert sentence.endswith(": data.json: a fault of the input that every rank finds")
@@ -34,7 +34,7 @@ def test_what_all_ranks_find_is_said_by_one(launch):
 
 
 @pytest.mark.slow
-def test_a_rank_that_heard_of_the_failure_first_does_not_cut_the_other_short(launch):
+def test_a_rank_that_was_notified_of_the_failure_first_does_not_cut_the_other_short(launch):
     ended = launch("late")
     assert said(ended) == ["mm: error: rank 1: clip 3: nothing can be read here"]
 
@@ -47,7 +47,7 @@ def test_a_bug_shows_where_it_is(launch):
 
 
 @pytest.mark.slow
-def test_debugging_shows_the_traceback_of_a_sentence(launch):
+def test_debugging_shows_the_traceback_of_an_error(launch):
     ended = launch("same", MM_DEBUG="1")
     assert ended.err.count("Traceback") == 2 and len(said(ended)) == 1
 
@@ -88,7 +88,7 @@ def test_a_killed_rank_is_explained_by_the_launcher(launch, scenario):
         ),
     ],
 )
-def test_who_speaks_for_a_rank_says_where_its_log_lies(scenario, code, sentence, logged, launch, tmp_path):
+def test_the_message_about_a_rank_names_its_log(scenario, code, sentence, logged, launch, tmp_path):
     ended = launch(scenario)
     assert ended.code == code
     assert [line.startswith(f"mm: error: {sentence}") for line in said(ended)] == [True]
@@ -98,7 +98,7 @@ def test_who_speaks_for_a_rank_says_where_its_log_lies(scenario, code, sentence,
 
 
 @pytest.mark.slow
-def test_a_host_whose_peer_failed_says_where_to_look(start, free_port):
+def test_a_host_whose_peer_failed_prints_where_to_look(start, free_port):
     hosts = [start(SCRIPT, "launch", "lost", f"127.0.0.1:{free_port}") for _ in range(2)]
     ends = [host.end() for host in hosts]
     assert [ended.code for ended in ends] == [1, 1]
@@ -109,7 +109,7 @@ def test_a_host_whose_peer_failed_says_where_to_look(start, free_port):
 
 
 @pytest.mark.slow
-def test_under_torchrun_too_one_rank_speaks_and_the_folder_goes(start, tmp_path):
+def test_under_torchrun_too_one_rank_prints_and_the_folder_goes(start, tmp_path):
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, SCRIPT, "error"]
     ended = start(*command, anew=True, TMPDIR=str(tmp_path)).end()
     assert said(ended) == ["mm: error: rank 1: clip 3: nothing can be read here"]
@@ -120,7 +120,7 @@ def test_under_torchrun_too_one_rank_speaks_and_the_folder_goes(start, tmp_path)
     assert len(left) <= 1, "a rank that was killed leaves its note, good ends leave none"
 
 
-def test_a_meeting_that_fails_is_a_sentence_with_what_to_check():
+def test_a_meeting_that_fails_is_a_readable_error_with_what_to_check():
     nodes = Nodes(8, 2, 2, endpoint="head:29500")
     error = not_started(RuntimeError("The connection to the C10d\n store has failed."), nodes)
     assert error.what == "the ranks could not be started: The connection to the C10d store has failed."

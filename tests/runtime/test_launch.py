@@ -1,4 +1,4 @@
-"""Several ranks: a failure is said once, signals save, and every process is gone afterwards."""
+"""Several ranks: a failure is printed once, signals save, and every process is gone afterwards."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_typo_is_found_before_ranks_start(tiny, mm):
     assert done.err.count("stepz=3") == 1
 
 
-def test_a_missing_config_is_a_sentence(mm, tmp_path):
+def test_a_missing_config_is_a_readable_error(mm, tmp_path):
     done = mm("train", "--config", tmp_path / "none.yaml")
     assert done.code == 1 and "there is no such file" in done.err and "Traceback" not in done.err
 
@@ -55,7 +55,7 @@ def test_launch_options_are_checked(tiny, mm, arguments, sentence):
 
 
 @pytest.mark.slow
-def test_bad_input_on_one_rank_is_said_once_and_all_ranks_are_gone(faulty, mm, tmp_path):
+def test_bad_input_on_one_rank_is_reported_once_and_all_ranks_are_gone(faulty, mm, tmp_path):
     began = time.monotonic()
     done = mm(*faulty, "--nproc", 2, cwd=tmp_path, FAULT="data")
     assert done.code == 1

@@ -37,7 +37,7 @@ def test_a_best_effort_stream_loses_what_it_cannot_write_and_ends_in_order(make)
     assert len([*Path("/proc/self/fd").iterdir()]) == descriptors, "none is opened for each lost line"
 
 
-def test_a_required_stream_is_a_sentence_for_a_full_disk_and_a_broken_pipe_for_a_reader_that_left():
+def test_a_required_stream_is_a_readable_error_for_a_full_disk_and_a_broken_pipe_for_a_reader_that_left():
     full = open("/dev/full", "w")  # noqa: SIM115, PTH123
     with pytest.raises(MMError) as caught:
         print("x", file=Required(full), flush=True)

@@ -1,4 +1,4 @@
-"""Ranks that do not find each other: a sentence on the address, and an end when they are asked to."""
+"""Ranks that do not find each other: an error with the address, and an end when they are asked to."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_port_that_is_none_is_refused(rank_of_two, port):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_that_do_not_come_are_a_sentence(rank_of_two, free_port, monkeypatch, rank):
+def test_ranks_that_do_not_come_are_a_readable_error(rank_of_two, free_port, monkeypatch, rank):
     """Rank 0 waits for the other one, rank 1 for an answer."""
     from datetime import timedelta
 

@@ -1,4 +1,4 @@
-"""The sentence for memory that ran out: a request that nothing could meet is no matter of the batch."""
+"""The error for memory that ran out: a request that nothing could meet is not caused by the batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def broadcast_wrongly() -> torch.Tensor:
     return sigma * sigma[:, None]  # 36 PiB, which no host has: refused at once, nothing is allocated
 
 
-def test_one_tensor_larger_than_the_host_is_told_with_its_place():
+def test_one_tensor_larger_than_the_host_is_reported_with_its_place():
     with pytest.raises(RuntimeError) as caught:
         broadcast_wrongly()
     found = out_of_memory(caught.value)

@@ -22,7 +22,7 @@ class Terminal(StringIO):
 
 
 def lines(run_dir: Path, rank: int = 0) -> list[str]:
-    """The log's lines after the one that says who wrote it, without their times."""
+    """The log's lines after the one that names the writer, without their times."""
     stamped = log_path(run_dir, rank).read_text().splitlines()
     texts = [re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (.*)", line)[1] for line in stamped]
     return [text for text in texts if not text.startswith("--- ")]
@@ -64,7 +64,7 @@ def test_the_log_of_this_process_is_known_and_remembered(tmp_path):
     assert current_log() is None and latest_log() == tmp_path / "logs/rank_3.log"
 
 
-def test_a_resume_appends_and_says_who_writes(tmp_path, monkeypatch):
+def test_a_resume_appends_and_records_who_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["bin/mm-train", "--config", "a.yaml"])
     for _ in range(2):
         with rank_log(tmp_path, 0, 1):

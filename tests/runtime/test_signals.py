@@ -28,7 +28,7 @@ def stoppable(start, tmp_path, wait_until, request):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_every_rank_saves_and_the_code_says_so(stoppable, number):
+def test_every_rank_saves_and_the_exit_code_shows_it(stoppable, number):
     stoppable.send(number)
     ended = stoppable.end()
     assert ended.code == STOPPED
@@ -98,7 +98,7 @@ def test_the_flag_notes_the_first_signal_and_handlers_return():
 
 
 def test_a_second_signal_while_a_rank_waits_is_quiet(capfd, monkeypatch):
-    """Nobody read the pipe any more that it was told to: a traceback of BrokenPipeError on stderr."""
+    """The pipe for its messages had no reader any more: a traceback of BrokenPipeError on stderr."""
     raised = []
     monkeypatch.setattr(sys, "unraisablehook", raised.append)
     with StopFlag() as stop:

@@ -1,4 +1,4 @@
-"""A hang is told from slowness, and the rank that the others wait for from those that wait."""
+"""A hang is distinguished from slowness, and the rank that the others wait for from those that wait."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ BEAT = Heartbeat(0, 7, "forward_backward", 40, 0.0, "model.py:1 in forward")
         replace(BEAT, waits=False),
     ],
 )
-def test_the_furthest_behind_is_told_by_step_then_phase_then_moves_then_who_waits(behind):
+def test_the_furthest_behind_is_found_by_step_then_phase_then_moves_then_who_waits(behind):
     assert progress(behind) < progress(replace(BEAT, waits=True))
 
 
 class Watched:
-    """A watchdog of 0.4 seconds whose sentence is kept instead of ending the process."""
+    """A watchdog of 0.4 seconds whose message is kept instead of ending the process."""
 
     def __init__(self, run_dir: Path, world: int = 1, limit: float | None = 0.4) -> None:
         self.said: list[TrainingError] = []

@@ -33,7 +33,7 @@ def found(annotation: object, value: object) -> tuple[object, list[str]]:
         (Range(lt=1), 1 - 1e-9, 1),
     ],
 )
-def test_a_bound_is_inside_where_it_says_so(bounds: Range, inside: float, outside: float) -> None:
+def test_a_bound_is_inside_where_the_range_includes_it(bounds: Range, inside: float, outside: float) -> None:
     assert bounds.admits(inside) and not bounds.admits(outside)
     assert found(Annotated[float, bounds], inside) == (inside, [])
     assert found(Annotated[float, bounds], outside)[0] is FAILED
@@ -50,7 +50,7 @@ def test_sixty_characters_are_quoted_and_longer_values_are_cut(length: int, show
     assert show(Node("a" * length, "x:1", "key")) == shown
 
 
-def test_a_number_that_is_not_finite_says_so_in_a_union_too() -> None:
+def test_a_number_that_is_not_finite_is_reported_in_a_union_too() -> None:
     annotation = float | tuple[str, ...] | None
     _, (fault,) = found(annotation, math.inf)
     assert "found inf, a number, which is not finite" in fault
@@ -72,7 +72,7 @@ def test_infinity_is_a_value_where_the_range_or_the_default_is_infinite() -> Non
     assert "finite" in fault
 
 
-def test_all_errors_of_a_class_are_told_and_a_single_one_as_well() -> None:
+def test_all_errors_of_a_class_are_reported_and_a_single_one_as_well() -> None:
     @dataclass(frozen=True)
     class Several:
         count: int = 2

@@ -78,12 +78,12 @@ def failed(of: Examination, names: Iterable[str]) -> dict[str, Outcome]:
 
 
 def refusal(name: str, check: str, faulty: type, **options: object) -> str:
-    """The sentence with which a check refuses a faulty class in place of a shipped component's."""
+    """The error with which a check refuses a faulty class in place of a shipped component's."""
     outcome = examined(name, faulty, **options).run(check)
     assert outcome.status in ("failed", "expected"), f"{check} {outcome.status}: {outcome.reason}"
     return outcome.reason
 
 
 def shortcomings(name: str, ranks: bool = True) -> list[str]:
-    """The checks that a shipped component fails, with their sentences."""
+    """The checks that a shipped component fails, with their errors."""
     return [f"{o.check}: {o.reason}" for o in examined(name, ranks=ranks) if o.status == "failed"]

@@ -1,4 +1,4 @@
-"""Faults in the components that `mm plugins new` writes, and what the conformance kit says of each."""
+"""Faults in the components that `mm plugins new` writes, and what the conformance kit reports for each."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ class Findings:
     """Where the fault of a mutant shows.
 
     Attributes:
-        static: sentences of `mm plugins check`, which imports nothing.
-        imported: sentences of `mm plugins check --import`.
-        checks: failed check -> its sentence.
+        static: errors of `mm plugins check`, which imports nothing.
+        imported: errors of `mm plugins check --import`.
+        checks: failed check -> its error.
         folder: of the mutant's files.
     """
 

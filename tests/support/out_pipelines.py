@@ -91,8 +91,7 @@ def _task(components):
 
 class Folders:
     """A weight format with one Diffusers folder for each child (`high`, `low`) of a component. `low` is
-    optional
-    if the model says so."""
+    optional if the model declares it."""
 
     def __init__(self) -> None:
         from mm_core.weights.formats.libraries import Diffusers

@@ -38,8 +38,16 @@ def config_of(
     clips: Mapping[str, int] = CLIPS,
     **sections: Any,
 ) -> RunConfig:
-    """A run without data, in `folder/runs`: what its dataset names does not exist. plugin: a file that the
-    config names."""
+    """A run without data, in `folder/runs`: what its dataset names does not exist.
+
+    Args:
+        folder: where the config and the run are.
+        task: the config's task.
+        name: the run's name.
+        plugin: a one-file plugin that the config names.
+        clips: sizes of the clips.
+        sections: further sections of the config.
+    """
     document = {
         "run": {"name": name, "dir": str(folder / "runs")},
         **({"plugins": {"path": [plugin]}} if plugin else {}),
@@ -54,7 +62,14 @@ def config_of(
 
 
 def language(folder: Path, kind: str = "bert", name: str = "tuned", **sections: Any) -> RunConfig:
-    """A run of a model of out_parts.py. options: of its task."""
+    """A run of a model of out_parts.py.
+
+    Args:
+        folder: where the config and the run are.
+        kind: the model.
+        name: the run's name.
+        sections: further sections of the config, and `options`: fields of the task.
+    """
     task = {"type": "local/parts", "model": kind, **sections.pop("options", {})}
     return config_of(folder, task, name, plugin=out_parts.__file__, **sections)
 

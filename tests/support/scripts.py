@@ -13,8 +13,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def script(path: str) -> ModuleType:
-    """Imports a script that is not on the path as a module with its own name. path: relative to the
-    repository."""
+    """Imports a script that is not on the path as a module with its own name.
+
+    Args:
+        path: the script, relative to the repository.
+    """
     file = ROOT / path
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None

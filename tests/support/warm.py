@@ -90,7 +90,7 @@ def _decisive(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class Process:
-    """A command under way: what subprocess.Popen tells of one, in the same words.
+    """A command under way, with the attributes and methods of subprocess.Popen.
 
     Args:
         args: the command line; args[0] is this Python.
@@ -165,8 +165,16 @@ def run(
     cwd: Path | None = None,
     anew: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """A Python command to its end, as subprocess.run with its output captured. text: its standard input.
-    anew: as the interpreter begins, for tests of what is imported when."""
+    """A Python command to its end, as subprocess.run with its output captured.
+
+    Args:
+        args: arguments of the interpreter.
+        env: its environment; None: that of this process.
+        timeout: in seconds.
+        text: its standard input.
+        cwd: its folder; None: that of this process.
+        anew: whether to start a new interpreter, for tests of what is imported when.
+    """
     words, environment = [sys.executable, *map(str, args)], dict(os.environ if env is None else env)
     if anew or not is_warm(environment):
         pipes: dict[str, Any] = {"capture_output": True, "text": True, "timeout": timeout, "cwd": cwd}
@@ -418,7 +426,7 @@ def serve(place: str) -> None:
 
 
 def _keep(line: socket.socket) -> None:
-    """Is the parent of one command: tells its pid and how it ended, and is gone when its client is."""
+    """Is the parent of one command: reports its pid and how it ended, and is gone when its client is."""
     _, streams, _, _ = socket.recv_fds(line, 1, 3)
     request = json.loads(line.makefile("r").readline())
     child = os.fork()

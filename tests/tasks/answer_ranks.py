@@ -1,4 +1,4 @@
-"""Run by each rank, which share a model: what it says to prompts of a rank's own lengths, as JSON.
+"""Run by each rank, which share a model: its answers to prompts of a rank's own lengths, as JSON.
 
 usage: answer_ranks.py FOLDER LENGTHS
 """

@@ -71,7 +71,7 @@ def of_folder(folder: Path) -> dict[str, str] | str:
 
 
 def tables() -> list[str]:
-    """What is said of tables that are set, and of one that is not, wholly."""
+    """The outcome for tables that are set, and for one that is not set completely."""
     said = []
     for rows in (3, 2):
         with torch.device("meta"):

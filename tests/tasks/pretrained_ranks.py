@@ -24,7 +24,7 @@ MICRO = 2
 
 
 def one_step(config: RunConfig) -> dict[str, object]:
-    """Loss and gradients of the mean over the global batch, and what an evaluation of it says."""
+    """Loss and gradients of the mean over the global batch, and an evaluation of it."""
     task = build_task(config)
     engine = config.registry.build("engine", config.engine)
     plan = engine.plan(task, dist.get_world_size(), 2)

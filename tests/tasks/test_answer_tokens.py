@@ -84,7 +84,7 @@ BART |= {
 @pytest.mark.parametrize("name", ["qwen3", "t5", "bart"])
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_prompts_of_a_batch_are_answered_as_alone(tmp_path, name, temperature):
-    """BART knows places by their number: an encoder's rows are padded on the right."""
+    """BART's positions are numbers: an encoder's rows are padded on the right."""
     if name == "bart":
         torch.manual_seed(0)
         model = transformers.BartForConditionalGeneration(transformers.BartConfig(**BART, **models.ENDS))

@@ -1,4 +1,4 @@
-"""What a model says in words: its greedy answers are the library's own, row by row."""
+"""What a model answers in words: its greedy answers are the library's own, row by row."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def test_answers_of_a_batch_are_those_of_the_library_to_each_prompt_alone(folder
     assert torch.equal(found_of(plain, questions()).sums["loss"], found.sums["loss"])
 
 
-def test_an_answer_ends_where_the_folder_says(folders, tmp_path):
-    """Whatever token the first row would say first is made an end: then it says nothing."""
+def test_an_answer_ends_at_the_tokens_of_the_folder(folders, tmp_path):
+    """Whatever token the first row would begin with is made an end: then its answer is empty."""
     folder = folders("qwen3")
     first = int(found_of(task_of(folder, "qwen3"), questions()).texts[0].split()[0][1:])
     shutil.copytree(folder, tmp_path / "ends")
@@ -143,7 +143,7 @@ def test_answers_are_what_metrics_of_texts_compare(folders):
     assert figures == pytest.approx({"exact_match": 1 / 3, "anls": (1 + (length - 1) / length) / 3})
 
 
-def test_what_cannot_be_answered_is_a_sentence(folders, tmp_path):
+def test_what_cannot_be_answered_is_a_readable_error(folders, tmp_path):
     head = "AutoModelForSequenceClassification"
     with pytest.raises(ContractError, match="BertForSequenceClassification generates no text") as fault:
         PretrainedTask(str(folders("bert_classes")), head, max_new_tokens=3)

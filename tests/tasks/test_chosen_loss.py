@@ -52,7 +52,7 @@ def stepped(task: PretrainedTask) -> float:
     return loss.total.item() / loss.weight
 
 
-def test_bart_adds_a_bias_to_its_logits_which_the_plan_tells(tmp_path):
+def test_bart_adds_a_bias_to_its_logits_which_the_plan_shows(tmp_path):
     place = bart(tmp_path)
     task = task_of(place)
     (note,) = task.notes()
@@ -60,7 +60,7 @@ def test_bart_adds_a_bias_to_its_logits_which_the_plan_tells(tmp_path):
     assert stepped(task) == stepped(task_of(place, loss="plain"))
 
 
-def test_an_adapter_on_the_output_embedding_is_told_too(tmp_path):
+def test_an_adapter_on_the_output_embedding_is_reported_too(tmp_path):
     place, adapter = qwen(tmp_path), AdapterConfig(targets=("lm_head", "q_proj"), rank=2)
     task = task_of(place, adapter)
     why = "the output embedding has an adapter, which a chunked loss does not support"
@@ -76,7 +76,7 @@ def test_an_adapter_on_the_output_embedding_is_told_too(tmp_path):
 
 
 @pytest.mark.parametrize("targets", [(), ("q_proj",)])
-def test_what_can_be_chunked_is_chunked_without_a_word(tmp_path, targets):
+def test_what_can_be_chunked_is_chunked_without_a_note(tmp_path, targets):
     adapters = [AdapterConfig(targets=targets, rank=2)] if targets else []
     task = task_of(qwen(tmp_path), *adapters)
     assert task.notes() == [] and task._head == (task.model.get_output_embeddings(),)
@@ -113,7 +113,7 @@ def test_a_bias_that_no_trial_finds_is_expected_of_text_decoders(tmp_path):
     assert stepped(task) == stepped(task_of(place, loss="plain"))
 
 
-def test_a_loss_that_is_none_is_told_without_the_hint_of_another_choice(tmp_path):
+def test_a_loss_that_is_none_is_reported_without_the_hint_of_another_choice(tmp_path):
     transformers.ProphetNetConfig(**PROPHET).save_pretrained(tmp_path)
     task = task_of((str(tmp_path), "AutoModelForSeq2SeqLM"))
     (note,) = task.notes()

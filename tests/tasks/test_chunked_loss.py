@@ -87,7 +87,7 @@ def test_loss_and_gradients_are_those_of_all_logits(name, chunk):
     assert torch.equal(record.predictions[:, :8], best[:, :8])
 
 
-def test_rows_weigh_what_they_weigh():
+def test_rows_count_by_their_weights():
     model, (ids, labels) = Language(), rows()
     gradients = []
     for weights, keep in ((torch.tensor([0.0, 2.0, 1.0]), slice(None)), (torch.tensor([2.0]), slice(1, 2))):

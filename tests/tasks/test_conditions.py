@@ -119,7 +119,7 @@ def test_a_text_condition_that_is_not_taken_is_a_note_and_is_not_passed():
     assert make_task().notes() == []
 
 
-def test_a_condition_that_nothing_gives_is_one_sentence_in_the_plan():
+def test_a_condition_that_nothing_gives_is_one_error_in_the_plan():
     class Needs(SmallPredictor):
         def forward(self, latents, timestep, text, text_mask, poled):
             return latents
@@ -231,7 +231,7 @@ def test_frame_rate_and_size_reach_the_forward_in_training_evaluation_and_sampli
     assert task.predictor.given[-1]["size"].tolist() == [[12.0, 16.0]] * 2
 
 
-def test_a_needed_frame_rate_that_the_batch_lacks_is_one_sentence():
+def test_a_needed_frame_rate_that_the_batch_lacks_is_one_error():
     class Rated(SmallPredictor):
         def forward(self, latents, timestep, text, text_mask, fps):
             return super().forward(latents, timestep, text, text_mask)
@@ -324,7 +324,7 @@ def test_settings_of_embedded_guidance_need_a_predictor_that_takes_it():
     )
 
 
-def test_clips_longer_than_a_predictor_takes_are_one_sentence_in_the_plan():
+def test_clips_longer_than_a_predictor_takes_are_one_error_in_the_plan():
     predictor = SmallPredictor()
     predictor.max_frames = 1
     sample = SampleConfig(num_frames=1, height=8, width=8)
@@ -339,7 +339,7 @@ def test_clips_longer_than_a_predictor_takes_are_one_sentence_in_the_plan():
         make_task(predictor).check_request(SampleRequest(prompts=("a",)))
 
 
-def test_module_flops_that_do_not_take_the_texts_conditions_are_one_sentence_in_the_plan():
+def test_module_flops_that_do_not_take_the_texts_conditions_are_one_error_in_the_plan():
     class Counted(Conditioned):
         def module_flops(self, latents, timestep, text):
             return []

@@ -1,4 +1,4 @@
-"""`packed_sdpa`: what `sdpa` says, without a mask of the whole row where pieces share it."""
+"""`packed_sdpa`: the results of `sdpa`, without a mask of the whole row where pieces share it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def assert_equal(found, wanted):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_packed_row_says_and_learns_what_sdpa_does_piece_by_piece(name, attended):
+def test_a_packed_row_predicts_and_learns_what_sdpa_does_piece_by_piece(name, attended):
     wanted = learnt(model_of(name, "sdpa"), **row())
     assert attended == 2 * [(25, 25, True)], "two layers, over all of the row"
     attended.clear()
@@ -228,7 +228,7 @@ SENTENCES = {
 
 @pytest.mark.parametrize("kind", SENTENCES)
 def test_a_model_with_attention_of_its_own_is_refused(kind, tmp_path):
-    """Bloom knows no sdpa, Falcon none but that of its own; Jamba's other layers would mix the pieces."""
+    """Bloom has no sdpa, Falcon only its own; Jamba's other layers would mix the pieces."""
     options = {"vocab_size": 48, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = getattr(transformers, f"{kind}Config")(**options, n_layer=1, n_head=2)
     config.architectures = [f"{kind}ForCausalLM"]

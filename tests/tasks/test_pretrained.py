@@ -1,4 +1,4 @@
-"""The task `pretrained`: what it builds, what it counts, what it refuses and how it says so."""
+"""The task `pretrained`: what it builds, what it counts, what it refuses and with which errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def folders(tmp_path_factory):
 
 
 def task_of(folder: Path, name: str, **options) -> PretrainedTask:
-    """The task, ready to compute in this process: weights by chance."""
+    """The task, ready to compute in this process, with randomly initialised weights."""
     with torch.device("meta"):
         task = PretrainedTask(str(folder), models.MODELS[name][3], **options)
     task.model.to_empty(device="cpu")
@@ -65,7 +65,7 @@ def test_a_model_has_no_memory_before_the_engine_gives_it_some(folders):
     assert task.model.weights_from.path == str(folders("qwen3_vl"))
 
 
-def test_weights_by_chance_are_those_of_the_library(folders):
+def test_randomly_initialised_weights_are_those_of_the_library(folders):
     torch.manual_seed(0)
     config = transformers.BertConfig(**{**models.BERT, "hidden_size": 128, "vocab_size": 600})
     theirs = transformers.BertForMaskedLM(config)
@@ -211,7 +211,7 @@ def test_numbers_to_learn_keep_their_precision_under_bf16(folders):
     torch.testing.assert_close(loss.total, (found - batch.inputs["labels"]).square().sum())
 
 
-def test_an_evaluation_says_what_is_right_and_what_was_found(folders):
+def test_an_evaluation_returns_what_is_right_and_what_was_found(folders):
     task = task_of(folders("bert_classes"), "bert_classes").eval()
     batch = models.batch_of(TokenRows("classes"), range(6))
     found = task.evaluate(task.batch_transform()(batch), Randomness(1), ())
@@ -405,7 +405,7 @@ def test_a_tokenizer_may_pad_with_another_token_than_the_model(folders):
     torch.testing.assert_close(both, alone + other, rtol=1e-6, atol=0)
 
 
-def test_a_classifier_that_knows_no_padding_token_says_how_to_name_one(folders):
+def test_a_classifier_without_a_padding_token_has_a_hint_how_to_name_one(folders):
     options = {"overrides": {"pad_token_id": None}}
     task = task_of(folders("qwen3_classes"), "qwen3_classes", **options)
     batch = class_batch(torch.tensor([1, 0]), torch.tensor([[5, 6, 2], [7, 8, 9]]), pad=2)
@@ -512,7 +512,7 @@ class OwnModel(BertForSequenceClassification):
 """
 
 
-def test_code_of_a_folder_runs_only_where_that_is_said(folders, tmp_path, monkeypatch):
+def test_code_of_a_folder_runs_only_where_the_config_allows_it(folders, tmp_path, monkeypatch):
     from mm_core.config.dump import to_mapping
 
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
@@ -549,7 +549,7 @@ def test_code_of_a_folder_runs_only_where_that_is_said(folders, tmp_path, monkey
     assert 'from_pretrained("{folder}", trust_remote_code=True)' in loading
 
 
-def test_an_export_of_weights_by_chance_has_the_tokenizer_too(folders, tmp_path):
+def test_an_export_of_randomly_initialised_weights_has_the_tokenizer_too(folders, tmp_path):
     folder = models.save_model("bert_classes", tmp_path)
     models.save_words(folder)
     with torch.device("meta"):
@@ -559,7 +559,7 @@ def test_an_export_of_weights_by_chance_has_the_tokenizer_too(folders, tmp_path)
 
 
 @pytest.mark.parametrize("text", ["raise SystemExit(0)", "raise RuntimeError('no such chip')", "1 / 0"])
-def test_a_module_that_ends_the_process_or_fails_is_a_sentence(tmp_path, monkeypatch, text):
+def test_a_module_that_ends_the_process_or_fails_is_a_readable_error(tmp_path, monkeypatch, text):
     (tmp_path / "own_failing.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ContractError, match="'own_failing:Model' cannot be imported: "):

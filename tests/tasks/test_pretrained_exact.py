@@ -63,7 +63,7 @@ def test_two_ranks_with_accumulation_are_one_forward_of_the_whole_batch(case, fo
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_an_evaluation_tells_each_row_apart(case, folder, found):
+def test_an_evaluation_separates_the_rows(case, folder, found):
     name = CASES[case][0]
     _, _, _, auto_class, kind = models.MODELS[name]
     theirs = getattr(transformers, auto_class).from_pretrained(folder / name).eval()

@@ -1,4 +1,4 @@
-"""Weights by chance are those of Transformers' own `from_config`, on any number of ranks."""
+"""Randomly initialised weights are those of Transformers' own `from_config`, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def moments(drawn: torch.Tensor) -> tuple[float, float, float, float]:
 
 
 def compare(make: Callable[[], nn.Module], model: nn.Module, draws: int) -> dict[str, str]:
-    """Deviations that other seeds show too: among thousands of parameters one is off by chance."""
+    """Deviations that other seeds show too: among thousands of parameters one deviates at random."""
     found = None
     for seed in (0, 100):
         torch.manual_seed(seed)
@@ -146,7 +146,7 @@ def test_two_ranks_begin_as_one_to_the_bit(tmp_path):
     assert one == first == second
 
 
-def test_a_new_head_on_a_body_of_t5_begins_at_chance(tmp_path):
+def test_a_new_head_on_a_body_of_t5_begins_at_random_level(tmp_path):
     """Its loss is the logarithm of the number of classes."""
     folder = write(of_faulty("t5_classes"), tmp_path)
     model = built(folder)

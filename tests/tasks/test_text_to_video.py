@@ -1,4 +1,4 @@
-"""The task text_to_video: its loss is what it says, its chance derives from keys, faults are said."""
+"""The task text_to_video: its loss follows equations, draws derive from keys, and faults are errors."""
 
 import pickle
 import re
@@ -55,7 +55,7 @@ def test_a_batch_and_its_samples_alone_give_the_same_loss_and_gradient():
     torch.testing.assert_close(task.predictor.project.weight.grad, gradient)
 
 
-def test_chance_depends_on_epoch_and_sample():
+def test_random_draws_depend_on_epoch_and_sample():
     task = make_task()
     one, again = (task.prepare(make_batch(task), RNG) for _ in range(2))
     later = task.prepare(make_batch(task, epoch=1), RNG)
@@ -138,7 +138,7 @@ def test_the_predictor_gets_its_timestep_in_float32_beside_bf16_latents():
     assert loss.total.dtype == torch.float32
 
 
-def test_a_prediction_of_another_shape_is_a_sentence():
+def test_a_prediction_of_another_shape_is_a_readable_error():
     class Short(SmallPredictor):
         def forward(self, latents, timestep, text, text_mask):
             return super().forward(latents, timestep, text, text_mask)[:, :6]
@@ -149,7 +149,7 @@ def test_a_prediction_of_another_shape_is_a_sentence():
         task.loss(task.prepare(make_batch(task), RNG))
 
 
-def test_the_loss_is_also_told_by_noise_level():
+def test_the_loss_is_also_reported_by_noise_level():
     task = make_task()
     batch = make_batch(task, weights=(1.0, 0.5, 0.0))
     inputs = task.prepare(batch, RNG)
@@ -306,7 +306,7 @@ def test_what_is_set_nowhere_is_named():
     assert "task.sample" in str(caught.value)
 
 
-def test_no_steps_and_sizes_that_do_not_divide_are_sentences():
+def test_no_steps_and_sizes_that_do_not_divide_are_readable_errors():
     task = make_task()
     with pytest.raises(ContractError, match="at least one step, not 0"):
         task.sample(SampleRequest(("up",), steps=0))
@@ -327,7 +327,7 @@ def test_components_that_fit_pass_and_build_on_meta():
     assert task.trainable == ("predictor",) and task.frozen == ("autoencoder", "text_encoder")
 
 
-def test_all_mismatchs_are_told_at_once_with_what_would_fit():
+def test_all_mismatches_are_reported_at_once_with_what_would_fit():
     task = make_task(SmallPredictor(channels=16, text_dim=10))
     with pytest.raises(ContractError) as caught:
         task.check({"num_frames": 2, "height": 8, "width": 830})
@@ -343,7 +343,7 @@ def test_all_mismatchs_are_told_at_once_with_what_would_fit():
     assert "828 or 832" in text
 
 
-def test_sizes_that_the_autoencoder_refuses_are_told_with_valid_ones_near():
+def test_sizes_that_the_autoencoder_refuses_are_reported_with_valid_ones_near():
     with pytest.raises(ContractError, match=r"width 9 \(nearest: 8, 10\)"):
         make_task().check({**FITTING, "width": 9})
 
@@ -385,7 +385,7 @@ def test_sizes_that_are_refused_together_get_no_empty_list_of_others(sizes):
 
 
 @pytest.mark.parametrize("size", [0, -1, -8, -100])
-def test_a_size_below_one_is_told_the_least_that_fits(size):
+def test_a_size_below_one_is_answered_with_the_least_that_fits(size):
     with pytest.raises(ContractError, match=rf"width {size} \(nearest: 2\)") as caught:
         make_task().check({**FITTING, "width": size})
     assert "width 4" in str(caught.value), "a hint with sizes that divide into patches"

@@ -40,7 +40,7 @@ def ready(task: nn.Module) -> TextToVideo:
 
 
 def counted(task: TextToVideo, samples: VideoTextBatch) -> tuple[float, int]:
-    """What the loss says, and what torch counts of its forward and backward."""
+    """The loss's own count, and what torch counts of its forward and backward."""
     inputs = task.prepare(samples, Randomness(1))
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         loss = task.loss(inputs)
@@ -49,14 +49,14 @@ def counted(task: TextToVideo, samples: VideoTextBatch) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize("adapters", [[], [LORA]], ids=["full", "lora"])
-def test_a_loss_says_the_operations_of_its_own_micro_batch(tiny, adapters):
+def test_a_loss_reports_the_operations_of_its_own_micro_batch(tiny, adapters):
     task = ready(build_task(load_config(tiny, adapters)))
     for rows, frames in ((1, 8), (3, 8), (2, 4)):
         said, found = counted(task, batch(rows, frames))
         assert said == pytest.approx(found, rel=1e-12) and said > 0
 
 
-def test_a_predictor_that_does_not_say_them_leaves_them_to_torchs_count(tiny):
+def test_a_predictor_that_does_not_declare_them_leaves_them_to_torchs_count(tiny):
     class Silent(nn.Linear):
         text_padding, patch_size, in_channels, out_channels, text_dim = "masked", (2, 2, 2), 12, 12, 32
 
@@ -69,7 +69,7 @@ def test_a_predictor_that_does_not_say_them_leaves_them_to_torchs_count(tiny):
     assert task.sample_flops({"num_frames": 8, "height": 16, "width": 16}, ()) is None
 
 
-def test_the_plan_says_those_of_a_step(tiny):
+def test_the_plan_shows_those_of_a_step(tiny):
     """8 samples of 32 tokens; the text as long as the encoder lets it be."""
     config = load_config(tiny, ["engine.recompute_modules=[predictor.blocks.0]"])
     plan = make_plan(config, 2)

@@ -52,7 +52,7 @@ def forward(model: torch.nn.Module, rows: int = 3) -> torch.Tensor:
     return model(latents=latents, timestep=torch.rand(rows) * 1000, text=text, text_mask=mask)
 
 
-def test_the_forward_of_the_dit_is_what_its_architecture_says():
+def test_the_forward_of_the_dit_follows_from_its_architecture():
     flops = ForwardFlops()
     with flops.counting():
         flops.enter("encode")

@@ -38,7 +38,7 @@ def matmul_shapes(trace: Path) -> list[int]:
         ((1, 4), "rank_0_steps_3-4", [3, 4]),  # one that ends within the window
     ],
 )
-def test_the_trace_holds_the_steps_that_its_name_says(taken, name, recorded, tmp_path):
+def test_the_trace_holds_the_steps_in_its_name(taken, name, recorded, tmp_path):
     window = ProfileWindow(ProfileSection((3, 5)), tmp_path, 0)
     steps(window, *taken)
     window.close()

@@ -128,7 +128,7 @@ def test_wandb_holds_metrics_clips_and_config_and_a_resume_is_the_same_run(run, 
 
 
 @pytest.mark.parametrize(("ending", "code"), [("done", 0), ("stopped", 75), ("failed", 1)])
-def test_wandb_is_told_the_exit_code_of_the_run(run, wandb_at_home, ending, code):
+def test_wandb_receives_the_exit_code_of_the_run(run, wandb_at_home, ending, code):
     open_wandb(run).close(ending)
     (path,) = run.glob("wandb/offline-run-*/*.wandb")
     ends, codes = time.monotonic() + 20, []
@@ -221,7 +221,7 @@ def test_another_mlflow_store_gets_a_run_of_its_own(run, store, tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("ending", "status"), [("stopped", "KILLED"), ("failed", "FAILED")])
-def test_mlflow_is_told_how_a_run_ended_and_a_resume_runs_again(run, store, ending, status):
+def test_mlflow_receives_how_a_run_ended_and_a_resume_runs_again(run, store, ending, status):
     import mlflow
 
     client = mlflow.MlflowClient(tracking_uri=store)
@@ -242,7 +242,7 @@ def components(*trackers: tuple[str, object]) -> list[ComponentConfig]:
     return [ComponentConfig("tracker", name, vars(config)) for name, config in trackers]
 
 
-def test_a_package_that_is_missing_is_a_sentence_and_the_run_goes_on(run, monkeypatch):
+def test_a_package_that_is_missing_is_a_readable_error_and_the_run_goes_on(run, monkeypatch):
     for name in ("wandb", "mlflow"):
         monkeypatch.setitem(sys.modules, name, None)
     notes: list[str] = []
@@ -258,7 +258,7 @@ def test_a_package_that_is_missing_is_a_sentence_and_the_run_goes_on(run, monkey
     assert read_metrics(run) == [{"step": 1, "loss": 0.5}]
 
 
-def test_a_tracker_that_cannot_start_says_why_and_the_others_work(run, monkeypatch):
+def test_a_tracker_that_cannot_start_reports_why_and_the_others_work(run, monkeypatch):
     monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE", raising=False)
     notes: list[str] = []
     broken = MlflowConfig(tracking_uri="nowhere://at-all")

@@ -18,7 +18,7 @@ def test_shipped_autoencoders_keep_their_contract(name: str) -> None:
 
 
 class Noisy(PixelPosterior):
-    """A posterior with a spread, drawn as the contract says."""
+    """A posterior with a spread, drawn as the contract requires."""
 
     def sample(self, generators):
         shape = self.moments.shape[1:]

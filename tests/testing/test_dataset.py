@@ -219,7 +219,7 @@ VIDEO_FAULTS = [
     ),
     ("class_names", clips(class_names=lambda self: ["a", "b"]), "class_names() returned ['a', 'b']"),
     ("questions", clips(conversing=lambda self, **fields: None), "conversing is not a class method"),
-    ("questions", asked(lambda text, _: {text[:4]: torch.ones(1, 2)}), "prompt returned blue [1, 2] for one"),
+    ("questions", asked(lambda text, _: {text[:4]: torch.ones(1, 2)}), "prompt returned ['blue'] for one"),
     ("questions", asked(lambda text, _: {"ids": torch.ones(2, len(text))}), "accepted: the same names, each"),
     (
         "questions",

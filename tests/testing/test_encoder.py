@@ -103,7 +103,7 @@ TEXT_FAULTS = [
     (
         "tokens",
         with_tokens("long"),
-        "the tokenizer returned 4096 tokens for a long caption, and max_length is 64",
+        "the tokenizer returned 4,096 tokens for a long caption, and max_length is 64",
     ),
     ("tokens", with_tokens("wide"), "tokens, and the longest of the batch has "),
     ("tokens", with_tokens("mask"), "depend on the other captions of the batch"),

@@ -395,7 +395,7 @@ FAULTS = [
     ("frozen_weights", Melting, "the optimizer gets other parameters than the trained ones: net.fixed.bias"),
     ("frozen_weights", Empty, "the frozen component computes with other weights than place_frozen was given"),
     ("evaluation", Training, "within evaluating() modules are in training mode"),
-    ("evaluation", Remembering, "the loss in an evaluation after 1 steps is "),
+    ("evaluation", Remembering, "the loss in an evaluation after 1 step is "),
     ("evaluation", Restless, "after evaluating() modules are in other modes than before"),
     ("untrained", Trainer, "'NoneType' object has no attribute 'param_groups'"),
 ]
@@ -453,12 +453,12 @@ def test_the_other_checks_pass_unless_they_need_what_is_wrong() -> None:
         assert failed(fault) - {check} <= BESIDE.get(fault.__name__, set()), fault.__name__
 
 
-def test_a_sentence_names_the_authors_file_and_line() -> None:
+def test_an_error_names_the_authors_file_and_line() -> None:
     reason = refusal("core/fsdp2", "clipping", Unclipped, ranks=False)
     assert f"{__file__}, line {getsourcelines(Unclipped)[1]}" in reason
 
 
-def test_an_engine_for_accelerators_alone_is_not_held_against_its_contract_on_the_cpu() -> None:
+def test_an_engine_for_accelerators_alone_is_not_checked_on_the_cpu() -> None:
     examination = examined("core/fsdp2", capabilities={"cpu": False})
     for check in ("trains", "sharded_training"):
         outcome = examination.run(check)

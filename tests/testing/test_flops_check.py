@@ -30,7 +30,7 @@ class Apart(CustomDiT):
 
 
 @pytest.mark.parametrize(("faulty", "part"), [(Twice, "forward"), (Apart, "backward")])
-def test_numbers_that_are_not_torchs_are_a_sentence(faulty, part):
+def test_numbers_that_are_not_torchs_are_a_readable_error(faulty, part):
     with pytest.raises(ContractError, match=f"operations for the {part}, but torch counts") as caught:
         flops(PredictorProbe(lambda: faulty(**TINY)))
     assert caught.value.accepted == "a difference of at most 1%"

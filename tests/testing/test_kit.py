@@ -65,7 +65,7 @@ def test_a_good_component_has_the_milliseconds_of_each_check_and_code_0(
     assert last == "1 component, 18 checks, 0 failures"
 
 
-def test_faults_are_sentences_with_the_authors_file_and_line(
+def test_faults_are_readable_errors_with_the_authors_file_and_line(
     plugin: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plugins", "test", "local/ends", "--path", str(plugin)]) == 1
@@ -128,7 +128,7 @@ def test_an_expected_failure_that_passes_is_a_failure() -> None:
     assert outcome.reason == "it passes now: take 'linear' out of the expected_failures"
 
 
-def test_an_expected_failure_has_its_reason_and_the_sentence_of_the_check() -> None:
+def test_an_expected_failure_has_its_reason_and_the_error_of_the_check() -> None:
     class Curved(FlowMatch):
         def add_noise(self, latents, noise, timestep):
             return super().add_noise(latents, noise, timestep) ** 2
@@ -171,7 +171,7 @@ def test_a_class_without_its_methods_does_not_resolve() -> None:
     assert "Empty does not keep its contract: it lacks 8 methods" in reason(Empty, "resolves", config=None)
 
 
-def test_a_component_that_is_not_built_is_held_against_nothing_more() -> None:
+def test_a_component_that_is_not_built_gets_no_further_checks() -> None:
     class Broken(FlowMatch):
         def __post_init__(self):
             raise RuntimeError("never")

@@ -162,7 +162,7 @@ FAULTS = [
         faulty("Growing", decay=lambda self, group: -group["lr"] * group["weight_decay"]),
         "weight_decay 0.5 of a group does not shrink head.weight",
     ),
-    ("deterministic", Drifting, "differently after 1 steps"),
+    ("deterministic", Drifting, "differently after 1 step"),
     ("resumes", Stepped, "differ after a resumed run's first step"),
     ("resumes", Late, "embed.weight.late"),
     (
@@ -197,7 +197,7 @@ def test_a_good_optimizer_passes() -> None:
 
 
 @pytest.mark.parametrize(("check", "fault", "sentence"), FAULTS, ids=[each.__name__ for _, each, _ in FAULTS])
-def test_each_fault_of_an_optimizer_is_one_sentence(check: str, fault: type, sentence: str) -> None:
+def test_each_fault_of_an_optimizer_is_one_error(check: str, fault: type, sentence: str) -> None:
     reason = refusal("core/adamw", check, fault, config=None)
     assert sentence in reason
 
@@ -224,7 +224,7 @@ def failed(name: str, fault: type, kit) -> list[str]:
     ]
 
 
-def test_a_sentence_names_the_authors_file_and_line() -> None:
+def test_an_error_names_the_authors_file_and_line() -> None:
     reason = refusal("core/adamw", "resumes", Stepped, config=None)
     assert f"{__file__}, line {getsourcelines(Stepped)[1]}" in reason
     reason = refusal("core/cosine", "pure", Counted, config=None)
@@ -352,7 +352,7 @@ CURVES = [
     (
         "short_runs",
         bent("Divided", lambda self, step: Curve.at(self, step) / (self.total - 1)),
-        "a run of 1 steps raises ZeroDivisionError",
+        "a run of 1 step raises ZeroDivisionError",
     ),
     (
         "pure",
@@ -382,7 +382,7 @@ def test_a_good_schedule_passes() -> None:
 
 
 @pytest.mark.parametrize(("check", "fault", "sentence"), CURVES, ids=[each.__name__ for _, each, _ in CURVES])
-def test_each_fault_of_a_schedule_is_one_sentence(check: str, fault: type, sentence: str) -> None:
+def test_each_fault_of_a_schedule_is_one_error(check: str, fault: type, sentence: str) -> None:
     reason = refusal("core/cosine", check, fault, config=None)
     assert sentence in reason
     beside = {"AsTensor": {"short_runs", "warmup"}, "Never": {"warmup", "share_of_base_rate"}}
@@ -390,6 +390,6 @@ def test_each_fault_of_a_schedule_is_one_sentence(check: str, fault: type, sente
     assert others <= beside.get(fault.__name__, set())
 
 
-def test_a_schedule_without_warm_up_is_not_held_against_one() -> None:
+def test_a_schedule_without_warm_up_is_not_compared_with_one() -> None:
     outcome = examined("core/cosine", tiny={}).run("warmup")
     assert (outcome.status, outcome.reason) == ("not applicable", "the small instance has no warmup_steps")

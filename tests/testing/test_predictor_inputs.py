@@ -13,7 +13,7 @@ from mm_core.testing import PredictorProbe, check_predictor
 
 
 class Silent(nn.Module):
-    """A network of images that does not say so: each patch, plus embeddings of the text and the time."""
+    """A network of images that does not declare it: each patch, plus embeddings of the text and the time."""
 
     patch_size = (1, 2, 2)
     text_padding = "masked"
@@ -69,12 +69,12 @@ class Pooled(ImageModel):
         return super().forward(latents, timestep, text, text_mask)
 
 
-def test_a_model_of_images_passes_without_being_told_patches():
+def test_a_model_of_images_passes_without_given_patches():
     check_predictor(ImageModel)
     assert PredictorProbe(ImageModel).inputs(ImageModel())["latents"].shape == (2, 4, 1, 6, 4)
 
 
-def test_a_model_that_fails_for_clips_and_works_for_one_frame_is_told_what_to_declare():
+def test_a_model_that_fails_for_clips_and_works_for_one_frame_has_a_hint_what_to_declare():
     with pytest.raises(ContractError) as fault:
         check_predictor(Silent)
     assert (

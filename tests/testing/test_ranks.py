@@ -17,7 +17,7 @@ from mm_core.testing.ranks import on_ranks
 pytestmark = pytest.mark.slow
 
 
-def test_ranks_return_by_rank_and_a_failure_is_its_sentence() -> None:
+def test_ranks_return_by_rank_and_a_failure_is_its_error() -> None:
     assert on_ranks(2, math.sqrt, 4.0) == [2.0, 2.0]
     with pytest.raises(ContractError, match="ValueError: "):
         on_ranks(2, math.sqrt, -1.0)

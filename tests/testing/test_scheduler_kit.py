@@ -20,7 +20,7 @@ class Uneven(FlowMatch):
 
 
 class Parted(FlowMatch):
-    """It draws from all timesteps whatever the interval, whose share it knows."""
+    """It draws from all timesteps whatever the interval, and returns the interval's right share."""
 
     def mass(self, low, high=None):
         drawn = self.timestep_quantile(torch.linspace(1e-4, 1 - 1e-4, 10_001))

@@ -100,7 +100,7 @@ def opening(change) -> type:
 
 
 class FirstFile(Safetensors):
-    """It knows nothing of an index."""
+    """It ignores the index."""
 
     def open(self, path, folder=""):
         return super().open(min((path / folder).glob("*.safetensors")) if path.is_dir() else path)

@@ -28,7 +28,7 @@ class Noting(Callback):
         raise KeyError("gone")
 
 
-def test_callbacks_hear_in_the_order_of_the_list():
+def test_callbacks_are_called_in_the_order_of_the_list():
     heard: list = []
     callbacks = CallbackList([("b", Noting("b", heard)), ("a", Noting("a", heard))])
     callbacks.step_ended(3, {"loss": 1.0})
@@ -58,7 +58,7 @@ open(sys.argv[1], "a").write(json.dumps(row) + "\\n")
 """
 
 
-def test_a_command_is_told_of_the_event(tmp_path):
+def test_a_command_receives_the_event(tmp_path):
     callback = command(tmp_path, WRITE, "saved", "run_ended")
     callback.run_started(tmp_path / "run", 0, 9)
     callback.step_ended(1, {"loss": 0.25})
@@ -97,7 +97,7 @@ def test_what_a_command_has_started_ends_with_its_time(tmp_path, caplog):
     assert not child.exists() or child.read_text().split()[2] == "Z"
 
 
-def test_a_command_is_no_rank_of_the_run_and_hears_none_of_its_signals(tmp_path, monkeypatch):
+def test_a_command_is_no_rank_of_the_run_and_receives_none_of_its_signals(tmp_path, monkeypatch):
     """`mm eval` at every checkpoint would else wait for the other ranks of the run."""
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "MM_LAUNCH_DIR"):
         monkeypatch.setenv(name, "7")

@@ -47,7 +47,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_step_rank_samples_and_modul
     )
 
 
-def test_a_gradient_that_nobody_can_place_is_said_without_a_rank():
+def test_a_gradient_that_nobody_can_place_is_reported_without_a_rank():
     with pytest.raises(TrainingError, match=r"^step 1: the gradient norm is inf; no parameter was changed"):
         judge(UpdateGuard(settings()), 0, float("inf"))
 
@@ -85,7 +85,7 @@ def test_a_spike_is_judged_by_the_median_of_the_steps_that_were_taken():
 
 
 @pytest.mark.parametrize("policy", ["stop", "warn"])
-def test_spikes_may_end_the_run_or_only_be_said(policy):
+def test_spikes_may_end_the_run_or_only_be_reported(policy):
     heard: list[str] = []
     guard = UpdateGuard(settings(spike=SpikeSection(2.0, 2, policy)), warn=heard.append)
     judge(guard, 0, 1.0)

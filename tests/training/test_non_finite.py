@@ -67,7 +67,7 @@ class Task(nn.Module):
 
 
 def search(task: Task, bad_sample: bool = False, micros: int = 2) -> str | None:
-    """The sentence; the samples of the second micro-batch may not be finite."""
+    """The error; the samples of the second micro-batch may not be finite."""
     seen: list[int] = []
 
     def rerun() -> Iterator[Loss]:
@@ -110,7 +110,7 @@ def test_of_a_bad_output_and_a_bad_gradient_the_output_is_first():
     assert "output is not finite is model.blocks.2" in (search(Task("gradient", "", "output")) or "")
 
 
-def test_what_came_in_bad_is_said_of_the_module_that_got_it():
+def test_a_bad_input_is_reported_with_the_module_that_got_it():
     assert search(Task("", ""), bad_sample=True) == (
         "the first module whose output is not finite is model.blocks.0.inner (its inputs were not finite"
         " either)"
@@ -134,7 +134,7 @@ def test_a_rerun_that_fails_leaves_no_hooks():
 
 @pytest.mark.slow
 def test_a_parameter_that_is_bad_in_one_ranks_shard_is_named_and_no_rank_waits_for_another(tmp_path):
-    """The loss is bad on both ranks: the one that knows why speaks."""
+    """The loss is bad on both ranks: the one with the reason reports it."""
     script = parts_ranks.__file__
     run_ranks(script, 2, tmp_path / "said.pt", "parameter", timeout=60)
     assert [[kind, said.partition("\n")[0]] for kind, said in torch.load(tmp_path / "said.pt")] == [

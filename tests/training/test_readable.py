@@ -23,8 +23,10 @@ pytestmark = pytest.mark.slow
 class Reading:
     """What a real run of one step has entered of mm_core, in the main thread.
 
-    stack: the functions that the update was called from, innermost first. step: all functions that were
-    entered between the beginning of `run_steps` and the update. whole: those until `run_steps` returns.
+    Attributes:
+        stack: the functions that the update was called from, innermost first.
+        step: all functions that were entered between the beginning of `run_steps` and the update.
+        whole: all functions that were entered until `run_steps` returned.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What `--verify-resume` compares, and that it tells a run that does not resume from one that does."""
+"""What `--verify-resume` compares, and that it finds a run that does not resume."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_model_with_a_memory_of_its_own_is_found_out(tiny, tmp_path, mm):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_too_short_or_fails_is_a_sentence(tiny, mm):
+def test_a_run_that_is_too_short_or_fails_is_a_readable_error(tiny, mm):
     done = mm("train", "--config", tiny, "--verify-resume", 7, "data.loader.workers=0")
     assert done.code == 1
     assert done.err == (
@@ -181,7 +181,7 @@ def test_under_a_launcher_it_is_refused(tiny, mm):
         ("--json", "--json works only with --dry-run"),
     ],
 )
-def test_options_that_contradict_each_other_are_one_sentence(options, sentence, tmp_path, capsys):
+def test_options_that_contradict_each_other_are_one_error(options, sentence, tmp_path, capsys):
     path = tmp_path / "absent.yaml"
     assert main(["train", "--config", str(path), *options.split()]) == 1
     said = capsys.readouterr()

@@ -74,8 +74,13 @@ class Stranger:
         return self.yaml
 
     def train(self, *, known: bool = False, weights: bool = False, **sections: object) -> Path:
-        """Makes the run's folder, as its author did; `known`: this user is the author. Nothing of it is left
-        in this process. weights: into its checkpoint, which is a mere shell without."""
+        """Makes the run's folder, as its author did. Nothing of it is left in this process.
+
+        Args:
+            known: whether this user is the author.
+            weights: whether its checkpoint holds weights; without them it is a mere shell.
+            sections: further sections of the config.
+        """
         config = load_config(self.config(**sections))
         if known:
             assert remember(config) is None

@@ -76,7 +76,7 @@ def test_a_link_in_the_place_of_the_list_is_not_followed(home, tmp_path):
     assert not KnownCode.of_user().holds(PIECE.digest)
 
 
-def test_a_home_that_cannot_be_written_is_told_and_stops_nothing(home):
+def test_a_home_that_cannot_be_written_is_reported_and_stops_nothing(home):
     home.parent.parent.mkdir(parents=True)
     home.parent.write_text("a file in the way")
     assert KnownCode.of_user().fault() is None

@@ -442,7 +442,9 @@ def mm_trackers():
 """
 
 
-def test_a_component_whose_trust_is_true_or_false_is_refused_in_a_sentence(stranger, tmp_path, monkeypatch):
+def test_a_component_whose_trust_is_true_or_false_is_refused_with_a_readable_error(
+    stranger, tmp_path, monkeypatch
+):
     (tmp_path / "own_tracker.py").write_text(OWN_TRACKER)
     monkeypatch.syspath_prepend(str(tmp_path))
     tracker = {"type": "local/own", "trust_remote_code": True}

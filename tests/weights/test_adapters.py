@@ -253,7 +253,7 @@ class Around(nn.Module):
         add_adapters(self, (AdapterConfig(targets, rank=2),), {})
 
 
-def test_adapters_are_of_linear_layers_alone_and_say_what_they_pass_over():
+def test_adapters_are_of_linear_layers_alone_and_report_what_they_skip():
     def build():
         return nn.ModuleDict({"stem": nn.Conv3d(2, 4, 3), "words": nn.Embedding(5, 4), "up": nn.Linear(4, 4)})
 
@@ -330,7 +330,7 @@ def test_adapters_of_one_name_or_all_at_rest_are_faults_of_the_config():
         TrainSection(steps=1, also_train=("a",))
 
 
-def test_without_peft_the_sentence_says_what_to_install(monkeypatch):
+def test_without_peft_the_error_names_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     with pytest.raises(PlanError, match=r'hint: pip install "mm-core\[lora\]"'):
         Task(AdapterConfig(targets=("to_q",)))
@@ -349,7 +349,7 @@ def change(folder: Path, **settings) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
 
 
-def test_files_that_are_no_lora_of_this_model_are_one_sentence(saved, tmp_path):
+def test_files_that_are_no_lora_of_this_model_are_one_error(saved, tmp_path):
     tensors = load_file(saved / "adapter_model.safetensors")
 
     def fault(path: Path = saved) -> str:
@@ -435,7 +435,7 @@ def test_adapters_train_alike_on_two_ranks_and_leave_the_weights_alone(tmp_path,
 
 
 @pytest.mark.parametrize("name", ["keys", "items", "forward", "train"])
-def test_names_that_torch_keeps_for_itself_are_a_sentence(name):
+def test_names_that_torch_keeps_for_itself_are_a_readable_error(name):
     with pytest.raises(PlanError, match=f"an adapter cannot be called '{name}'"):
         Task(AdapterConfig(targets=("to_q",), name=name))
 
@@ -482,7 +482,7 @@ def test_weights_below_adapters_are_held_in_bf16(tmp_path):
     assert make_plan(config, 1, task, num_samples=100).engine.parameter_bytes == own
 
 
-def test_a_dtype_below_adapters_that_nothing_computes_in_is_a_sentence(tmp_path, monkeypatch):
+def test_a_dtype_below_adapters_that_nothing_computes_in_is_a_readable_error(tmp_path, monkeypatch):
     monkeypatch.setattr(casting, "shards_mixed", lambda: True)
     with pytest.raises(PlanError) as caught:
         make_plan(with_base_dtype(tmp_path, param_dtype=None), 1, num_samples=100)

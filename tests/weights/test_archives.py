@@ -95,7 +95,7 @@ def test_a_large_archive_is_read(tmp_path, monkeypatch):
     assert open_stored(path).read("w", (slice(0, 3),)).tolist() == [0.0, 0.0, 0.0]
 
 
-def test_a_directory_that_is_cut_off_or_unknown_is_one_sentence(tmp_path):
+def test_a_directory_that_is_cut_off_or_unknown_is_one_error(tmp_path):
     whole = pack(tmp_path / "w.pt", 100, only="nothing").read_bytes()
     for content in (whole[:-30], whole[: len(whole) // 2], b"PK\x03\x04", b"PK\x03\x04" + b"\xff" * 100):
         (tmp_path / "w.pt").write_bytes(content)

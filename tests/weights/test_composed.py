@@ -156,7 +156,7 @@ def test_what_either_ignores_is_ignored():
         (Split("v", ("a", "b"), dim=1), "splits along a dimension other than its first"),
     ],
 )
-def test_what_cannot_be_composed_is_said(rule, work):
+def test_what_cannot_be_composed_is_a_readable_error(rule, work):
     both = composed(KeyMap((Reshape("w", "v", (2, 3)),)), KeyMap((rule,)))
     what = f"two key maps cannot be composed: the first reshapes 'w' to 'v', which the second {work}"
     with pytest.raises(ContractError, match=re.escape(what)):

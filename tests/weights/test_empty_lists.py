@@ -40,7 +40,7 @@ def no_layers() -> None:
         (lambda: divided((), ["a"]), "names below no part at all"),
     ],
 )
-def test_where_nothing_would_do_the_sentence_is_whole(call: Callable[[], object], said: str) -> None:
+def test_where_nothing_would_do_the_error_is_complete(call: Callable[[], object], said: str) -> None:
     try:
         fault = call()
     except MMError as raised:

@@ -226,7 +226,7 @@ def test_pickles_are_refused_by_name_and_nothing_runs(wan, tmp_path):
         ("a.safetensors", "files listed in this index are missing: a.safetensors"),
     ],
 )
-def test_an_index_alone_says_what_is_wrong_with_it(file, says, tmp_path):
+def test_an_index_alone_is_an_error_with_its_reason(file, says, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": file}}))
     with pytest.raises(CheckpointError) as caught:
         start(Task(predictor=on_meta(custom_dit)), tmp_path)

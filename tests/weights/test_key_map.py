@@ -143,7 +143,7 @@ def test_the_file_is_put_together_from_the_component():
     assert not held
 
 
-def test_a_map_says_what_it_cannot_map():
+def test_a_map_reports_what_it_cannot_map():
     with pytest.raises(ContractError, match="do not have the same braces"):
         KeyMap((Rename("blocks.{i}.w", "layers.{j}.w"),))
     with pytest.raises(ContractError, match="do not have the same braces, or contain a name twice"):

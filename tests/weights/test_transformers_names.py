@@ -183,7 +183,7 @@ def test_files_of_other_versions_are_read_as_the_library_reads_them(kind, tmp_pa
 
 
 @fifth
-def test_a_file_that_fits_by_no_map_says_what_is_missing_in_it(tmp_path):
+def test_a_file_that_fits_by_no_map_is_an_error_with_what_is_missing_in_it(tmp_path):
     origin = published(tmp_path, "qwen3_moe")
     tensors = load_file(origin / FILE)
     tensors["odd"] = tensors.pop("model.layers.0.mlp.experts.1.up_proj.weight")

@@ -112,7 +112,7 @@ def test_nothing_is_written_over_a_file(tmp_path):
     assert torch.equal(load_file(tmp_path / "model.safetensors")["a"], torch.ones(2))
 
 
-def test_a_dtype_that_such_files_do_not_know():
+def test_a_dtype_that_such_files_do_not_have():
     with pytest.raises(MMError, match=r"a has dtype complex128, which a safetensors file cannot contain\n"):
         header([TensorSpec("a", torch.complex128, (2,))], {})
 

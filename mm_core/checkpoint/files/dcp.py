@@ -143,7 +143,14 @@ def check_archives(folder: Path, checked: Metadata, own: Collection[str]) -> Non
 
 
 def read_tensors(folder: Path, checked: Metadata, tensors: State, *, alone: bool) -> None:
-    """Reads a checkpoint's tensors in place; its metadata must be checked against `tensors` before."""
+    """Reads a checkpoint's tensors in place; its metadata must be checked against `tensors` before.
+
+    Args:
+        folder: the checkpoint.
+        checked: its metadata.
+        tensors: the tensors to fill, by part and name; DTensors are filled with this rank's shard.
+        alone: whether the process has no other ranks, or reads without them.
+    """
     with _quiet(alone):
         load(
             _sections(tensors),

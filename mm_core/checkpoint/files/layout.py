@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mm_core.errors import CheckpointError
+from mm_core.errors import CheckpointError, plural
 from mm_core.files import write_durably
 
 Document = Mapping[str, Any]
@@ -130,7 +130,7 @@ def check_present(folder: Path, files: Mapping[str, Checksum]) -> None:
             elif not path.is_file():
                 faults.append(f"{name} is missing")
             elif (size := path.stat().st_size) != entry.size:
-                faults.append(f"{name} has {size} bytes instead of {entry.size}")
+                faults.append(f"{name} has {plural(size, 'byte')} instead of {entry.size:,}")
         except OSError as fault:
             raise unreadable(path, fault) from fault
     _refuse(folder, faults)

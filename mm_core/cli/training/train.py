@@ -221,7 +221,7 @@ def _hosts(args: argparse.Namespace) -> tuple[int, int]:
     least, most = int(hosts[1]), int(hosts[2] or hosts[1])
     if most > 1 and not args.rdzv_endpoint:
         raise MMError(
-            f"{most} hosts need a rendezvous address",
+            f"{plural(most, 'host')} need a rendezvous address",
             where="--rdzv-endpoint",
             accepted="HOST:PORT, the same on all hosts",
         )

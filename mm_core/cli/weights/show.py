@@ -67,7 +67,7 @@ def _show(args: argparse.Namespace) -> int:
         shape = "x".join(map(str, tensor.shape)) or "scalar"
         often, size = f"  x {times}" if times > 1 else "", human_size(tensor.nbytes, 2)
         print(f"{name:<{width}}  {shape:>16}  {_dtype(tensor.dtype):>5}  {size:>9}{often}")
-    print(f"{plural(len(found.tensors), 'tensor')}, {count:,} numbers, {human_size(total, 2)}")
+    print(f"{plural(len(found.tensors), 'tensor')}, {plural(count, 'number')}, {human_size(total, 2)}")
     print(f"format: {', '.join(found.formats) or 'unknown (no installed format recognises it)'}")
     for line in found.fits:
         print(f"fits {line}")

@@ -14,7 +14,7 @@ from mm_core.contracts.batch import Batch, Bins, Clip, Evaluation, Loss, SampleR
 from mm_core.contracts.components import Frozen
 from mm_core.contracts.randomness import Randomness, seeded
 from mm_core.contracts.running import Task
-from mm_core.errors import ContractError
+from mm_core.errors import ContractError, plural
 from mm_core.plugin.checks.contract import call_fault, place_of
 
 
@@ -311,5 +311,5 @@ def _wrong_losses(found: object, samples: int) -> str | None:
     if not isinstance(found, Tensor):
         return f"a {type(found).__name__}, not a tensor"
     if tuple(found.shape) != (samples,):
-        return f"a tensor of the shape {list(found.shape)} for {samples} samples"
+        return f"a tensor of the shape {list(found.shape)} for {plural(samples, 'sample')}"
     return None if found.is_floating_point() else f"a tensor of the dtype {found.dtype}"

@@ -119,7 +119,13 @@ class ShapesDataset:
     """Clips of coloured circles and squares that move in one direction, which their captions name.
 
     Clip i depends on the seed and i alone. Six of the 32 combinations never occur (`HELD_OUT`): a trained
-    model can be asked for them. Satisfies `Dataset`; the arguments are the fields of `ShapesConfig`.
+    model can be asked for them. Satisfies `Dataset`.
+
+    Args:
+        num_frames: frames of a clip.
+        height: in pixels.
+        width: in pixels.
+        others: further fields of `ShapesConfig`.
     """
 
     def __init__(self, num_frames: int, height: int, width: int, **others: Any) -> None:

@@ -95,7 +95,7 @@ class TextQuestions:
             raise DataError(
                 f"the prompt has {plural(len(tokens), 'token')}",
                 where=where,
-                accepted=f"1 to {self.wanted.max_length - 1} tokens: fewer than the dataset's max_length",
+                accepted=f"1 to {plural(self.wanted.max_length - 1, 'token')}: fewer than max_length",
             )
         ids = torch.tensor([tokens])
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

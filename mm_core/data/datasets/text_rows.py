@@ -206,7 +206,7 @@ class TextRowsDataset:
         return {"ids": before + learnt, "types": None, "labels": [IGNORED_LABEL] * len(before) + learnt}
 
     def _padded(self, rows: Sequence[Sequence[int]], value: int) -> Tensor:
-        """[B,L] int64."""
+        """Rows as one tensor, int64 [B,L], filled with `value`."""
         padded = pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=value)
         missing = -padded.shape[1] % self.wanted.pad_to_multiple
         return torch.nn.functional.pad(padded, (0, missing), value=value)

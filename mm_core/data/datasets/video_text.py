@@ -27,8 +27,15 @@ class VideoTextDataset:
 
     A sample is {"pixels": float32 [3,F,Y,X] in [-1,1], "caption": str, "id": path in the folder,
     "fps": frames per second}. Frames are taken at `fps`, by time, or at the video's own rate. Sizes in the
-    annotation only save time: a video that declares fewer frames than a clip needs is not opened. The
-    arguments are the fields of `VideoTextConfig`.
+    annotation only save time: a video that declares fewer frames than a clip needs is not opened.
+
+    Args:
+        annotations: the JSON or JSONL file that lists the videos.
+        num_frames: frames of a clip.
+        height: in pixels, after resizing and cropping.
+        width: in pixels, after resizing and cropping.
+        reader: decodes the videos; None: a `PyAVReader`.
+        others: further fields of `VideoTextConfig`.
 
     Raises:
         DataError: in the constructor if the annotations cannot be used; for a sample if its video is missing,

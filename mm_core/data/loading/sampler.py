@@ -114,8 +114,8 @@ class BatchPlan:
         size = self.micro_batch_size
         if self.global_batch_size % (size * data_parallel):
             raise PlanError(
-                f"a global batch of {self.global_batch_size} does not divide over {data_parallel} "
-                f"data-parallel ranks in micro-batches of {size}",
+                f"a global batch of {self.global_batch_size} does not divide over "
+                f"{plural(data_parallel, 'data-parallel rank')} in micro-batches of {size}",
                 accepted=f"multiples of {size * data_parallel}",
                 hint="change train.global_batch_size, train.micro_batch_size or the number of ranks",
             )

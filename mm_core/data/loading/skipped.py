@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from mm_core.contracts import Batch, FailureRecord
-from mm_core.errors import DataError
+from mm_core.errors import DataError, plural
 
 MIN_DRAWS = 20
 """Samples drawn before the failed share is checked: one bad file among the first few proves nothing."""
@@ -81,8 +81,8 @@ class SkipLedger:
         if batch.failures and self.draws >= self.min_draws and share > self.max_failed_share:
             last = batch.failures[-1]
             raise DataError(
-                f"{_short(self.failed)} of {self.seen} samples could not be read ({share:.0%}), more than "
-                f"data.loader.max_failed_share={self.max_failed_share:g} allows; "
+                f"{_short(self.failed)} of {plural(self.seen, 'sample')} could not be read ({share:.0%}),"
+                f" more than data.loader.max_failed_share={self.max_failed_share:g} allows; "
                 f"the last one: {last.id}: {last.reason}",
                 where=str(self.path),
                 hint="fix or remove the files listed there, or raise data.loader.max_failed_share",

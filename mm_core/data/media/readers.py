@@ -22,7 +22,7 @@ from mm_core.builtin.configs.data import PyAVConfig
 from mm_core.contracts import VideoInfo
 from mm_core.data.media.images import opened_image, read_image
 from mm_core.data.rows.paths import plain_file
-from mm_core.errors import DataError, MMError, plain_reason
+from mm_core.errors import DataError, MMError, plain_reason, plural
 
 if TYPE_CHECKING:
     from av import VideoFrame, VideoStream
@@ -203,7 +203,7 @@ def _stream(container: InputContainer, path: Path, max_pixels: int) -> VideoStre
         raise DataError(
             f"frames of {stream.width}x{stream.height} are larger than the reader's max_pixels",
             where=str(path),
-            accepted=f"up to {max_pixels} pixels a frame",
+            accepted=f"up to {plural(max_pixels, 'pixel')} a frame",
             hint="raise `max_pixels` of the reader if the machine has enough memory to decode it",
         )
     stream.codec_context.thread_count = 1  # data workers already run in parallel
@@ -223,7 +223,8 @@ def _picture(container: InputContainer, path: Path) -> Tensor | None:
             count = 1 if image.format in ("MPO", "TIFF") else getattr(image, "n_frames", 1)
         if count > 1:
             raise DataError(
-                f"the {image.format} file is animated ({count} frames), but is read as a single picture",
+                f"the {image.format} file is animated ({plural(count, 'frame')}), but is read as a"
+                " single picture",
                 where=str(path),
                 accepted="pictures of one frame; animations as GIF, APNG or videos",
                 hint="convert it, for example to mp4",

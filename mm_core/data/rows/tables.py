@@ -174,7 +174,7 @@ def _place(rows: RowFile, column: Column, head: Sequence[str], optional: Column 
         return list(head).index(str(column))
     if count:
         raise DataError(
-            f"{count} columns of the table are named {column!r}",
+            f"{plural(count, 'column')} of the table are named {column!r}",
             where=str(rows.path),
             hint="rename all but one",
         )

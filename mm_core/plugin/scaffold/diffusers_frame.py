@@ -12,7 +12,7 @@ from textwrap import indent
 from types import MappingProxyType
 from typing import Any
 
-from mm_core.errors import PluginError, did_you_mean
+from mm_core.errors import PluginError, did_you_mean, plural
 from mm_core.plugin.scaffold.kinds import TEMPLATES, KindTemplate
 
 _TEXT = ("text_embed_dim", "joint_attention_dim", "caption_channels", "text_dim", "cross_attention_dim")
@@ -89,7 +89,7 @@ def _class(name: str) -> Any:
     if name not in known:
         raise PluginError(
             f"Diffusers {version('diffusers')} has no transformer named {name!r}",
-            accepted=f"one of its {len(known)} classes, such as CogVideoXTransformer3DModel",
+            accepted=f"one of its {plural(len(known), 'class')}, such as CogVideoXTransformer3DModel",
             hint=did_you_mean(name, known),
         )
     return getattr(library, name)

@@ -64,7 +64,8 @@ class Limits:
             return inputs
         if self.positions is not None and ids.shape[1] > self.positions:
             raise _mismatch_error(
-                f"a batch is {ids.shape[1]} tokens long, but the model has only {self.positions} positions",
+                f"a batch is {plural(ids.shape[1], 'token')} long, but the model has only"
+                f" {plural(self.positions, 'position')}",
                 hint=f"cut longer rows: set max_length: {self.positions} in the dataset",
             )
         if self.vocabulary is not None and (largest := int(ids.max())) >= self.vocabulary:

@@ -34,7 +34,7 @@ from mm_core.contracts import (
     VideoTextBatch,
 )
 from mm_core.diffusion.mixture import clean_estimate, noise_share
-from mm_core.errors import ContractError
+from mm_core.errors import ContractError, plural
 from mm_core.tasks.text_to_video.bins import declared_bins, sum_by_bin
 from mm_core.tasks.text_to_video.captions import Captions, TokenizeCaptions
 from mm_core.tasks.text_to_video.checks import SIZES, collect_faults, latents_of
@@ -355,7 +355,9 @@ class TextToVideo(TaskModule):
             raise faults[0]
         if faults:
             raise ContractError(
-                "\n".join([f"the task has {len(faults)} errors:", *(fault.render() for fault in faults)])
+                "\n".join(
+                    [f"the task has {plural(len(faults), 'error')}:", *(fault.render() for fault in faults)]
+                )
             )
         known = [size for size in sizes["data.train"].values() if size is not None]
         if self._shape is None and len(known) == len(SIZES):  # the first that is checked is data.train

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from mm_core.contracts import (
     SupportsLengths,
     Turn,
 )
-from mm_core.errors import ContractError, MMError, first_line
+from mm_core.errors import ContractError, MMError, first_line, plural
 from mm_core.schema.checking import check_component
 from mm_core.testing.data.reading import DatasetProbe
 from mm_core.testing.kit import NotApplicable
@@ -33,7 +32,7 @@ def lengths(probe: DatasetProbe) -> None:
         and found.shape == (size,)
         and found.dtype == torch.int64
         and found.device.type == "cpu",
-        f"lengths() returned {_shown(found)} for {size} samples",
+        f"lengths() returned {_shown(found)} for {plural(size, 'sample')}",
         accepted=f"[{size}] of torch.int64 on the CPU",
     )
     probe.expect(
@@ -95,8 +94,8 @@ def questions(probe: DatasetProbe) -> None:
     short, long = (conversing.prompt([Turn("user", text)]) for text in ("blue", "a red circle moves left"))
     probe.expect(
         short.keys() == long.keys() and {len(tensor) for tensor in (*short.values(), *long.values())} == {1},
-        f"prompt returned {_shapes(short)} for one question and {_shapes(long)} for another",
-        accepted="the same names, each a tensor [1, ...]",
+        f"prompt returned {[*short]} for one question and {[*long]} for another",
+        accepted="the same names, each of a tensor [1, ...]",
     )
     again = conversing.prompt([Turn("user", "blue")])
     same = all(torch.equal(again[name], tensor) for name, tensor in short.items())
@@ -108,10 +107,6 @@ def questions(probe: DatasetProbe) -> None:
         ),
         "prompt returns the same tensors for two questions: the text of the turns is not used",
     )
-
-
-def _shapes(found: Mapping[str, Tensor]) -> str:
-    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in found.items()) or "nothing"
 
 
 def _expect_class_method(probe: DatasetProbe, name: str) -> None:

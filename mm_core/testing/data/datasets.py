@@ -16,7 +16,7 @@ from mm_core.contracts import (
     VideoTextBatch,
     seeded,
 )
-from mm_core.errors import DataError, MMError, first_line
+from mm_core.errors import DataError, MMError, first_line, plural
 from mm_core.testing.data.capabilities import class_names, evaluation, lengths, micro_batches, questions
 from mm_core.testing.data.reading import SEED, DatasetProbe, damaged, equal
 from mm_core.testing.kit import Kit, NotApplicable, by_name
@@ -106,7 +106,7 @@ def _check_texts(probe: DatasetProbe, batch: TextBatch) -> None:
     for name in {"labels", "input_ids", "attention_mask"} & set(inputs):
         probe.expect(
             len(inputs[name]) == rows,
-            f"the input {name} is {list(inputs[name].shape)} for {rows} rows",
+            f"the input {name} is {list(inputs[name].shape)} for {plural(rows, 'row')}",
             accepted=f"[{rows}, ...]",
         )
     references = batch.references
@@ -114,7 +114,7 @@ def _check_texts(probe: DatasetProbe, batch: TextBatch) -> None:
         references is None
         or (len(references) == rows and all(isinstance(each, tuple) for each in references)),
         f"references are {references!r}",
-        accepted=f"None, or a tuple of texts for each of {rows} rows",
+        accepted=f"None, or a tuple of texts for each of {plural(rows, 'row')}",
     )
 
 

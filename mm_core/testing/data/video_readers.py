@@ -55,7 +55,14 @@ class ReaderProbe:
         return found
 
     def refuses(self, path: Path, what: str, *, times: Sequence[float] = (0.1,), header: bool = True) -> None:
-        """Expects a DataError from `read`, and from `probe` if the file's header is damaged."""
+        """Expects a DataError from `read`, and from `probe` if the file's header is damaged.
+
+        Args:
+            path: the file.
+            what: the file in words, for the ContractError.
+            times: times of the frames to read, in seconds.
+            header: whether the file's header is damaged too.
+        """
         calls: dict[str, Callable[[], object]] = {"probe": lambda: self.info(path)} if header else {}
         calls["read"] = lambda: self.read(times, path)
         for name, call in calls.items():

@@ -65,7 +65,7 @@ class AutoencoderProbe(FrozenProbe):
         return interpolate(coarse, size, mode="trilinear", align_corners=True).tanh()
 
     def encode(self, pixels: Tensor, component: Any = None) -> Any:
-        """The posterior of clips."""
+        """The posterior of clips, from the component under test or another one."""
         with torch.no_grad():
             return (self.component if component is None else component).encode(pixels)
 

@@ -92,7 +92,14 @@ def tolerance(tensor: Tensor) -> float:
 
 
 def check_pure(probe: FrozenProbe, what: str, call: Callable[[], Any], given: Sequence[Tensor]) -> None:
-    """Checks that equal calls return equal tensors, and change neither inputs nor the global generator."""
+    """Checks that equal calls return equal tensors, and change neither inputs nor the global generator.
+
+    Args:
+        probe: the component under test.
+        what: the called method, for the ContractError.
+        call: makes the call; the tensors in what it returns are compared.
+        given: the tensors that the call gets.
+    """
     kept, state = [each.clone() for each in given], torch.get_rng_state()
     first = tensors_in(call())
     probe.expect(all(map(torch.equal, kept, given)), f"{what} changes tensors that it is given")

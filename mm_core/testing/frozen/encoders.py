@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mm_core.contracts import Randomness
-from mm_core.errors import first_line
+from mm_core.errors import first_line, plural
 from mm_core.tasks.text_to_video.conditions import check_returned
 from mm_core.testing.data.reading import expect_no_weights
 from mm_core.testing.frozen.components import FROZEN, FrozenProbe, check_pure, differ, tolerance
@@ -50,17 +50,18 @@ def tokens(probe: FrozenProbe) -> None:
     """The tokenizer returns ids and mask of the captions, at most max_length tokens, padded no further."""
     tokenizer, most = probe.build().tokenizer(), probe.component.max_length
     ids, mask = tokenizer([*_CAPTIONS, "word " * 2000])
-    _expect_tokens(probe, ids, mask, f"{len(_CAPTIONS) + 1} captions", len(_CAPTIONS) + 1)
+    _expect_tokens(probe, ids, mask, f"{plural(len(_CAPTIONS) + 1, 'caption')}", len(_CAPTIONS) + 1)
     probe.expect(
         ids.shape[1] <= most,
-        f"the tokenizer returned {ids.shape[1]} tokens for a long caption, and max_length is {most}",
+        f"the tokenizer returned {plural(ids.shape[1], 'token')} for a long caption, and max_length is"
+        f" {most}",
         hint="cut captions to max_length tokens",
     )
     ids, mask = tokenizer(_CAPTIONS)
     longest = int(mask.sum(1).max())
     probe.expect(
         ids.shape[1] in (longest, most),
-        f"rows are padded to {ids.shape[1]} tokens, and the longest of the batch has {longest}",
+        f"rows are padded to {plural(ids.shape[1], 'token')}, and the longest of the batch has {longest}",
         accepted=f"{longest}, or max_length {most}",
         hint="the mask must be false for padding",
     )
@@ -276,7 +277,7 @@ def features(probe: FrozenProbe) -> None:
     fits = found.dim() == 3 and found.shape[::2] == (len(images), width) and found.is_floating_point()
     probe.expect(
         fits and count in (None, found.shape[1]),
-        f"encode returned {list(found.shape)} of {found.dtype} for {len(images)} images",
+        f"encode returned {list(found.shape)} of {found.dtype} for {plural(len(images), 'image')}",
         accepted=f"[{len(images)}, {count or 'K'}, {width}] of floating-point numbers",
         hint="hidden_size and tokens must be those of the hidden states",
     )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mm_core.errors import plural
 from mm_core.testing.data.reading import equal
 from mm_core.testing.kit import Kit, NotApplicable, Probe, by_name
 from mm_core.testing.outputs.evaluations import Source, sources
@@ -84,7 +85,14 @@ class MetricProbe:
         return dict(metrics[0].result(torch.stack(sums).sum(0)))
 
     def expect_same(self, source: Source, found: Mapping[str, float], what: str, hint: str) -> None:
-        """Expects the figures of all rows at once."""
+        """Expects the figures of all rows in one batch.
+
+        Args:
+            source: the rows.
+            found: figures by name.
+            what: how the rows were given, for the ContractError.
+            hint: what to do next.
+        """
         wanted = self.over(source, [range(source.rows)])
         self.expect(
             found.keys() == wanted.keys() and all(_near(found[name], wanted[name]) for name in wanted),
@@ -195,7 +203,7 @@ def over_ranks(probe: MetricProbe) -> None:
             probe.expect_same(
                 source,
                 probe.over(source, *ranks),
-                f"over {len(ranks)} ranks",
+                f"over {plural(len(ranks), 'rank')}",
                 "sums must add up: keep totals and counts, and divide in result",
             )
 

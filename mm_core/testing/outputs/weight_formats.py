@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mm_core.contracts import Randomness
-from mm_core.errors import ContractError, MMError, first_line
+from mm_core.errors import ContractError, MMError, first_line, plural
 from mm_core.interchange.export import write_part
 from mm_core.interchange.export_plan import Part, Planner, own_state
 from mm_core.loading.checkpoint_source import CheckpointSource
@@ -99,7 +99,14 @@ class FormatProbe:
         return planner.weights(_NAME, self.component)
 
     def write(self, name: str, tensors: Mapping[str, Tensor], form: Any = None, files: int = 1) -> Path:
-        """Exports the model into a new folder, as `mm export` does."""
+        """Exports the model into a new folder, as `mm export` does, and returns the folder.
+
+        Args:
+            name: name of the folder.
+            tensors: numbers of the model.
+            form: the format; None: a new one.
+            files: about how many files.
+        """
         folder = self.probe.folder / "exports" / name
         folder.mkdir(parents=True)
         for part in self.parts(tensors, form, files):
@@ -114,7 +121,14 @@ class FormatProbe:
     def expect_same(
         self, folder: Path, wanted: Mapping[str, Tensor], formats: Mapping[str, Any], what: str
     ) -> None:
-        """Expects that an export is read as the same tensors, bit for bit."""
+        """Expects that an export is read as the same tensors, bit for bit.
+
+        Args:
+            folder: the export.
+            wanted: the exported tensors, by name.
+            formats: the formats to read with, by name.
+            what: how the tensors were exported, for the ContractError.
+        """
         ways = self.ways(folder, formats)
         self.expect(
             ways,
@@ -199,7 +213,7 @@ def shards(probe: FormatProbe) -> None:
     tensors = probe.tensors()
     folder = probe.write("shards", tensors, files=4)
     count = len(list(folder.rglob("*.safetensors")))
-    probe.expect_same(folder, tensors, probe.own, f"exported in {count} files")
+    probe.expect_same(folder, tensors, probe.own, f"exported in {plural(count, 'file')}")
 
 
 def others(probe: FormatProbe) -> None:

@@ -16,6 +16,7 @@ from mm_core.contracts import (
     SupportsExperts,
     SupportsFrames,
 )
+from mm_core.errors import plural
 from mm_core.testing.kit import NotApplicable
 from mm_core.testing.predictors.forward import distance, expect_output
 from mm_core.testing.predictors.probe import PredictorProbe
@@ -77,13 +78,10 @@ def _given(probe: PredictorProbe, module: Any, names: FrameNames, latents: Tenso
     frames = [rng.normal((batch, 3, height, width), "frame", name).clamp(-1, 1) for name in names]
     before = [frame.clone() for frame in frames]
     clip = module.frames_clip(frames, length)
+    shape = tuple(clip.shape)
     probe.expect(
-        isinstance(clip, Tensor)
-        and clip.dim() == 5
-        and (clip.shape[0], clip.shape[1]) == (batch, 3)
-        and clip.shape[3:] == (height, width)
-        and 1 <= clip.shape[2] <= length,
-        f"frames_clip returned {list(getattr(clip, 'shape', []))} for {length} frames of {height} x {width}",
+        shape == (batch, 3, *shape[2:3], height, width) and 1 <= shape[2] <= length,
+        f"frames_clip returned {[*shape]} for {plural(length, 'frame')} of {height} x {width}",
         accepted=f"pixels [{batch}, 3, F, {height}, {width}] with F from 1 to {length}",
     )
     probe.expect(
@@ -115,11 +113,9 @@ def _shown(
         "with_frames changes its arguments",
         hint="build a new tensor: torch.cat, torch.where, or clone before an assignment",
     )
-    probe.expect(
-        torch.equal(found.latents, again.latents) and torch.equal(found.timestep, again.timestep),
-        "with_frames returns other inputs for the same arguments",
-        hint="sampling calls it at each step: draw nothing, and keep nothing between calls",
-    )
+    same = torch.equal(found.latents, again.latents) and torch.equal(found.timestep, again.timestep)
+    hint = "sampling calls it at each step: draw nothing, and keep nothing between calls"
+    probe.expect(same, "with_frames returns other inputs for the same arguments", hint=hint)
     probe.expect(
         _is_apart(probe.on_meta(), found, latents, timestep, given),
         "with_frames reads parameters of the predictor",

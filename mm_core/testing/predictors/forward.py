@@ -29,7 +29,14 @@ def output(probe: PredictorProbe) -> None:
 
 
 def expect_output(probe: PredictorProbe, module: Any, inputs: Inputs, predicted: Tensor) -> None:
-    """Compares an output of the predictor with its inputs."""
+    """Expects an output of the predictor to have the latents' size and dtype, be finite, and not be a view.
+
+    Args:
+        probe: the predictor under test.
+        module: the predictor.
+        inputs: what its forward was called with, by argument; `latents` is [B,C,T,H,W].
+        predicted: the output.
+    """
     latents = inputs["latents"]
     wanted = (len(latents), module.out_channels, *latents.shape[2:])
     probe.expect(

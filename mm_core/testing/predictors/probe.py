@@ -56,7 +56,7 @@ class PredictorProbe:
         return self._source() if callable(self._source) else build_component("predictor", self._source)
 
     def expect(self, holds: object, what: str, accepted: str | None = None, hint: str | None = None) -> None:
-        """Raises a ContractError that names the predictor unless `holds` is true."""
+        """Raises a ContractError that names the predictor unless `holds` is true: see `Probe.expect`."""
         if not holds:
             raise ContractError(what, where=self.place, accepted=accepted, hint=hint)
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from mm_core.errors import MMError
+from mm_core.errors import MMError, plural
 from mm_core.testing.kit import Kit, NotApplicable, Probe, by_name
 
 _STEPS = 40
@@ -27,7 +27,7 @@ def _sound(probe: Probe, found: dict[int, Any], run: int) -> None:
     for step, value in found.items():
         probe.expect(
             isinstance(value, (int, float)) and math.isfinite(value) and value >= 0,
-            f"factor({step}) of a run of {run} steps returned {value!r}",
+            f"factor({step}) of a run of {plural(run, 'step')} returned {value!r}",
             accepted="a float, finite and not negative",
         )
 
@@ -51,7 +51,7 @@ def short_runs(probe: Probe) -> None:
         except ArithmeticError as error:
             probe.expect(
                 False,
-                f"a run of {steps} steps raises {type(error).__name__}: {error}",
+                f"a run of {plural(steps, 'step')} raises {type(error).__name__}: {error}",
                 accepted="a factor for each step, or a ConfigError when the schedule is built",
             )
         _sound(probe, found, steps)
@@ -94,7 +94,8 @@ def warmup(probe: Probe) -> None:
     found = list(_factors(schedule, range(steps + 1)).values())
     probe.expect(
         sorted(found) == found and found[-1] > found[0],
-        f"the factors of the {steps} warm-up steps and the next are {[round(value, 4) for value in found]}",
+        f"the factors of the {plural(steps, 'warm-up step')} and the next are"
+        f" {[round(value, 4) for value in found]}",
         accepted="they rise",
     )
 

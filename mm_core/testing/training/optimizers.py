@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mm_core.contracts import Randomness
-from mm_core.errors import ContractError, MMError
+from mm_core.errors import ContractError, MMError, plural
 from mm_core.modules.shards import gathered
 from mm_core.runtime.groups import device_mesh
 from mm_core.testing.kit import Kit, Probe, by_name
@@ -208,7 +208,8 @@ def deterministic(probe: Probe) -> None:
         gradients = _drawn("gradients", step)
         wrong = _changed(one.step(gradients), other.step(gradients))
         probe.expect(
-            not wrong, f"equal gradients change {', '.join(wrong)} differently after {step + 1} steps"
+            not wrong,
+            f"equal gradients change {', '.join(wrong)} differently after {plural(step + 1, 'step')}",
         )
 
 

@@ -265,7 +265,13 @@ def _no_target(
 
 
 def _check_tied(root: str, component: nn.Module, adapters: Mapping[str, str]) -> None:
-    """PlanError for a layer with an adapter whose weight is shared (`adapters`: module -> adapter)."""
+    """PlanError for a layer with an adapter whose weight is shared.
+
+    Args:
+        root: the component's name in the task.
+        component: the component.
+        adapters: module in the component -> adapter.
+    """
     for name, first in tied_names(component).items():
         for one, other in ((name, first), (first, name)):
             if (module := one.removesuffix(".weight")) in adapters:

@@ -26,7 +26,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from mm_core.contracts import ModuleFlops, attention_flops, linear_flops
-from mm_core.errors import ContractError
+from mm_core.errors import ContractError, plural
 from mm_custom_dit.config import CustomDiTConfig
 
 Rotary = tuple[Tensor, Tensor]
@@ -230,9 +230,10 @@ class CustomDiT(nn.Module):
         reach = self.sizes.rope_max_seq_len
         if max(t, h, w) > reach:
             raise ContractError(
-                f"a clip of {t} x {h} x {w} tokens exceeds the rotary tables, which have {reach} positions",
+                f"a clip of {t} x {h} x {w} tokens exceeds the rotary tables, which have"
+                f" {plural(reach, 'position')}",
                 where="custom_dit",
-                accepted=f"at most {reach} tokens along an axis",
+                accepted=f"at most {plural(reach, 'token')} along an axis",
                 hint=f"set rope_max_seq_len to {max(t, h, w)} or more, or make the clip smaller",
             )
         return t, h, w

@@ -135,19 +135,19 @@ def test_bf16_predictions_stay_near_float32():
     assert (found.float() - expected).norm() / expected.norm() < 0.03
 
 
-def test_a_clip_beyond_the_rotary_tables_is_a_sentence():
+def test_a_clip_beyond_the_rotary_tables_is_a_readable_error():
     model = CustomDiT(**TINY | {"rope_max_seq_len": 2})
     with pytest.raises(ContractError, match="2 x 3 x 2 tokens exceeds the rotary tables, which have 2"):
         model(**inputs())
 
 
-def test_latents_that_do_not_divide_are_a_sentence():
+def test_latents_that_do_not_divide_are_a_readable_error():
     given = inputs()
     with pytest.raises(ContractError, match=r"\(2, 5, 4\) do not divide into patches of \(1, 2, 2\)"):
         CustomDiT(**TINY)(**given | {"latents": given["latents"][:, :, :, :5]})
 
 
-def test_a_head_too_small_for_three_axes_is_a_sentence():
+def test_a_head_too_small_for_three_axes_is_a_readable_error():
     with pytest.raises(ContractError, match="head_dim 5"):
         CustomDiT(**TINY | {"head_dim": 5})
 
@@ -186,7 +186,7 @@ def test_class_defaults_are_the_configs():
     assert model.text_dim == config.text_dim == 4096 and model.patch_size == config.patch_size == (1, 2, 2)
 
 
-def test_only_absolute_positions_tell_places_of_equal_content_apart():
+def test_only_absolute_positions_distinguish_places_of_equal_content():
     """Rotary positions are relative: over equal tokens, every place gets the same output."""
     _, rotary = wan_pair()
     absolute = CustomDiT(**TINY, absolute_positions=True)

@@ -1,4 +1,4 @@
-"""The tutorial's full-size run: its parts are Wan's, its plan needs no file, without mm-wan it says so."""
+"""The full-size run of the tutorial: Wan's parts, a plan without files; without mm-wan it is refused."""
 
 from __future__ import annotations
 

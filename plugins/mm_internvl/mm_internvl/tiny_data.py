@@ -45,7 +45,12 @@ def _asked(question: str, answer: str) -> dict[str, object]:
 
 
 def _draw(digit: str, drawn: list[float]) -> Image.Image:
-    """Draws a digit, light on dark. drawn: two coordinates, a shade and a size, each in [0, 1)."""
+    """Draws a digit, light on dark.
+
+    Args:
+        digit: the digit.
+        drawn: two coordinates, a shade and a size, each in [0, 1).
+    """
     ink = Image.new("L", (8, 12), 20)
     ImageDraw.Draw(ink).text((1, 0), digit, fill=160 + int(95 * drawn[2]), font=ImageFont.load_default())
     scale = 2 + drawn[3]

@@ -1,4 +1,4 @@
-"""A run of few steps about tiny pictures, and what commands say of it."""
+"""A run of few steps about tiny pictures, and what commands print about it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QUESTIONS = [
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A run of few steps about tiny pictures: what it says depends on them, and is hardly words."""
+    """A run of few steps about tiny pictures: its answers depend on them, and are hardly words."""
     top = tmp_path_factory.mktemp("answers")
     model = make_tiny_checkpoint(top / "model")
     data.draw(top / "files")

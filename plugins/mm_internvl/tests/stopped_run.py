@@ -1,4 +1,4 @@
-"""`mm` as one rank, which says of every chunk of rows that it has measured it. usage: stopped_run.py WORDS"""
+"""`mm` as one rank, which prints a line after each chunk of measured rows. usage: stopped_run.py WORDS"""
 
 from __future__ import annotations
 

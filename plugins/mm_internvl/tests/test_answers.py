@@ -31,7 +31,7 @@ QUESTIONS, data, lines, mm, place, run = (
 
 
 def by_the_library(folder: Path, asked: list[tuple[list[Path], str]]) -> list[str]:
-    """What Transformers alone says: its tokenizer's template, its image processor, its `generate`."""
+    """The answers of Transformers alone: its tokenizer's template, its image processor, its `generate`."""
     model = AutoModelForImageTextToText.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     processor = Processor.from_pretrained(folder, crop_to_patches=True, min_patches=1, max_patches=2)
@@ -56,7 +56,7 @@ def by_the_library(folder: Path, asked: list[tuple[list[Path], str]]) -> list[st
     return answers
 
 
-def test_an_exported_folder_generates_what_mm_sample_says(place, run, tmp_path, capsys):
+def test_an_exported_folder_generates_what_mm_sample_prints(place, run, tmp_path, capsys):
     mm(capsys, "export", "--run", run, "--to", "transformers", "--out", tmp_path / "out")
     files = place / "files"
     asked = [
@@ -141,7 +141,7 @@ BATCHED = [
 
 
 @pytest.mark.parametrize("temperature", [0, 1.5])
-def test_a_batch_says_what_its_rows_say_alone(place, run, tmp_path, capsys, temperature):
+def test_a_batch_has_the_answers_of_its_rows_alone(place, run, tmp_path, capsys, temperature):
     """Rows with no, one and two images and a video, of several lengths, one that cannot be read; drawn or
     not. The row 100 of them is a batch of all."""
     rows = data.write(place / "files" / "batched.jsonl", BATCHED)
@@ -173,7 +173,7 @@ def test_rows_of_like_length_share_a_batch(place, run, monkeypatch):
 
 
 @pytest.mark.slow
-def test_two_ranks_say_what_one_says(place, run, tmp_path):
+def test_two_ranks_answer_as_one_does(place, run, tmp_path):
     """Rows with and without images, one that cannot be read, and more rows than a multiple of the ranks."""
     rows = data.write(place / "files" / "shared.jsonl", [*BATCHED, QUESTIONS[0]])
     words = ["sample", "--run", str(run), "--prompts", str(rows), "--max-new-tokens", "6"]
@@ -208,11 +208,11 @@ def test_two_ranks_say_what_one_says(place, run, tmp_path):
         (["--out", "/proc/nowhere/x.jsonl"], "the file cannot be written"),
     ],
 )
-def test_what_cannot_be_asked_is_a_sentence(run, capsys, words, what):
+def test_what_cannot_be_asked_is_a_readable_error(run, capsys, words, what):
     assert what in mm(capsys, "sample", "--run", run, "--prompt", "what is this?", *words, code=1)
 
 
-def test_a_file_without_rows_is_a_sentence(place, run, capsys):
+def test_a_file_without_rows_is_a_readable_error(place, run, capsys):
     missing = mm(capsys, "sample", "--run", run, "--prompts", place / "none.jsonl", code=1)
     assert "the file of conversations does not exist" in missing
     empty = place / "files" / "none.json"
@@ -222,7 +222,7 @@ def test_a_file_without_rows_is_a_sentence(place, run, capsys):
     assert "none.json: the file has no rows, so there is nothing to answer" in said
 
 
-def test_a_file_of_which_no_row_can_be_read_is_a_sentence(place, run, tmp_path, capsys):
+def test_a_file_of_which_no_row_can_be_read_is_a_readable_error(place, run, tmp_path, capsys):
     rows = ["{broken", data.asked(" "), data.asked("<image>"), {"conversations": []}]
     file, out = data.write(tmp_path / "bad.jsonl", rows), tmp_path / "answers.jsonl"
     said = mm(capsys, "sample", "--run", run, "--prompts", file, "--batch-size", 2, "--out", out, code=1)
@@ -243,7 +243,7 @@ def test_answers_do_not_replace_the_questions(place, run, capsys):
     assert rows.read_bytes() == before
 
 
-def test_memory_that_runs_out_is_a_sentence(place, run, capsys, monkeypatch):
+def test_memory_that_runs_out_is_a_readable_error(place, run, capsys, monkeypatch):
     def full(*given: object, **named: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 

@@ -1,4 +1,4 @@
-"""A run of the shipped configs, whose packed rows have no mask: what it computes, and what it says."""
+"""A run of the shipped configs, whose packed rows have no mask: what it computes, and what it prints."""
 
 from __future__ import annotations
 

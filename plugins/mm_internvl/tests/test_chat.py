@@ -78,14 +78,14 @@ def test_lines_that_are_no_text_end_no_chat(place, run, capsys, monkeypatch):
         assert fault in said.err
 
 
-def test_a_placeholder_that_the_model_says_is_a_sentence(run):
+def test_a_placeholder_in_an_answer_of_the_model_is_a_readable_error(run):
     turns = [Turn("user", "what?"), Turn("assistant", "an <image>"), Turn("user", "why?")]
     with answer_session(run) as opened, pytest.raises(DataError, match="contains <image>") as fault:
         opened.answer(turns, Decoding(max_new_tokens=2))
     assert fault.value.hint == "start a new conversation: the model itself wrote the placeholder"
 
 
-def test_nobody_to_answer_is_a_sentence(run, capsys, monkeypatch):
+def test_nobody_to_answer_is_a_readable_error(run, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", None)
     assert "standard input is closed, so there is nothing to answer" in mm(
         capsys, "chat", "--run", run, code=1
@@ -115,7 +115,7 @@ def endless(place, tmp_path) -> str:
 
 
 def test_an_answer_is_stopped_at_a_token_and_the_pipe_with_it(run, endless, capsys, monkeypatch):
-    """Ctrl-C in the midst of an answer: it ends there, or one token later where the library tells behind."""
+    """Ctrl-C in the midst of an answer: it ends there, or one token later where the library is late."""
     monkeypatch.setattr("sys.stdin", io.StringIO("what is red?\nwhat is red?\n"))
     put, count = _Listener.put, itertools.count()
 

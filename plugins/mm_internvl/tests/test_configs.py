@@ -225,7 +225,7 @@ def trained(name: str, *overrides: str) -> Path:
 
 @pytest.fixture
 def origin(request, tmp_path, monkeypatch):
-    """A folder as the first lines of a twin say, and the twin's name."""
+    """A folder as the first lines of a twin describe it, and the twin's name."""
     monkeypatch.chdir(tmp_path)
     make_tiny_conversations("data/digits")
     folder = config_at(request.param).task.options["from_pretrained"]

@@ -60,7 +60,7 @@ def test_a_system_prompt_is_given_to_those_that_have_none(place):
 
 
 def test_system_of_a_row_is_its_system_prompt(place):
-    """As ShareGPT has it; a column that says nothing is none."""
+    """As ShareGPT has it; an empty column is none."""
     turns, spoken = data.ROWS[0], {"role": "system", "content": "be brief"}
     head, behind = "<|im_start|>system\nbe brief<|im_end|>\n", "<|im_start|>user\nwhat is red?"
     both = {"messages": [spoken, _USER, _SAID], "system": " be brief\n"}
@@ -104,7 +104,7 @@ def test_a_json_list_is_read_as_well(place):
 
 
 @pytest.mark.filterwarnings("ignore:max_length 16384 of the dataset")  # the default, and a tiny model
-def test_weights_say_how_often_an_epoch_sees_a_source(place):
+def test_weights_determine_how_often_an_epoch_contains_a_source(place):
     data.write(place / "files" / "half.jsonl", [data.asked(f"what {n}?", str(n)) for n in range(6)])
     sources = [
         Source(str(place / "files/rows.jsonl"), weight=2),
@@ -208,7 +208,7 @@ _USER, _SAID = {"role": "user", "content": "what?"}, {"role": "assistant", "cont
         ),
     ],
 )
-def test_a_bad_row_is_one_sentence(place, row, what):
+def test_a_bad_row_is_one_error(place, row, what):
     with pytest.raises(DataError) as fault:
         dataset(place, [data.ROWS[0], row])[1]
     assert fault.value.what == what
@@ -398,6 +398,6 @@ def test_more_tokens_than_the_model_has_positions_are_a_warning(place, recwarn):
         ),
     ],
 )
-def test_positions_are_those_of_the_language_model_stretched_as_it_says(text, reach):
+def test_positions_are_those_of_the_language_model_stretched_by_its_config(text, reach):
     for name in ("text_config", "llm_config"):
         assert _positions_of({name: text}) == reach

@@ -132,7 +132,7 @@ CHATS: dict = {}
 
 
 def test_tokens_of_a_tile_are_those_that_the_model_makes(tmp_path):
-    """As the processor says, else the model; else what sizes make, as in OpenGVLab's own layout."""
+    """The processor's number, else the model's, else what follows from sizes, as in OpenGVLab's layout."""
     folder = make_tiny_checkpoint(tmp_path)
     (folder / "processor_config.json").unlink()
     config = json.loads((folder / "config.json").read_text())
@@ -210,7 +210,7 @@ def test_a_template_that_shows_no_lists_is_given_text(tmp_path):
 
 
 @pytest.mark.parametrize("role", ["system", "user"])
-def test_words_that_a_template_leaves_out_are_a_sentence(tmp_path, role):
+def test_words_that_a_template_leaves_out_are_a_readable_error(tmp_path, role):
     folder = make_tiny_checkpoint(tmp_path)
     kept = f"{{% for message in messages if message['role'] != '{role}' %}}"
     template = CHAT_TEMPLATE.replace("{% for message in messages %}", kept)
@@ -226,7 +226,7 @@ def test_an_answer_of_nothing_is_learnt_as_such_and_nobody_has_to_ask(tmp_path):
 
 @pytest.mark.parametrize("role", ["user", "assistant"])
 @pytest.mark.parametrize("token", ["<|endoftext|>", "<|im_end|>"])
-def test_tokens_that_end_a_text_cannot_be_said(tmp_path, role, token):
+def test_tokens_that_end_a_text_cannot_be_written(tmp_path, role, token):
     """The template does not show <|endoftext|>; it would end an answer all the same."""
     folder = make_tiny_checkpoint(tmp_path)
     said = {"user": "what", "assistant": "red"}
@@ -237,7 +237,7 @@ def test_tokens_that_end_a_text_cannot_be_said(tmp_path, role, token):
         learnt_of(folder, CHAT_TEMPLATE, *said.items())
 
 
-def test_a_template_that_turns_the_order_is_a_sentence(tmp_path):
+def test_a_template_that_turns_the_order_is_a_readable_error(tmp_path):
     folder = make_tiny_checkpoint(tmp_path)
     template = CHAT_TEMPLATE.replace("in messages %}", "in messages | reverse %}", 1)
     with pytest.raises(DataError, match="changes a text of the assistant, omits it or repeats it"):

@@ -111,6 +111,6 @@ def test_they_are_metrics_with_several_references():
     }
 
 
-def test_a_choice_of_one_is_a_sentence():
+def test_a_choice_of_one_is_a_readable_error():
     with pytest.raises(ConfigError, match="choices"):
         build("metric", {"type": "internvl/multiple_choice", "choices": 1})

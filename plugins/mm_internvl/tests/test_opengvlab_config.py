@@ -42,7 +42,7 @@ def settings(folder: Path) -> dict:
 
 
 def plain(config: InternVLConfig) -> dict:
-    """What a config says of the model; the ranges that nothing but new weights are drawn by left out."""
+    """A config without the ranges that only new weights are drawn from."""
     found = config.to_dict()
     for key in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
         for part in (found, found["text_config"], found["vision_config"]):
@@ -110,7 +110,7 @@ BARE = {"use_thumbnail": False, "min_dynamic_patch": 2, "max_dynamic_patch": 6}
 
 
 @pytest.mark.parametrize("said", [WHOLE, BARE], ids=["whole images", "no thumbnail"])
-def test_both_layouts_keep_saying_how_images_are_cut(said, tmp_path):
+def test_both_layouts_keep_how_images_are_cut(said, tmp_path):
     """From OpenGVLab's folder into that of Transformers, and from there back."""
     folder = make_tiny_checkpoint(tmp_path / "given", original=True)
     (folder / "config.json").write_text(json.dumps({**settings(folder), **said}))
@@ -251,7 +251,7 @@ def test_a_checkpoint_of_another_architecture(tmp_path):
     assert fault.value.accepted == "an auto class for it, or its own class: Qwen3ForCausalLM"
 
 
-def test_without_the_plugin_s_class_an_original_folder_says_what_to_do(original, tmp_path):
+def test_without_the_plugin_s_class_the_error_for_an_original_folder_has_a_hint(original, tmp_path):
     config = runs.config_of(tmp_path, original, task={"auto_class": "AutoModelForCausalLM"})
     with pytest.raises(MMError, match=r"cannot build (a model from this folder|this folder's model)"):
         build_task(config)

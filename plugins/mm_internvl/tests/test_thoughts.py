@@ -210,7 +210,7 @@ def test_a_template_without_a_prompt_learns_the_thought_too(said):
     ],
     ids=["words before", "two thoughts", "opened twice", "rewritten", "cut", "twice", "more", "no answer"],
 )  # fmt: skip
-def test_words_that_a_template_takes_away_are_a_sentence(said, template, turn):
+def test_words_that_a_template_takes_away_are_a_readable_error(said, template, turn):
     with pytest.raises(DataError) as fault:
         said(template, "what", turn)
     assert fault.value.what == ("the chat template changes a text of the assistant, omits it or repeats it")
@@ -219,7 +219,7 @@ def test_words_that_a_template_takes_away_are_a_sentence(said, template, turn):
     )
 
 
-def test_a_row_of_which_no_thought_is_shown_is_a_sentence(said):
+def test_a_row_of_which_no_thought_is_shown_is_a_readable_error(said):
     """A question stands behind the only answer; or a template shows answers alone."""
     alone = shows(".split('</think>')[-1]")
     for template, turns in (

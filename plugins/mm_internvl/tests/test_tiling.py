@@ -72,7 +72,7 @@ def test_grids_of_448_equal_the_transformers_processor():
         torch.testing.assert_close(ours.cut(image), wanted["pixel_values"], rtol=0, atol=1e-5)
 
 
-def test_a_header_says_the_size_of_the_upright_image(tmp_path):
+def test_a_header_has_the_size_of_the_upright_image(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6  # taken with the camera held upright
     Image.new("RGB", (40, 30)).save(tmp_path / "a.jpg", exif=exif)
@@ -106,7 +106,7 @@ def test_whatever_an_orientation_holds_headers_and_pixels_agree(tmp_path, suffix
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
-def test_an_exif_that_breaks_off_is_a_sentence_or_none(tmp_path):
+def test_a_truncated_exif_is_a_readable_error_or_ignored(tmp_path):
     file = tmp_path / "a.jpg"
     for torn in (b"", b"II", b"II*\0\10\0\0\0", b"II*\0\10\0\0\0\1\0\x12\1", b"no EXIF"):
         Image.new("RGB", (50, 30)).save(file, exif=b"Exif\0\0" + torn)
@@ -140,13 +140,13 @@ def bomb(width: int, height: int) -> bytes:
     [
         (
             60_000,
-            "bomb.png: the image has more than the 178956970 pixels that Pillow opens\n"
-            "  accepted: up to 67108864 pixels\n"
+            "bomb.png: the image has more than the 178,956,970 pixels that Pillow opens\n"
+            "  accepted: up to 67,108,864 pixels\n"
             "  hint: shrink the image, or remove its row: max_pixels of the dataset cannot",
         ),
         (
             9_000,
-            "bomb.png: an image of 9000x9000 pixels exceeds max_pixels\n  accepted: up to 67108864 pixels",
+            "bomb.png: an image of 9000x9000 pixels exceeds max_pixels\n  accepted: up to 67,108,864 pixels",
         ),
     ],
 )
@@ -157,14 +157,14 @@ def test_a_bomb_is_refused_before_it_is_decoded(tmp_path, side, sentence):
     assert sentence in str(fault.value)
 
 
-def test_what_is_no_image_is_one_sentence(tmp_path):
+def test_what_is_no_image_is_one_error(tmp_path):
     (tmp_path / "notes.txt").write_text("no image")
     for name, what in (("gone.png", "there is no such image"), ("notes.txt", "the image cannot be read: ")):
         with pytest.raises(DataError, match=what):
             image_size(tmp_path / name, 10_000)
 
 
-def test_a_folder_says_how_its_images_are_cut(tmp_path):
+def test_a_folder_determines_how_its_images_are_cut(tmp_path):
     assert read_tiling(tmp_path) == Tiling()
     settings = (
         '{"size": {"height": 28, "width": 28}, "max_patches": 4, "image_mean": [0, 0, 0], "resample": 2}'
@@ -179,7 +179,7 @@ def test_a_folder_says_how_its_images_are_cut(tmp_path):
         read_tiling(tmp_path)
 
 
-def test_a_folder_in_opengvlabs_own_layout_says_it_in_its_own_way(tmp_path):
+def test_a_folder_in_opengvlabs_layout_determines_it_by_its_own_keys(tmp_path):
     """Keys of `preprocessor_config.json` and `config.json` of OpenGVLab/InternVL3_5-1B."""
     (tmp_path / "preprocessor_config.json").write_text('{"size": 448, "crop_size": 448, "resample": 3}')
     (tmp_path / "config.json").write_text('{"min_dynamic_patch": 1, "max_dynamic_patch": 6}')
@@ -191,7 +191,7 @@ def test_a_folder_in_opengvlabs_own_layout_says_it_in_its_own_way(tmp_path):
 
 @fifth
 def test_without_dynamic_sizes_an_image_is_one_tile(tmp_path):
-    """`dynamic_image_size: false`, unless the dataset's own max_tiles says otherwise."""
+    """`dynamic_image_size: false`, unless the dataset's own max_tiles is set."""
     (tmp_path / "config.json").write_text('{"dynamic_image_size": false, "max_dynamic_patch": 6}')
     (tmp_path / "preprocessor_config.json").write_text('{"size": 56, "max_patches": 12, "min_patches": 2}')
     ours = read_tiling(tmp_path)
@@ -224,7 +224,7 @@ def test_without_a_thumbnail_the_tiles_stand_alone(tmp_path):
 
 
 def test_an_image_processor_that_does_not_cut_is_the_published_one(tmp_path):
-    """Every published folder says `crop_to_patches: false`, and InternVLProcessor cuts by its own default."""
+    """Every published folder has `crop_to_patches: false`, and InternVLProcessor cuts by its own default."""
     folder = make_tiny_checkpoint(tmp_path)
     assert json.loads((folder / "preprocessor_config.json").read_text())["crop_to_patches"] is False
     assert read_tiling(folder).max_tiles == 12

@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 data, dataset, place = sets.data, sets.dataset, sets.place
 
 
-def test_rows_that_are_measured_by_chance_are_measured_alike_by_all():
+def test_rows_measured_with_random_draws_have_the_same_length_on_every_rank():
     rows = token_counts._Rows(range(10), lambda row: row + torch.randint(100, ()).item())
     torch.manual_seed(5)
     expected = torch.rand(())
@@ -80,7 +80,7 @@ def test_lengths_that_cannot_be_kept_stop_nothing(place, tmp_path):
     assert found.equal(dataset(place).lengths())
 
 
-def test_measuring_that_takes_long_says_how_far_it_is(place, monkeypatch, caplog):
+def test_measuring_that_takes_long_shows_its_progress(place, monkeypatch, caplog):
     rows = [data.asked(f"what is {n}?", "number") for n in range(25)]
     dataset(place, rows).lengths()
     assert not caplog.messages

@@ -83,7 +83,7 @@ def _logged(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_config_is_checked_without_torch_and_in_one_sentence(config):
+def test_a_config_is_checked_without_torch_and_its_fault_is_one_error(config):
     with pytest.raises(ConfigError) as fault:
         mm_core.load_config(config, ["data.train.max_tile=3", "data.train.min_tiles=9"])
     sentences = [str(found) for found in fault.value.faults]

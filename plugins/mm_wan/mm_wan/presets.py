@@ -12,6 +12,18 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 
+# Upper limits for the sizes of an architecture. A config.json above them is refused: no model of that size
+# exists, and an attempt to build one would never end.
+LARGEST = 100_000
+MOST_LAYERS, LARGEST_HEAD, MOST_POSITIONS = 1000, 1024, 32768
+_LARGEST = {
+    "num_layers": MOST_LAYERS,
+    "attention_head_dim": LARGEST_HEAD,
+    "rope_max_seq_len": MOST_POSITIONS,
+}
+
+T2V_BOUNDARY, I2V_BOUNDARY = 0.875, 0.9  # of Wan 2.2's two published pairs of experts
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -48,16 +60,6 @@ class Architecture:
 
 DEFAULTS: Mapping[str, object] = MappingProxyType(Architecture().fields)
 
-# Upper limits for the sizes of an architecture. A config.json above them is refused: no model of that size
-# exists, and an attempt to build one would never end.
-LARGEST = 100_000
-MOST_LAYERS, LARGEST_HEAD, MOST_POSITIONS = 1000, 1024, 32768
-_LARGEST = {
-    "num_layers": MOST_LAYERS,
-    "attention_head_dim": LARGEST_HEAD,
-    "rope_max_seq_len": MOST_POSITIONS,
-}
-
 
 def largest(field: str) -> int:
     """The largest accepted value for one field of a Wan transformer's architecture."""
@@ -79,8 +81,6 @@ class Preset:
     architecture: Architecture
     boundary: float | None = None
 
-
-T2V_BOUNDARY, I2V_BOUNDARY = 0.875, 0.9  # of Wan 2.2's two published pairs of experts
 
 _LARGE = Architecture()
 _SMALL = Architecture(num_attention_heads=12, num_layers=30, ffn_dim=8960)

@@ -46,8 +46,16 @@ def config_of(
     encoders: Path | None = None,
     adapters: Sequence[dict] = (),
 ):
-    """A run without data of the experts in `folder`: what its dataset names does not exist. encoders: the
-    pipeline's folder, where the experts' is none."""
+    """A run without data of the experts in `folder`: what its dataset names does not exist.
+
+    Args:
+        place: folder of the run's YAML.
+        folder: the experts.
+        name: the run's name.
+        train: as in the predictor's config.
+        encoders: a pipeline's folder with the other parts; None: `folder`.
+        adapters: the run's adapters.
+    """
     encoders = encoders or folder
     task = {
         "type": "text_to_video",

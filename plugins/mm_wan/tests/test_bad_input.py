@@ -1,4 +1,4 @@
-"""What a user can get wrong about text-to-video, typed as he types it: one sentence with what is expected."""
+"""What a user can get wrong about text-to-video, as a user types it: one error with what is expected."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def said(folder, monkeypatch, capfd):
-    """Types a command; what it says on stderr, when it fails as it should."""
+    """Runs a command that must fail, and returns what it prints on stderr."""
     monkeypatch.chdir(folder)
 
     def type_(*arguments: str) -> str:
@@ -169,7 +169,7 @@ def test_an_autoencoder_of_other_channels(said):
 
 
 @pytest.mark.parametrize(("latents", "sampled"), [("mode", "true"), ("sample", "false")])
-def test_a_task_and_an_autoencoder_that_say_opposite_things_of_the_latents(said, latents, sampled):
+def test_a_task_and_an_autoencoder_that_contradict_each_other_about_the_latents(said, latents, sampled):
     other = "sample" if sampled == "true" else "mode"
     found = said(*dry(f"task.latents={latents}", f"task.autoencoder.do_sample={sampled}"))
     assert found == (

@@ -85,12 +85,12 @@ def test_folders_are_the_pipelines_or_their_own(checkpoint, tmp_path):
     assert names == ["config.json", "model.safetensors", "preprocessor_config.json"]
 
 
-def test_the_folder_of_another_model_is_a_sentence(checkpoint):
+def test_the_folder_of_another_model_is_a_readable_error(checkpoint):
     with pytest.raises(CheckpointError, match=r"holds no CLIP image encoder: .* model_type 'umt5'"):
         loaded(checkpoint / "text_encoder")
 
 
-def test_missing_and_damaged_files_are_sentences(copied):
+def test_missing_and_damaged_files_are_readable_errors(copied):
     (copied / "image_processor/preprocessor_config.json").write_text("{")
     with pytest.raises(CheckpointError):
         loaded(copied)
@@ -99,7 +99,7 @@ def test_missing_and_damaged_files_are_sentences(copied):
         loaded(copied)
 
 
-def test_weights_that_lack_a_tensor_are_a_sentence(copied):
+def test_weights_that_lack_a_tensor_are_a_readable_error(copied):
     file = copied / "image_encoder/model.safetensors"
     weights = load_file(file)
     (lost,) = (name for name in weights if name.endswith("layers.0.mlp.fc1.weight"))
@@ -109,7 +109,7 @@ def test_weights_that_lack_a_tensor_are_a_sentence(copied):
         loaded(copied)
 
 
-def test_a_description_without_a_width_is_a_sentence(copied):
+def test_a_description_without_a_width_is_a_readable_error(copied):
     path = copied / "image_encoder/config.json"
     path.write_text(json.dumps({"model_type": "no_such_model"}))
     with pytest.raises(CheckpointError, match=r"Transformers cannot read config.json"):

@@ -117,7 +117,7 @@ def test_operations_of_image_to_video_are_known_before_its_files_are_there(name,
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["t2v_tiny", "t2v_tiny_lora", "i2v_tiny", "flf2v_tiny", "ti2v_tiny"])
 def test_a_tiny_twin_trains_and_comes_out(name, tmp_path, monkeypatch):
-    """As its first lines say; what comes out, the pipeline loads."""
+    """By the commands in its first lines; the pipeline loads what comes out."""
     monkeypatch.chdir(tmp_path)
     render_clips(tmp_path / "data/real_clips")
     variant = name.partition("_")[0]

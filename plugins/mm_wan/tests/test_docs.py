@@ -63,7 +63,7 @@ def test_every_full_size_config_is_in_the_table():
 @pytest.mark.parametrize(
     ("name", "row"), [(n, row) for row in ROWS for n in re.findall(r"`(\w+)\.yaml`", row[0])]
 )
-def test_the_table_is_what_the_plan_says(name, row, tmp_path, monkeypatch):
+def test_the_table_is_that_of_the_plan(name, row, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where there is no folder of weights
     config = load_config(ROOT / f"configs/wan/{name}.yaml")
     if config.train.base_dtype is not None and not shards_mixed():
@@ -131,7 +131,7 @@ def run(line: str, place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_command_and_program_does_what_the_page_says(place, monkeypatch):
+def test_every_command_and_program_does_what_the_page_shows(place, monkeypatch):
     """In the page's order; the two programs after the exports that they read."""
     for line in commands():
         if line.startswith("pip install"):

@@ -96,7 +96,7 @@ def test_a_weight_equals_the_one_that_diffsynth_computes():
 
 
 @pytest.mark.parametrize("gamma", [1.0, 5.0])
-def test_min_snr_weighs_the_error_of_the_clean_latents_by_the_clipped_ratio(gamma):
+def test_min_snr_weights_the_error_of_the_clean_latents_by_the_clipped_ratio(gamma):
     scheduler = WanFlowMatch(loss_weighting="min_snr", min_snr_gamma=gamma)
     timestep = torch.tensor([1.0, 100.0, 309.0, 400.0, 875.0, 999.0])
     rng = Randomness(0)
@@ -275,7 +275,7 @@ def test_its_config_imports_no_torch():
         ),
         (
             {"min_timestep_boundary": 0.4171, "max_timestep_boundary": 0.4175},
-            "none of the 1000 timesteps is between min_timestep_boundary 0.4171 and max_timestep_boundary "
+            "none of the 1,000 timesteps is between min_timestep_boundary 0.4171 and max_timestep_boundary "
             "0.4175",
         ),
         ({"sigma_min": 0.5, "sigma_max": 0.5}, "sigma_min 0.5 must be below sigma_max 0.5"),
@@ -288,7 +288,7 @@ def test_its_config_imports_no_torch():
         ({"mode_scale": 3.0}, "mode_scale: found 3"),
     ],
 )
-def test_fields_that_make_no_sense_are_said_in_one_sentence(fields, sentence):
+def test_fields_that_make_no_sense_are_one_error(fields, sentence):
     with pytest.raises(ConfigError) as error:
         mm_core.build("scheduler", {"type": "wan/flow_match", **fields})
     assert sentence in str(error.value)

@@ -47,7 +47,7 @@ def published(variant: str) -> WanTransformer3DModel:
 
 
 def architecture(variant: str) -> dict:
-    """What a config says of it, where no folder does."""
+    """The architecture in a config, where no folder has one."""
     return variants.tiny(variant, **fields_of(variant))
 
 
@@ -131,7 +131,7 @@ def test_original_names_are_those_of_wan_ai_one_to_one(preset):
 
 @pytest.mark.parametrize("variant", variants.DISTINCT)
 def test_diffusers_own_conversion_gives_the_same_back(variant):
-    """Diffusers reads Wan-AI's single files by this function, which knows nothing of our map."""
+    """Diffusers reads Wan-AI's single files by this function, which is independent of our map."""
     weights = variants.published(variant).state_dict()
     original = {ORIGINAL_KEYS.renamed(name): tensor for name, tensor in weights.items()}
     positions = original.pop("img_emb.emb_pos", None)  # a file's name that the function leaves as it is
@@ -185,7 +185,7 @@ def test_in_and_out_is_bit_equal_in_both_layouts(variant, layout, tmp_path):
 
 
 @pytest.mark.parametrize("variant", variants.DISTINCT)
-def test_an_original_folder_says_its_architecture(variant, tmp_path):
+def test_an_original_folder_declares_its_architecture(variant, tmp_path):
     model = published(variant)
     folder = original_at(tmp_path / "original", model)
     with torch.device("meta"):
@@ -211,7 +211,7 @@ def test_both_experts_of_an_original_folder_are_found(tmp_path):
     assert WanOriginal().folders(tmp_path) == ["high_noise_model", "low_noise_model"]
 
 
-def test_a_norm_that_nothing_uses_is_passed_over():
+def test_a_norm_that_nothing_uses_is_skipped():
     """The first image-to-video checkpoints hold it; Diffusers' class passes it over too."""
     assert WanTransformer3DModel._keys_to_ignore_on_load_unexpected == ["norm_added_q"]
     assert DIFFUSERS_KEYS.ignores("blocks.7.attn2.norm_added_q.weight")
@@ -333,7 +333,7 @@ def test_an_adapter_that_diffusers_has_saved_begins_ours(tmp_path):
 # -- what is wrong ---------------------------------------------------------------------------------
 
 
-def test_a_truncated_file_is_a_sentence_and_leaves_nothing(tmp_path):
+def test_a_truncated_file_is_a_readable_error_and_leaves_nothing(tmp_path):
     folder = lone(tmp_path)
     os.truncate(folder / FILE, (folder / FILE).stat().st_size - 100)
     config = runs.config_of(tmp_path, {"from_pretrained": str(folder)})
@@ -347,7 +347,7 @@ def test_a_truncated_file_is_a_sentence_and_leaves_nothing(tmp_path):
         WanTransformer(from_pretrained=str(original))
 
 
-def test_weights_of_another_variant_are_a_sentence(tmp_path):
+def test_weights_of_another_variant_are_a_readable_error(tmp_path):
     published("wan2.1-i2v-14b-480p").save_pretrained(tmp_path / "i2v")
     config = runs.config_of(tmp_path, architecture("wan2.1-t2v-1.3b"))
     with pytest.raises(
@@ -356,7 +356,7 @@ def test_weights_of_another_variant_are_a_sentence(tmp_path):
         import_weights(config, tmp_path / "i2v")
 
 
-def test_an_original_folder_without_its_tensors_is_a_sentence(tmp_path):
+def test_an_original_folder_without_its_tensors_is_a_readable_error(tmp_path):
     folder = original_at(tmp_path / "original", published("wan2.1-t2v-1.3b"))
     tensors = load_file(folder / FILE)
     del tensors["text_embedding.0.weight"]
@@ -368,7 +368,7 @@ def test_an_original_folder_without_its_tensors_is_a_sentence(tmp_path):
         WanTransformer(from_pretrained=str(folder))
 
 
-def test_a_part_of_the_pipeline_that_is_gone_is_a_sentence(tmp_path):
+def test_a_part_of_the_pipeline_that_is_gone_is_a_readable_error(tmp_path):
     origin = runs.pipeline_at(tmp_path / "wan", published("wan2.1-t2v-1.3b"))
     import_weights(runs.config_of(tmp_path, {"from_pretrained": str(origin)}), origin)
     (origin / "vae").rename(tmp_path / "elsewhere")
@@ -379,7 +379,7 @@ def test_a_part_of_the_pipeline_that_is_gone_is_a_sentence(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_what_the_formats_cannot_hold_is_a_sentence(tmp_path):
+def test_what_the_formats_cannot_hold_is_a_readable_error(tmp_path):
     train = {"epochs": 1, "adapters": [ADAPTER]}
     import_weights(runs.config_of(tmp_path, architecture("wan2.1-t2v-1.3b"), train=train), lone(tmp_path))
     with pytest.raises(

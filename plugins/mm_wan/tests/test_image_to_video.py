@@ -242,7 +242,7 @@ def test_each_sample_of_a_batch_is_trained_as_if_alone(made, variant):
 
 
 @pytest.mark.parametrize("variant", NAMES)
-def test_the_plan_and_the_loss_say_the_operations_that_torch_counts(made, variant):
+def test_the_plan_and_the_loss_report_the_operations_that_torch_counts(made, variant):
     at = made(variant)
     inputs = at.task.prepare(batch_of(clips_of(1)), RNG)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:

@@ -1,4 +1,4 @@
-"""Images that a Wan model cannot be given, and components that do not fit: a sentence each."""
+"""Images that a Wan model cannot be given, and components that do not fit: a readable error each."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def made(tmp_path_factory):
         ("i2v", ["{0}", "--height=36"], "height 36 (nearest: 32 or 40)"),
     ],
 )
-def test_bad_input_is_a_sentence(made, capsys, variant, arguments, sentence):
+def test_bad_input_is_a_readable_error(made, capsys, variant, arguments, sentence):
     at = made(variant)
     places = {"0": at.images[0], "1": at.images[1], "2": at.images[2], "folder": at.folder}
     command = ["sample", "--run", str(at.run), "--prompt", "x", "--prompt", "y", "--steps", "1"]
@@ -102,7 +102,7 @@ def test_rows_that_name_no_file(tmp_path):
         mm_core.sample(tmp_path, "a", last_images=["a.png", "b.png"])
 
 
-def test_misfits_are_found_before_training(made, tmp_path):
+def test_mismatches_are_found_before_training(made, tmp_path):
     at, other = made("i2v"), made("ti2v")
     encoder = at.config.task.options["image_encoder"]
     cases = [

@@ -187,7 +187,7 @@ def test_a_folder_of_another_scheduler_is_refused_before_training(tmp_path, save
 @pytest.mark.parametrize(
     ("text", "sentence"), [("{", "cannot be read"), (json.dumps([1]), "are not a mapping")]
 )
-def test_a_damaged_file_is_said_so(tmp_path, text, sentence):
+def test_a_damaged_file_is_reported_as_damaged(tmp_path, text, sentence):
     (tmp_path / "scheduler_config.json").write_text(text)
     with pytest.raises(CheckpointError, match=f"the scheduler's settings {sentence}"):
         WanFlowMatch(from_pretrained=str(tmp_path))

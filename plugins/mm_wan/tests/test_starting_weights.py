@@ -1,4 +1,4 @@
-"""What a run of Wan begins with where several folders could say it: each weight is read from one of them."""
+"""What a run of Wan begins with where several folders hold weights: each weight is read from one of them."""
 
 from __future__ import annotations
 

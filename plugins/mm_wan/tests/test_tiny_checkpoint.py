@@ -48,7 +48,7 @@ def test_diffusers_loads_and_runs_it(tmp_path, variant, kind, more, channels):
     assert pipeline.transformer.config.text_dim == pipeline.text_encoder.config.d_model
 
 
-def test_variants_are_told_apart_as_the_published_ones_are(tmp_path):
+def test_variants_are_distinguished_as_the_published_ones_are(tmp_path):
     high_low = make_tiny_checkpoint(tmp_path / "a", "t2v_high_low")
     image = make_tiny_checkpoint(tmp_path / "b", "i2v", image_encoder=False)
     both = make_tiny_checkpoint(tmp_path / "c", "ti2v")
@@ -89,7 +89,7 @@ def test_latents_are_at_unit_scale(tmp_path):
         assert 0 < noise.std() < 0.3
 
 
-def test_the_tokenizer_knows_the_words_and_spells_the_rest(tmp_path):
+def test_the_tokenizer_has_the_words_and_spells_the_rest(tmp_path):
     tokenizer = WanPipeline.from_pretrained(make_tiny_checkpoint(tmp_path)).tokenizer
     assert tokenizer.tokenize("a red zebra") == ["▁a", "▁red", "▁", "z", "e", "b", "r", "a"]
     ids = tokenizer("a red circle", padding="max_length", max_length=6)["input_ids"]

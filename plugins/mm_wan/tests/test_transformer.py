@@ -142,7 +142,7 @@ def test_init_weights_fills_everything_as_wan_does(variant):
     assert ours.blocks[1].scale_shift_table.std().item() == pytest.approx(96**-0.5, rel=0.15)
 
 
-def test_a_condition_that_is_needed_or_not_known_is_a_sentence():
+def test_a_condition_that_is_needed_or_not_known_is_a_readable_error():
     given = inputs("wan2.1-i2v-14b-480p")
     model = WanTransformer(**tiny("wan2.1-i2v-14b-480p"))
     accepted = r"\n  accepted: image_latents \[B,5,T,H,W\], image_embeds \[B,K,10\]"
@@ -161,7 +161,7 @@ def test_a_condition_that_is_needed_or_not_known_is_a_sentence():
         plain(**inputs("wan2.1-t2v-14b"), image_embeds=given["image_embeds"])
 
 
-def test_inputs_that_do_not_fit_are_a_sentence():
+def test_inputs_that_do_not_fit_are_a_readable_error():
     model = WanTransformer(**TINY)
     given = inputs("wan2.1-t2v-14b")
     with pytest.raises(ContractError, match=r"\(2, 5, 4\) do not divide into patches of \(1, 2, 2\)"):
@@ -195,7 +195,7 @@ def folder_of(tmp_path: Path, variant: str = "wan2.1-t2v-1.3b", **fields) -> Pat
     return tmp_path / "transformer"
 
 
-def test_a_folder_says_the_architecture_and_holds_the_weights(tmp_path):
+def test_a_folder_declares_the_architecture_and_holds_the_weights(tmp_path):
     folder = folder_of(tmp_path, "wan2.2-ti2v-5b", eps=1e-5, patch_size=(1, 2, 4))
     with torch.device("meta"):
         ours = WanTransformer(from_pretrained=str(folder), num_layers=2)
@@ -209,7 +209,7 @@ def test_a_folder_says_the_architecture_and_holds_the_weights(tmp_path):
     assert whole.architecture == ours.architecture and whole.weights_from.path == str(tmp_path)
 
 
-def test_options_that_contradict_the_folder_are_a_sentence(tmp_path):
+def test_options_that_contradict_the_folder_are_a_readable_error(tmp_path):
     folder = folder_of(tmp_path)
     with pytest.raises(
         ConfigError, match=r"these options contradict .*transformer: num_layers 3 instead of 2, eps 0.1 inst"
@@ -221,7 +221,7 @@ def test_options_that_contradict_the_folder_are_a_sentence(tmp_path):
         WanTransformer(preset="wan2.1-t2v-1b")
 
 
-def test_a_folder_of_another_variant_than_the_presets_is_a_sentence(tmp_path):
+def test_a_folder_of_another_variant_than_the_presets_is_a_readable_error(tmp_path):
     config = {"_class_name": "WanTransformer3DModel", **PRESETS["wan2.1-i2v-14b-480p"].architecture.fields}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(
@@ -244,7 +244,7 @@ def test_a_preset_serves_until_the_folder_is_there(tmp_path):
         WanTransformer(from_pretrained=str(tmp_path / "later"))
 
 
-def test_what_is_no_wan_folder_is_a_sentence(tmp_path):
+def test_what_is_no_wan_folder_is_a_readable_error(tmp_path):
     with pytest.raises(
         CheckpointError, match=r"this folder holds no Wan transformer: config.json is missing"
     ):

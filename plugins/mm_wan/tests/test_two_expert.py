@@ -289,7 +289,7 @@ def test_a_run_samples_by_its_folders_alone(pair, tmp_path):
 # -- input that does not fit -----------------------------------------------------------------------
 
 
-def test_a_guidance_list_of_another_length_is_a_sentence(pair, task, tmp_path):
+def test_a_guidance_list_of_another_length_is_a_readable_error(pair, task, tmp_path):
     sentence = (
         "guidance lists 3 scales, but the predictor has 2 experts\n  accepted: a number, or one for each "
         "expert: high, then low"
@@ -305,7 +305,7 @@ def test_a_guidance_list_of_another_length_is_a_sentence(pair, task, tmp_path):
     assert f"task.sample.guidance: {sentence}" in str(fault.value)
 
 
-def test_a_boundary_that_contradicts_the_folder_or_preset_is_a_sentence(pair, tmp_path):
+def test_a_boundary_that_contradicts_the_folder_or_preset_is_a_readable_error(pair, tmp_path):
     with pytest.raises(ConfigError, match=r"boundary 0.9 contradicts .*t2v, which has 0.875"):
         TwoExpert(from_pretrained=str(pair), boundary=0.9)
     clash = r"boundary 0.875 contradicts preset wan2.2-i2v-a14b, which has 0.9"
@@ -321,7 +321,7 @@ def test_a_boundary_that_contradicts_the_folder_or_preset_is_a_sentence(pair, tm
         TwoExpert(from_pretrained=str(other))
 
 
-def test_a_folder_without_both_experts_is_a_sentence(pair, tmp_path):
+def test_a_folder_without_both_experts_is_a_readable_error(pair, tmp_path):
     accepted = r"\n  accepted: a pipeline's folder \(model_index.json\) with transformer and transformer_2"
     with pytest.raises(CheckpointError, match=f"this folder holds a single transformer{accepted}"):
         TwoExpert(from_pretrained=str(pair / "transformer"), train="high")
@@ -352,7 +352,7 @@ def test_a_lone_transformer_is_not_picked_out_of_two(pair):
         assert WanTransformer(str(pair / "transformer_2")).architecture.num_layers == 2
 
 
-def test_a_preset_of_one_transformer_is_a_sentence(tmp_path):
+def test_a_preset_of_one_transformer_is_a_readable_error(tmp_path):
     with pytest.raises(
         ConfigError, match=r"'wan2.1-t2v-14b' is not a model with two(.|\n)*wan2.2-t2v-a14b, wan2"
     ):
@@ -364,7 +364,7 @@ def test_a_preset_of_one_transformer_is_a_sentence(tmp_path):
     assert model.weights_from.path == str(tmp_path / "later") and len(model.low.blocks) == 40
 
 
-def test_a_scheduler_that_cannot_be_cut_is_a_sentence(pair, tmp_path):
+def test_a_scheduler_that_cannot_be_cut_is_a_readable_error(pair, tmp_path):
     config = runs.config_of(tmp_path, pair)
     path = tmp_path / "core.yaml"
     path.write_text((tmp_path / "pair.yaml").read_text().replace("sample_shift: 3.0", "shift: 3.0"))
@@ -374,14 +374,14 @@ def test_a_scheduler_that_cannot_be_cut_is_a_sentence(pair, tmp_path):
         mm_core.plan.build_task(load_config(path))
 
 
-def test_clips_of_one_expert_without_files_are_a_sentence():
+def test_clips_of_one_expert_without_files_are_a_readable_error():
     model = TwoExpert(**TINY, train="high")
     sentence = "clips need the expert 'low', which is not trained, and from_pretrained is not set"
     with pytest.raises(CheckpointError, match=sentence), model.complete(torch.device("cpu")):
         pass
 
 
-def test_weights_that_are_not_the_experts_are_a_sentence(pair, tmp_path):
+def test_weights_that_are_not_the_experts_are_a_readable_error(pair, tmp_path):
     from safetensors.torch import load_file, save_file
 
     other = shutil.copytree(pair, tmp_path / "odd")

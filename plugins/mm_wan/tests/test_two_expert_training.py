@@ -165,7 +165,7 @@ def test_an_evaluation_asks_each_quantile_of_its_expert(folder):
         assert uniform_of(torch.tensor([t for _, t in seen])).tolist() == pytest.approx(places, abs=0.0011)
 
 
-def test_an_expert_whose_timesteps_are_never_drawn_is_a_sentence(folder):
+def test_an_expert_whose_timesteps_are_never_drawn_is_a_readable_error(folder):
     with pytest.raises(ContractError, match="training never draws a timestep within timesteps from 875 to t"):
         training.task_of(folder, min_timestep_boundary=0.6)
 

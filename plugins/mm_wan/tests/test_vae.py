@@ -159,8 +159,8 @@ def test_each_row_has_its_own_generator(checkpoints):
         (["task.latents=sample", "task.autoencoder.do_sample=true"], "sample"),
     ],
 )
-def test_do_sample_says_which_latents_a_run_trains_on(options, expected):
-    """Drawn as tests of text_to_video say: by generators of (seed, sample)."""
+def test_do_sample_determines_which_latents_a_run_trains_on(options, expected):
+    """Drawn as in the tests of text_to_video: by generators of (seed, sample)."""
     path = Path(__file__).parents[1] / "mm_wan/configs/t2v_1_3b.yaml"
     assert build_task(load_config(path, options)).latents == expected
 
@@ -254,7 +254,7 @@ def test_a_missing_shard_is_named(tmp_path):
         loaded(folder)
 
 
-def test_sizes_that_do_not_divide_are_one_sentence(checkpoint):
+def test_sizes_that_do_not_divide_are_one_error(checkpoint):
     vae = loaded(checkpoint)
     step = vae.stride[1]
     with pytest.raises(ContractError) as caught:

@@ -24,7 +24,12 @@ FILE = "transformer/diffusion_pytorch_model.safetensors"
 
 
 def checkpoint_at(folder: Path, variant: str) -> Path:
-    """A pipeline's folder. variant: of `make_tiny_checkpoint`, or `i2v_2.2`: without image features."""
+    """A pipeline's folder.
+
+    Args:
+        folder: where it is made.
+        variant: a variant of `make_tiny_checkpoint`, or `i2v_2.2`: without image features.
+    """
     make_tiny_checkpoint(folder, variant.removesuffix("_2.2"), image_encoder=variant != "i2v_2.2")
     generator = torch.Generator().manual_seed(4)
     weights = {

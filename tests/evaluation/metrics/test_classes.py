@@ -85,7 +85,7 @@ def test_the_f1_score_of_several_yes_or_no_is_that_of_scikit_learn(average):
 
 
 def test_perplexity_is_of_all_tokens_and_accuracy_passes_over_those_that_do_not_count():
-    """Rows of 1 and of 9 tokens weigh what they hold."""
+    """Rows of 1 and of 9 tokens count by their tokens."""
     rng = torch.Generator().manual_seed(7)
     logits = torch.randn(4, 9, 11, generator=rng)
     labels = torch.randint(0, 11, (4, 9), generator=rng)

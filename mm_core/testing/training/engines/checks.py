@@ -30,6 +30,12 @@ from mm_core.testing.training.engines.weights import (
     resumes,
 )
 
+_ALONE = (
+    *(plans, initialises, initial_weights, trains, micro_batches, gradient_norm, clipping),
+    *(learning_rates, skipped_steps, resumes, exported_weights, frozen_weights, evaluation, untrained),
+)
+_ON_RANKS = by_name(sharded_training, sharded_checkpoint)
+
 
 def _in_group(check: Check) -> Check:
     """The check within a process group of this process, which an engine needs."""
@@ -42,12 +48,6 @@ def _in_group(check: Check) -> Check:
 
     return grouped
 
-
-_ALONE = (
-    *(plans, initialises, initial_weights, trains, micro_batches, gradient_norm, clipping),
-    *(learning_rates, skipped_steps, resumes, exported_weights, frozen_weights, evaluation, untrained),
-)
-_ON_RANKS = by_name(sharded_training, sharded_checkpoint)
 
 KIT = Kit(by_name(*map(_in_group, _ALONE), *_ON_RANKS.values()), probe=EngineProbe, ranks=tuple(_ON_RANKS))
 """The conformance checks of engines."""

@@ -44,7 +44,14 @@ class EngineProbe(Probe):
         when: str,
         hint: str | None = None,
     ) -> None:
-        """Expects the trained parameters of plain torch."""
+        """Expects the trained parameters of plain torch.
+
+        Args:
+            found: the engine's parameters, unsharded, by path in the task.
+            wanted: those of plain torch.
+            when: the moment, for the ContractError.
+            hint: what to do next.
+        """
         other = found.keys() ^ wanted.keys()
         self.expect(
             not other,

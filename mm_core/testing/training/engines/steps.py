@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from mm_core.contracts import Loss
+from mm_core.errors import plural
 from mm_core.testing.training.engines.probe import EngineProbe, differing, names
 from mm_core.testing.training.engines.task import LR, WEIGHTS, Plain, poisoned, sgd
 
@@ -123,7 +124,7 @@ def evaluation(probe: EngineProbe) -> None:
             before == [module.training for module in net.modules()] and torch.is_grad_enabled(),
             "after evaluating() modules are in other modes than before, or gradients stay off",
         )
-        probe.expect_number(f"the loss in an evaluation after {step} steps", loss, plain.loss(5))
+        probe.expect_number(f"the loss in an evaluation after {plural(step, 'step')}", loss, plain.loss(5))
         trial.step(step)
         plain.step(step)
 

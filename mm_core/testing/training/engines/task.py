@@ -274,7 +274,14 @@ class Trial:
     def step(
         self, number: int, micros: int = 1, factor: float = 1.0, clip: float | None = None
     ) -> tuple[float, float]:
-        """Takes a training step as the loop does; returns the loss of this rank's rows and the norm."""
+        """Takes a training step as the loop does; returns the loss of this rank's rows and the norm.
+
+        Args:
+            number: number of the step.
+            micros: micro-batches over all ranks.
+            factor: multiplies the learning rates.
+            clip: largest norm of the gradients; None: they are not clipped.
+        """
         self.engine.scale_lr(factor)
         loss = self.backward(number, micros)
         norm = self.engine.grad_norm()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mm_core.contracts import EnginePlan
+from mm_core.errors import plural
 from mm_core.testing.training.engines.probe import EngineProbe, bits_differ, differing, names, off
 from mm_core.testing.training.engines.task import (
     FROZEN,
@@ -42,8 +43,8 @@ def plans(probe: EngineProbe) -> None:
             plan.world == world
             and world % plan.data_parallel == 0
             and math.prod(plan.mesh.values()) == world,
-            f"the plan of {world} ranks has world {plan.world}, data_parallel {plan.data_parallel} and the"
-            f" mesh {dict(plan.mesh)}",
+            f"the plan of {plural(world, 'rank')} has world {plan.world}, data_parallel"
+            f" {plan.data_parallel} and the mesh {dict(plan.mesh)}",
             accepted="world as given, data_parallel that divides it, and a mesh of that many ranks",
         )
         named = (
@@ -76,7 +77,7 @@ def _expect_bytes(
     ):
         probe.expect(  # in other dtypes, and with copies in fp32
             0.5 * tensors <= found <= 4 * tensors,
-            f"on one rank, {what} is {found:,}, but the tensors have {tensors:,} bytes",
+            f"on one rank, {what} is {found:,}, but the tensors have {plural(tensors, 'byte')}",
             accepted="bytes, of all tensors that a rank holds",
         )
     for what in ("parameter_bytes", "gradient_bytes", "optimizer_bytes"):

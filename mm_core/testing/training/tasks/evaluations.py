@@ -15,7 +15,7 @@ from mm_core.contracts import (
     VideoTextBatch,
     seeded,
 )
-from mm_core.errors import MMError, first_line
+from mm_core.errors import MMError, first_line, plural
 from mm_core.testing.data.reading import SEED
 from mm_core.testing.kit import NotApplicable
 from mm_core.testing.training.tasks.probe import TaskProbe, near, state_of
@@ -42,7 +42,7 @@ def evaluation(probe: TaskProbe) -> None:
     for name, tensor in found.outputs.items():
         probe.expect(
             isinstance(tensor, Tensor) and len(tensor) == count,
-            f"the output `{name}` of the evaluation does not have {count} rows",
+            f"the output `{name}` of the evaluation does not have {plural(count, 'row')}",
         )
     again = probe.evaluation(batch, task, stray=1)
     different = [name for name in found.sums if not torch.equal(found.sums[name], again.sums[name])]
@@ -70,8 +70,8 @@ def _check_rows(probe: TaskProbe, whole: Evaluation, alone: Sequence[Evaluation]
         for row, one in enumerate(single):
             probe.expect(
                 one is not None and near(float(value[row]), float(one[0])),
-                f"`{name}` of row {row} is {float(value[row]):.7g} in a batch of {len(alone)} rows, and"
-                f" {float(one[0] if one is not None else 0):.7g} alone",
+                f"`{name}` of row {row} is {float(value[row]):.7g} in a batch of {plural(len(alone), 'row')},"
+                f" and {float(one[0] if one is not None else 0):.7g} alone",
                 accepted="the same value: batches of an evaluation depend on the number of ranks",
                 hint="return one value a row: no mean over the batch",
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from mm_core.contracts import (
     Turn,
     seeded,
 )
-from mm_core.errors import MMError, first_line
+from mm_core.errors import MMError, first_line, plural
 from mm_core.testing.data.reading import SEED
 from mm_core.testing.kit import NotApplicable
 from mm_core.testing.training.tasks.probe import TaskProbe
@@ -100,25 +100,19 @@ def answers(probe: TaskProbe) -> None:
         accepted="the pieces of the first answer, in order",
     )
     calls = iter(range(99))
-    _answered(probe, questions[:1], _GREEDY, (0,), stopped=lambda: next(calls) >= 0)
+    _answered(probe, questions[:1], _GREEDY, (0,), None, lambda: next(calls) >= 0)
     probe.expect(
         next(calls) <= 2, "answer goes on after `stopped` has returned true", hint="call it after each token"
     )
 
 
-def _answered(
-    probe: TaskProbe,
-    questions: Sequence[Mapping[str, Tensor]],
-    decoding: Decoding,
-    numbers: Sequence[int],
-    on_text: Callable[[str], None] | None = None,
-    stopped: Callable[[], bool] | None = None,
-) -> list[str]:
+def _answered(probe: TaskProbe, questions: Sequence[Mapping[str, Tensor]], *given: object) -> list[str]:
+    """Answers to questions; `given` are the further arguments of `answer`."""
     with torch.no_grad(), seeded(Randomness(SEED)):
-        found: list[str] = probe.task.answer(questions, decoding, numbers, on_text, stopped)
+        found: list[str] = probe.task.answer(questions, *given)
     probe.expect(
         isinstance(found, list) and len(found) == len(questions) and all(isinstance(t, str) for t in found),
-        f"answer returned {found!r} to {len(questions)} questions",
+        f"answer returned {found!r} to {plural(len(questions), 'question')}",
         accepted="a list with one string for each question, in order",
     )
     return found

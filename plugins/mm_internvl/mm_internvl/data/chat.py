@@ -143,8 +143,8 @@ class Chat:
             raise DataError(str(fault), where=where, hint=fault.hint) from None
         if len(ids) >= self.max_length:
             raise DataError(
-                f"the conversation has {len(ids)} tokens, and max_length {self.max_length} leaves no room "
-                "for an answer",
+                f"the conversation has {plural(len(ids), 'token')}, and max_length {self.max_length} leaves"
+                " no room for an answer",
                 where=where,
                 hint="raise max_length of the dataset, lower max_tiles or frames, or start a new chat",
             )

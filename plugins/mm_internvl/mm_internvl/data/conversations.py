@@ -128,7 +128,7 @@ class Conversations:
         """
         if options["packing"] and size > 1:
             raise ContractError(
-                f"a micro-batch of {size} packed rows is not supported",
+                f"a micro-batch of {plural(size, 'packed row')} is not supported",
                 where="train.micro_batch_size",
                 accepted="1: a packed row is long, and FlashAttention takes one at a time",
                 hint="set train.micro_batch_size: 1; for larger batches, raise max_length of the dataset",
@@ -166,7 +166,7 @@ class Conversations:
         total = sum(len(tokens.ids) for tokens, *_ in read)
         if total > self.packs.capacity:
             raise DataError(
-                f"the conversations of a packed row have {total} tokens, more than max_length "
+                f"the conversations of a packed row have {plural(total, 'token')}, more than max_length "
                 f"{self.packs.capacity}: images or videos have changed since their lengths were measured",
                 where=", ".join(name for _, _, name, _ in read),
                 hint="delete the file that `lengths` of the dataset names, and start again",

@@ -21,7 +21,7 @@ from PIL import Image, TiffImagePlugin
 from torch import Tensor
 
 from mm_core.data import opened_image
-from mm_core.errors import CheckpointError, DataError
+from mm_core.errors import CheckpointError, DataError, plural
 from mm_core.weights import read_mapping
 
 _ORIENTATION = 0x0112  # the EXIF tag
@@ -232,7 +232,7 @@ def image_size(path: Path, max_pixels: int) -> tuple[int, int]:
                 raise DataError(
                     f"an image of {width}x{height} pixels exceeds max_pixels",
                     where=str(path),
-                    accepted=f"up to {max_pixels} pixels",
+                    accepted=f"up to {plural(max_pixels, 'pixel')}",
                     hint="raise max_pixels of the dataset if memory is sufficient to decode the image",
                 )
             # For a PNG without EXIF in its header, Pillow would decode the complete image to find its end.
@@ -244,9 +244,9 @@ def image_size(path: Path, max_pixels: int) -> tuple[int, int]:
             raise
         most = 2 * (Image.MAX_IMAGE_PIXELS or 0)  # Pillow refuses larger images
         raise DataError(
-            f"the image has more than the {most} pixels that Pillow opens",
+            f"the image has more than the {plural(most, 'pixel')} that Pillow opens",
             where=str(path),
-            accepted=f"up to {min(max_pixels, most)} pixels",
+            accepted=f"up to {plural(min(max_pixels, most), 'pixel')}",
             hint="shrink the image, or remove its row: max_pixels of the dataset cannot raise this limit",
         ) from None
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mm_core.contracts import WeightsFrom, torch_dtype
-from mm_core.errors import CheckpointError, ContractError, plain_reason
+from mm_core.errors import CheckpointError, ContractError, plain_reason, plural
 from mm_core.weights import INDEX, only_pickled, read_mapping
 from mm_wan.encoders.config import WanVAEConfig
 from mm_wan.encoders.vae_files import (
@@ -311,7 +311,8 @@ class WanVAE(nn.Module):
         )
         if not is_numbers(mean, std, count=self.latent_channels) or min(std) <= 0:
             raise CheckpointError(
-                f"latents_mean and latents_std need {self.latent_channels} numbers each, one per channel",
+                f"latents_mean and latents_std need {plural(self.latent_channels, 'number')} each,"
+                " one per channel",
                 where=str(self.folder / "config.json"),
                 accepted="finite numbers; those in latents_std above 0",
             )

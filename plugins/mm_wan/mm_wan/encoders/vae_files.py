@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mm_core.contracts import empty_parameters
-from mm_core.errors import CheckpointError
+from mm_core.errors import CheckpointError, plural
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKLWan
@@ -47,7 +47,7 @@ def layers_of(config: Mapping[str, Any], folder: Path) -> tuple[int, tuple[int, 
         raise _no_model(fault, folder) from fault
     if frames != FRAMES_A_LATENT:
         raise CheckpointError(
-            f"the autoencoder has {frames} frames per latent, but "
+            f"the autoencoder has {plural(frames, 'frame')} per latent, but "
             f"{CLASS} encodes {FRAMES_A_LATENT} at a time",
             where=str(folder / "config.json"),
             accepted=f"a temperal_downsample that gives {FRAMES_A_LATENT} frames per latent",

@@ -238,13 +238,14 @@ class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers 
         if max(grid) > reach:
             raise ContractError(
                 f"a clip of {' x '.join(map(str, grid))} tokens exceeds the rotary tables, which have "
-                f"{reach} positions",
+                f"{plural(reach, 'position')}",
                 where="wan/transformer",
-                accepted=f"at most {reach} tokens along an axis",
+                accepted=f"at most {plural(reach, 'token')} along an axis",
             )
         if timestep.dim() == 2 and timestep.shape[1] != math.prod(grid):
             raise ContractError(
-                f"each sample has {timestep.shape[1]} timesteps but {math.prod(grid)} tokens",
+                f"each sample has {plural(timestep.shape[1], 'timestep')} but"
+                f" {plural(math.prod(grid), 'token')}",
                 where="wan/transformer",
                 accepted=f"one timestep per sample or per token: [B] or [B,{math.prod(grid)}]",
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from mm_core.errors import ConfigError
+from mm_core.errors import ConfigError, plural
 from mm_core.plugin import Range
 
 Density = Literal["uniform", "logit_normal", "mode", "beta"]
@@ -62,8 +62,8 @@ class WanFlowMatchConfig:
             )
         if int(low * self.num_train_timesteps) == int(high * self.num_train_timesteps):
             raise ConfigError(
-                f"none of the {self.num_train_timesteps} timesteps is between min_timestep_boundary "
-                f"{low:g} and max_timestep_boundary {high:g}",
+                f"none of the {plural(self.num_train_timesteps, 'timestep')} is between"
+                f" min_timestep_boundary {low:g} and max_timestep_boundary {high:g}",
                 hint="set them further apart",
             )
         if self.solver == "euler" and self.solver_order not in (None, 1):

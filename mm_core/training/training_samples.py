@@ -1,0 +1,68 @@
+"""The training samples of a run: their lengths, their order and their loader."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mm_core.config.sections import RunConfig
+from mm_core.contracts import Dataset, Randomness, SupportsLengths, TaskModule, seeded
+from mm_core.data.loading.loader import MicroBatchLoader
+from mm_core.data.loading.sampler import BatchPlan
+from mm_core.errors import ContractError, PlanError, plural
+from mm_core.plan import RunPlan, sample_order
+from mm_core.runtime.ranks import Ranks
+
+
+def sample_lengths(config: RunConfig, dataset: Dataset) -> Tensor | None:
+    """Lengths of the training samples, for batches grouped by length; None if batches are not grouped."""
+    if not config.data.loader.group_by_length:
+        return None
+    if not isinstance(dataset, SupportsLengths):
+        raise PlanError(
+            f"the dataset {type(dataset).__name__} does not provide the lengths of its samples",
+            where="data.loader.group_by_length",
+            accepted="datasets with a method lengths(), such as text_rows",
+            hint="remove group_by_length: it has no benefit if all samples have the same size",
+        )
+    with seeded(Randomness(config.run.seed).at("lengths")):  # all ranks must sort by the same lengths
+        lengths = dataset.lengths()
+    if lengths.shape != (len(dataset),):
+        raise ContractError(
+            f"{type(dataset).__name__}.lengths() returns the shape {list(lengths.shape)} for"
+            f" {plural(len(dataset), 'sample')}",
+            where="data.train",
+            accepted="one length per sample",
+        )
+    return lengths
+
+
+def make_loader(
+    config: RunConfig, plan: RunPlan, dataset: Dataset, task: TaskModule, start: int, device: torch.device
+) -> tuple[BatchPlan, MicroBatchLoader]:
+    """The order of the training samples, and the loader of this rank's micro-batches.
+
+    Args:
+        config: the run's config.
+        plan: the run's plan: steps, global batch and data-parallel ranks.
+        dataset: the training samples.
+        task: makes the transform of a batch.
+        start: first step, from 0.
+        device: the engine's device, for pinned memory.
+    """
+    section = config.data.loader
+    order = sample_order(config, plan.global_batch_size, len(dataset), sample_lengths(config, dataset))
+    return order, MicroBatchLoader(
+        dataset,
+        order,
+        batch_transform=task.batch_transform(),
+        rng=Randomness(config.run.seed),
+        rank=Ranks.current().rank,
+        data_parallel=plan.engine.data_parallel,
+        start_step=start,
+        end_step=plan.steps,
+        workers=section.workers,
+        prefetch=section.prefetch,
+        pin_memory=section.pin_memory,
+        device_type=device.type,
+    )
