@@ -53,5 +53,7 @@ def test_a_dry_run_names_a_condition_that_nothing_gives(conditioned, mm):
     plain = "task.text_encoder={type: bytes, hidden_size: 32}"
     done = mm("train", "--config", conditioned, "--dry-run", plain)
     assert done.code != 0
-    assert "task.predictor: the predictor's forward needs `pooled`, which nothing gives" in done.err
+    assert (
+        "conditioned_dit.py, line 23: the predictor's forward needs `pooled`, which nothing gives" in done.err
+    )
     assert "Traceback" not in done.err

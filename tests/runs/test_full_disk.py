@@ -48,8 +48,9 @@ def test_nor_does_it_hide_the_error_that_ended_the_run(tiny, run, tmp_path, caps
     )
     assert train(tiny, tmp_path, f"plugins.path=[{plugin}]", "callbacks=[{type: local/failing}]") == 1
     said = capsys.readouterr().err
+    place = f"callbacks, {plugin}, line 8"
     assert (
-        "mm: error: callbacks: callback local/failing raised KeyError at step_ended: 'what ended it'" in said
+        f"mm: error: {place}: callback local/failing raised KeyError at step_ended: 'what ended it'" in said
     )
     assert "Traceback" not in said
 
