@@ -77,3 +77,43 @@ def test_a_run_names_the_line_and_its_log_has_the_traceback(broken: Path, mm: An
         f"  hint: correct this line; {log} shows the whole traceback",
     ]
     assert "Traceback (most recent call last):" in log.read_text()
+
+
+TRACKER = """
+from mm_core import Component, hookimpl
+
+
+class Fails:
+    def __init__(self, run_dir, early: bool = False):
+        if early:
+            raise OSError("no server")
+
+    def log(self, step, metrics):
+        raise OSError("gone")
+
+    def clips(self, step, clips, folder): ...
+
+    def close(self, ending): ...
+
+
+@hookimpl
+def mm_trackers():
+    return [Component(name="fails", target="fails:Fails")]
+"""
+
+
+@pytest.mark.slow
+def test_the_warning_of_a_failed_tracker_names_the_author_s_line(tmp_path: Path, tiny: Path, mm: Any) -> None:
+    (tmp_path / "fails.py").write_text(TRACKER)
+    settings = (
+        f"plugins.path=[{tmp_path / 'fails.py'}]",
+        "train.steps=2",
+        "lr_schedule={type: constant}",
+        f"run.dir={tmp_path}",
+    )
+    for early, said in (("false", "gone"), ("true", "no server")):
+        trackers = f"log={{every: 1, trackers: [{{type: local/fails, early: {early}}}]}}"
+        done = mm("train", "--config", tiny, *settings, trackers, f"run.name=early_{early}")
+        assert done.code == 0
+        line = 8 if early == "true" else 11
+        assert f"OSError: {said} ({tmp_path / 'fails.py'}, line {line})" in done.err + done.out

@@ -96,6 +96,8 @@ def test_a_method_that_resembles_one_of_the_base_class_is_never_called(faults: A
     assert len(faults(calls)) == 1, "the author calls it"
     both = BASED + "\n    def init_weights(self):\n        pass\n"
     assert len(faults(both)) == 1, "the author has both"
+    helper = BASED.replace("def init_weight(self)", "def init_weight(self, layer)")
+    assert len(faults(helper)) == 1, "a helper with other arguments"
 
 
 def test_the_members_in_the_source_are_those_of_the_contract() -> None:

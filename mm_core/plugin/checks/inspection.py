@@ -99,9 +99,11 @@ def file_fault(registered: Registered) -> MMError | None:
     module, name = registered.module_of(path), path.partition(":")[2]
     if fault := fault_of(module, name):
         return PluginError(
-            f"the target {path!r} does not exist: {fault}",
+            f"the target {path!r} {fault}",
             where=registered.place,
-            hint="correct target= of the component",
+            hint="fix this error in the plugin's code"
+            if fault.startswith("cannot")
+            else "correct target= of the component",
         )
     place, faults = source_faults(registered.kind, module, name)
     if not faults:

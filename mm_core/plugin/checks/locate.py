@@ -35,22 +35,27 @@ def find_module(name: str) -> ModuleSpec | None:
 
 
 def fault_of(module: str, attribute: str) -> str | None:
-    """Why a component's target cannot be imported, judging by files alone; None if no reason is found."""
+    """Why a component's target cannot be imported, judging by files alone; None if no reason is found.
+
+    The sentence begins with `does not exist` or `cannot be imported`.
+    """
     spec = find_module(module)
     if spec is None:
-        return no_module(module)
+        return f"does not exist: {no_module(module)}"
     if not spec.origin or not spec.origin.endswith(".py"):
         return None  # compiled: only an import could find out
     try:
         tree = ast.parse(Path(spec.origin).read_bytes())
-    except (SyntaxError, ValueError) as error:
-        return f"{spec.origin} does not parse: {error}"
+    except SyntaxError as error:
+        return f"cannot be imported: SyntaxError: {error.msg} ({spec.origin}, line {error.lineno})"
+    except ValueError as error:
+        return f"cannot be imported: {spec.origin} does not parse: {error}"
     names = _top_level_names(tree)
     first = attribute.partition(".")[0]
     if first in names or "*" in names or "__getattr__" in names:
         return None
     hint = did_you_mean(first, names)
-    return f"{spec.origin} has no {first!r}" + (f": {hint}" if hint else "")
+    return f"does not exist: {spec.origin} has no {first!r}" + (f": {hint}" if hint else "")
 
 
 def no_module(module: str) -> str:

@@ -162,18 +162,21 @@ def _faults(kind: str, cls: _Class, own: str) -> Iterator[str]:
 def _unused(cls: _Class, own: str, members: Mapping[str, Member], view: _View) -> Iterator[str]:
     """Methods that nothing in the module uses and that resemble one which the class only inherits."""
     inherited = {
-        node.name
+        node.name: _signature(node, bound=not _decorators(node))
         for each in _ancestors(cls, own)
         if isinstance(each, _Class) and each.module.name.partition(".")[0] == "mm_core"
         for node in each.node.body
         if isinstance(node, Function) and not node.name.startswith("_")
     }
-    known = inherited | members.keys()
+    known = inherited | {name: member.signature for name, member in members.items()}
     used = {node.attr for node in ast.walk(cls.module.tree) if isinstance(node, ast.Attribute)}
-    for name in view.methods:
-        if name.startswith("_") or name in known | used:
+    for name, nodes in view.methods.items():
+        if name.startswith("_") or name in known.keys() | used or not nodes:
             continue
-        if near := get_close_matches(name, known - view.methods.keys(), 1, 0.8):
+        near = get_close_matches(name, known.keys() - view.methods.keys(), 1, 0.8)
+        wanted = known[near[0]] if near else None
+        # A helper that takes other arguments is no misspelt member.
+        if wanted and method_fault(name, _standing_for(nodes[0]), wanted, False, False) is None:
             yield f"its method {name} is never called: did you mean {near[0]}?"
 
 

@@ -13,6 +13,7 @@ from mm_core.contracts import Clip, Ending, Tracker
 from mm_core.data.media.video_files import gif_bytes
 from mm_core.errors import MMError, plural
 from mm_core.files import json_number, replace_text
+from mm_core.plugin.authors import author_line
 from mm_core.plugin.registry import Registry
 from mm_core.schema.fields import ComponentConfig
 from mm_core.telemetry.trackers.remote import forget_runs
@@ -156,7 +157,7 @@ class TrackerSet:
                     name,
                     step,
                     type(fault).__name__,
-                    fault,
+                    _placed(fault),
                 )
 
     def close(self, ending: Ending) -> None:
@@ -203,9 +204,17 @@ def open_trackers(
             try:
                 trackers[component.type] = registry.build("tracker", component, run_dir)
             except Exception as fault:
-                reason = str(fault) if isinstance(fault, MMError) else f"{type(fault).__name__}: {fault}"
+                reason = (
+                    str(fault) if isinstance(fault, MMError) else f"{type(fault).__name__}: {_placed(fault)}"
+                )
                 note(f"warning: tracker {component.type} could not start and is switched off: {reason}")
     return TrackerSet(trackers)
+
+
+def _placed(fault: Exception) -> str:
+    """The message of a tracker's exception, with the line of the plugin that raised it."""
+    place = author_line(fault)
+    return str(fault) if place is None else f"{fault} ({place})"
 
 
 def truncate_after(run_dir: Path, step: int) -> int:
