@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from mm_core.contracts.batch import Batch, Bins, Clip, Evaluation, Loss, SampleRequest
 from mm_core.contracts.data import Ending
 from mm_core.contracts.randomness import Randomness
-
-if TYPE_CHECKING:
-    pass
 
 
 class Task(Protocol):
@@ -226,6 +223,8 @@ class Optimizer(Protocol):
     numbers in `param_groups`: so that a checkpoint contains it. The core calls `step` after the gradients of
     all micro-batches, and clears the gradients itself.
     """
+
+    param_groups: list[dict[str, Any]]
 
     def step(self) -> object:
         """Updates the parameters of all groups that have a gradient, in place; the result is ignored."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from mm_core.contracts import Dataset, SupportsClassNames
 from mm_core.errors import ContractError, plural
+from mm_core.plugin.checks.values import returned
 
 
 def check_class_names(task: object, datasets: Mapping[str, Dataset]) -> None:
@@ -18,11 +19,11 @@ def check_class_names(task: object, datasets: Mapping[str, Dataset]) -> None:
     Raises:
         ContractError: a class number has different names in the data and in the task.
     """
-    known = task.class_names() if isinstance(task, SupportsClassNames) else ()
+    known = _names(task)
     if not known:
         return
     for split, dataset in datasets.items():
-        named = dataset.class_names() if isinstance(dataset, SupportsClassNames) else ()
+        named = _names(dataset)
         if named == known[: len(named)]:
             continue
         pairs = enumerate(zip(named, known, strict=False))
@@ -35,3 +36,9 @@ def check_class_names(task: object, datasets: Mapping[str, Dataset]) -> None:
             accepted=f"{', '.join(known)}"[:400],
             hint="list the class names in task.labels, and reuse them here: labels: ${task.labels}",
         )
+
+
+def _names(part: object) -> tuple[str, ...]:
+    if not isinstance(part, SupportsClassNames):
+        return ()
+    return returned(SupportsClassNames.class_names, part.class_names(), part)

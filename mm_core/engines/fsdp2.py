@@ -48,7 +48,7 @@ from mm_core.parallel.layout import decide_layout, gathered_bytes, mesh_shape
 from mm_core.parallel.prefetch import set_prefetch
 from mm_core.parallel.scalar_parameters import ScalarParameters, scalars_of
 from mm_core.parallel.unused_modules import UnusedModules
-from mm_core.plugin.checks.contract import place_of_object
+from mm_core.plugin.checks.places import place_of_object
 from mm_core.runtime.groups import device_mesh
 
 

@@ -23,13 +23,15 @@ from mm_core.contracts import (
     Randomness,
     SampleRequest,
     SupportsCheckRequest,
+    Task,
     TaskModule,
 )
 from mm_core.data.rows.prompts import Prompt, read_images, with_images
 from mm_core.errors import ContractError, DataError, MMError, PeerError, plural
 from mm_core.evaluation.batches import EvaluationData
 from mm_core.evaluation.sampled_clips import gather_previews, no_clips, share_of, with_trained_size, write_own
-from mm_core.plugin.checks.contract import place_of_object
+from mm_core.plugin.checks.places import place_of_object
+from mm_core.plugin.checks.values import returned
 from mm_core.plugin.registry import Registry
 from mm_core.runtime.ranks import Ranks, gather_rows, sum_rows
 
@@ -171,6 +173,7 @@ class Validator:
             parts += sum(not failure.replaced for failure in batch.failures)
             on_device = batch.to(self._engine.device, non_blocking=True)
             evaluation = self._task.evaluate(on_device, self._rng, self.settings.quantiles)
+            returned(Task.evaluate, evaluation, self._task)
             counts = batch.sample_weights > 0
             for name, value in _row_sums(evaluation, counts, totals).items():
                 totals[name] = totals.get(name, 0.0) + value
@@ -239,7 +242,8 @@ class Validator:
         """The metrics' figures from the sums over all ranks. ContractError for one that cannot be logged."""
         figures: dict[str, float] = {}
         for name, metric in self._metrics:
-            found = metric.result(sum_rows(metric.sums().double()))
+            sums = returned(Metric.sums, metric.sums(), metric)
+            found = returned(Metric.result, metric.result(sum_rows(sums.double())), metric)
             twice = sorted(found.keys() & (taken | figures.keys()))
             if twice or not all(isinstance(value, int | float) for value in found.values()):
                 raise _wrong_figure(name, metric, found, twice)
@@ -264,7 +268,7 @@ class Validator:
         applied = nullcontext if self._ema is None else self._ema.applied
         try:
             with applied(), self._engine.evaluating(), self._agreeing_forwards():
-                clips = list(self._task.sample(request) or ())[:real]
+                clips = returned(Task.sample, self._task.sample(request), self._task)[:real]
         except EvaluationStopped:
             self._note(f"sampling after step {step} was abandoned because a stop was requested")
             return None

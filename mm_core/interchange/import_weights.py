@@ -19,11 +19,12 @@ from mm_core.contracts import Engine, Randomness, TaskModule
 from mm_core.errors import CheckpointError
 from mm_core.loading.initial_weights import FileWeights
 from mm_core.loading.known_code import remember
+from mm_core.optim.configured import make_optimizer
 from mm_core.optim.ema import EMA
 from mm_core.plan import RunPlan, build_task, make_plan
 from mm_core.runtime.process_group import process_group
 from mm_core.runtime.ranks import Ranks
-from mm_core.training.assembly import make_optimizer, make_store, state_of
+from mm_core.training.assembly import make_store, state_of
 from mm_core.weights.adapters.record import record_of
 
 

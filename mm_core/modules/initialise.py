@@ -33,7 +33,7 @@ from mm_core.modules.adapter_layers import base_name, init_adapters, without_ada
 from mm_core.modules.full_tensors import FullTensors, keep_local_part, storage_of
 from mm_core.modules.shards import local
 from mm_core.modules.torch_calls import Args, Function, Kwargs
-from mm_core.plugin.checks.contract import place_of_object
+from mm_core.plugin.checks.places import place_of_object
 from mm_core.runtime.launch.rank_process import out_of_memory
 from mm_core.runtime.ranks import on_any_rank
 

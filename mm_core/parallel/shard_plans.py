@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from mm_core.contracts import ShardPlan, SupportsShardPlan, TaskModule
 from mm_core.errors import ContractError, PlanError, nearest
 from mm_core.modules.patterns import match
+from mm_core.plugin.checks.places import place_of_method
 
 Prefetch = dict[str, tuple[str, ...]]
 """Path of a wrapped module -> wrapped modules that are gathered while it computes."""
@@ -89,8 +90,8 @@ def model_plans(task: TaskModule, trainable: Sequence[str]) -> dict[str, ModelPl
         plan = component.shard_plan()
         if not isinstance(plan, ShardPlan):
             raise ContractError(
-                f"shard_plan of {type(component).__name__} returns {plan!r}",
-                where=root,
+                f"shard_plan of {type(component).__name__} returned {plan!r}",
+                where=f"{root}, {place_of_method(component, 'shard_plan')}",
                 accepted="a mm_core.contracts.ShardPlan",
                 hint='return ShardPlan(wrap=("blocks.{*}",))',
             )

@@ -30,7 +30,8 @@ from mm_core.errors import ConfigError, ContractError, PlanError, plural
 from mm_core.modules.casting import cast_frozen
 from mm_core.modules.patterns import freeze
 from mm_core.plan.run_plan import ComponentFact, MissingFile, ModuleFact, RunPlan
-from mm_core.plugin.checks.contract import place_of_object
+from mm_core.plugin.checks.places import place_of_object
+from mm_core.plugin.checks.values import returned
 from mm_core.weights.adapters.inject import Structure, add_adapters
 from mm_core.weights.fitting import formats_of
 from mm_core.weights.stored import missing_at
@@ -154,11 +155,17 @@ def make_plan(
         micro_batch_size=micro,
         global_batch_size=size,
         accumulation=size // wave,
-        notes=tuple(task.notes()) if isinstance(task, SupportsNotes) else (),
+        notes=_notes(task),
         flops=_step_flops(config, task, layout, size),
         ema_bytes=layout.gradient_bytes if config.ema is not None else 0,
         ema_on_host=config.ema is not None and (config.ema.device == "cpu" or bool(layout.offloaded_bytes)),
     )
+
+
+def _notes(task: TaskModule) -> tuple[str, ...]:
+    if not isinstance(task, SupportsNotes):
+        return ()
+    return tuple(returned(SupportsNotes.notes, task.notes(), task))
 
 
 def _step_flops(
@@ -166,7 +173,8 @@ def _step_flops(
 ) -> StepFlops | None:
     if not isinstance(task, SupportsSampleFlops):
         return None
-    sample = task.sample_flops(config.data.train.options, layout.recomputed)
+    found = task.sample_flops(config.data.train.options, layout.recomputed)
+    sample = returned(SupportsSampleFlops.sample_flops, found, task)
     return None if sample is None else sample * global_batch_size
 
 
@@ -252,7 +260,7 @@ def _missing(config: RunConfig, task: TaskModule) -> list[MissingFile]:
         part = getattr(task, name, None)  # an option of a task need not be an attribute
         if isinstance(part, Frozen):
             now = name in frozen or samples
-            paths = part.missing_files()
+            paths = returned(Frozen.missing_files, part.missing_files(), part)
             found += [MissingFile(path, name, "to train" if now else "to sample") for path in paths]
     return found
 

@@ -21,8 +21,8 @@ from unittest import SkipTest
 from packaging.utils import canonicalize_name
 
 from mm_core.errors import ContractError, MMError, PluginError, did_you_mean, first_line, foreign_code
-from mm_core.plugin.checks.contract import place_of
 from mm_core.plugin.checks.locate import source_file
+from mm_core.plugin.checks.places import place_of
 from mm_core.plugin.records import Registered, one_line
 from mm_core.plugin.registry import Registry
 from mm_core.schema.checking import check_component

@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
-from torch import nn
-
 from mm_core.checkpoint.files.host_copies import State
 from mm_core.checkpoint.files.layout import Document
 from mm_core.checkpoint.opened import OpenedCheckpoint
@@ -32,8 +29,8 @@ from mm_core.loading.initial_weights import FileWeights, ResumedWeights
 from mm_core.loading.known_code import check_commands, remember
 from mm_core.loading.left_out import ExternalWeights
 from mm_core.loading.run_adapters import task_of
+from mm_core.optim.configured import make_lr_schedule, make_optimizer
 from mm_core.optim.ema import EMA
-from mm_core.optim.parameter_groups import groups_of
 from mm_core.plan import RunPlan, check_data, make_plan
 from mm_core.runtime.launch.rank_logs import current_log
 from mm_core.runtime.launch.signals import StopFlag
@@ -236,7 +233,7 @@ def equip(
         task=task,
         engine=engine,
         batches=ledger.watch(loader),
-        lr_schedule=config.registry.build("lr_schedule", config.lr_schedule, plan.steps, engine.base_lr),
+        lr_schedule=make_lr_schedule(config, plan.steps, engine.base_lr),
         rng=Randomness(config.run.seed),
         guard=guard,
         reporter=reporter,
@@ -326,14 +323,6 @@ def make_evaluating(
         return made
 
     return Evaluating(config, run.folder, reporter, callbacks, validator("validation"), validator("test"))
-
-
-def make_optimizer(config: RunConfig, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer of a training run, for the parameters that the engine trains."""
-    optimizer: torch.optim.Optimizer = config.registry.build(
-        "optimizer", config.optimizer, groups_of(parameters, config.train)
-    )
-    return optimizer
 
 
 def make_store(config: RunConfig) -> CheckpointStore:

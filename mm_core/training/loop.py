@@ -120,7 +120,7 @@ def read_step(training: Training) -> tuple[list[Batch], list[float], MMError | N
     """
     try:
         batches = [next(training.batches) for _ in range(training.plan.accumulation)]
-        return batches, [training.task.weight(batch) for batch in batches], training.between.fault()
+        return batches, [float(training.task.weight(batch)) for batch in batches], training.between.fault()
     except MMError as fault:
         return [], [], fault
 

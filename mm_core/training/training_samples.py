@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from mm_core.config.sections import RunConfig
-from mm_core.contracts import Dataset, Randomness, SupportsLengths, TaskModule, seeded
+from mm_core.contracts import Dataset, Randomness, SupportsLengths, Task, TaskModule, seeded
 from mm_core.data.loading.loader import MicroBatchLoader
 from mm_core.data.loading.sampler import BatchPlan
 from mm_core.errors import ContractError, PlanError, plural
 from mm_core.plan import RunPlan, sample_order
+from mm_core.plugin.checks.values import returned
 from mm_core.runtime.ranks import Ranks
 
 
@@ -26,7 +27,7 @@ def sample_lengths(config: RunConfig, dataset: Dataset) -> Tensor | None:
             hint="remove group_by_length: it has no benefit if all samples have the same size",
         )
     with seeded(Randomness(config.run.seed).at("lengths")):  # all ranks must sort by the same lengths
-        lengths = dataset.lengths()
+        lengths = returned(SupportsLengths.lengths, dataset.lengths(), dataset)
     if lengths.shape != (len(dataset),):
         raise ContractError(
             f"{type(dataset).__name__}.lengths() returns the shape {list(lengths.shape)} for"
@@ -55,7 +56,7 @@ def make_loader(
     return order, MicroBatchLoader(
         dataset,
         order,
-        batch_transform=task.batch_transform(),
+        batch_transform=returned(Task.batch_transform, task.batch_transform(), task),
         rng=Randomness(config.run.seed),
         rank=Ranks.current().rank,
         data_parallel=plan.engine.data_parallel,

@@ -89,7 +89,9 @@ def test_a_type_alone_sets_no_attribute(faults: Any) -> None:
 
 
 def test_a_method_that_resembles_one_of_the_base_class_is_never_called(faults: Any) -> None:
-    assert faults(BASED)[1:] == ["its method init_weight is never called: did you mean init_weights?"]
+    assert faults(BASED)[1:] == [
+        "its method init_weight (line 13) is never called: did you mean init_weights?"
+    ]
     calls = BASED.replace(
         "        super().__init__()", "        super().__init__()\n        self.init_weight()"
     )
@@ -168,24 +170,29 @@ def test_names_given_by_strings_and_dataclass_fields_count(faults: Any) -> None:
             MODEL.replace("timestep, text, text_mask", "timestep"),
             "predictor",
             [
-                "its method forward cannot be called as the core calls it: got an unexpected keyword "
-                "argument 'text' (it is called with latents, timestep, text, text_mask)"
+                "its method forward(latents, timestep) (line 13) cannot be called as "
+                "forward(latents=, timestep=, text=, text_mask=), as the core calls it"
             ],
         ),
         (
             "from library import Base\n\nclass DiT(Base):\n    def log(self, values): ...\n",
             "tracker",
-            [
-                "its method log cannot be called as the core calls it: too many positional arguments "
-                "(it is called with step, metrics)"
-            ],
+            ["its method log(values) (line 4) cannot be called as log(step, metrics), as the core calls it"],
         ),
         (
             "from mm_core.contracts import Callback\n\nclass DiT(Callback):\n    def step_endd(self): ...\n",
             "callback",
-            ["its method step_endd is not an event and is never called: did you mean step_ended?"],
+            ["its method step_endd (line 4) is not an event and is never called: did you mean step_ended?"],
         ),
-        ("from mm_core.contracts import Callback\n\nclass DiT(Callback):\n    ...\n", "callback", []),
+        (
+            "from mm_core.contracts import Callback\n\nclass DiT(Callback):\n    ...\n",
+            "callback",
+            [
+                "none of its methods is an event: the events are run_started, step_ended, validated, sampled,"
+                " saved, run_ended"
+            ],
+        ),
+        ("from library import Watching\n\nclass DiT(Watching):\n    ...\n", "callback", []),
         ("def DiT(depth): ...\n", "predictor", []),
         ("class DiT(DiT): ...\n", "predictor", []),
     ],

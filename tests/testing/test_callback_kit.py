@@ -147,7 +147,8 @@ def test_a_misspelt_event_is_refused() -> None:
             raise AssertionError
 
     reason = refusal("core/command", "resolves", Misspelt, tiny={}, config=None)
-    assert "its method on_steps_end is not an event and is never called: did you mean step_ended?" in reason
+    assert "is not an event and is never called: did you mean step_ended?" in reason
+    assert "its method on_steps_end (line " in reason
 
 
 def test_a_method_that_the_loop_cannot_call_is_refused() -> None:
@@ -156,4 +157,5 @@ def test_a_method_that_the_loop_cannot_call_is_refused() -> None:
             raise AssertionError
 
     reason = refusal("core/command", "resolves", Short, tiny={}, config=None)
-    assert "its method step_ended cannot be called as the core calls it" in reason
+    assert "its method step_ended(step) (line " in reason
+    assert "cannot be called as step_ended(step, metrics), as the core calls it" in reason

@@ -14,7 +14,7 @@ from torch import Tensor
 from mm_core.contracts.batch import Batch
 from mm_core.contracts.randomness import Randomness
 from mm_core.errors import ContractError, did_you_mean
-from mm_core.plugin.checks.contract import place_of
+from mm_core.plugin.checks.places import place_of
 
 _LOADERS = ("key", "weight", "id")
 """Entries of a sample that become attributes of its batch."""

@@ -15,7 +15,8 @@ from mm_core.contracts.components import Frozen
 from mm_core.contracts.randomness import Randomness, seeded
 from mm_core.contracts.running import Task
 from mm_core.errors import ContractError, plural
-from mm_core.plugin.checks.contract import call_fault, place_of
+from mm_core.plugin.checks.contract import call_fault, call_text
+from mm_core.plugin.checks.places import file_of, line_of, place_of
 
 
 @dataclass
@@ -208,9 +209,12 @@ class TaskModule(nn.Module, Task):
             return [] if written else ["it has neither losses(batch) nor loss(inputs): write one of them"]
         given = {"rng": None} if _names_rng(cls.losses) else {}
         fault = call_fault(cls.losses, [None, None], given)
-        words = "batch, rng" if given else "batch"
-        called = f"its method losses cannot be called as the core calls it: {fault and fault[1]}"
-        return [f"{called} (it is called with {words})"] if fault else []
+        if fault is None:
+            return []
+        takes = [*inspect.signature(cls.losses).parameters.values()][1:]
+        passed = [inspect.Parameter("batch", inspect.Parameter.POSITIONAL_ONLY)]
+        passed += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in given]
+        return [call_text("losses", takes, passed, False, line_of(cls.losses, file_of(cls)))]
 
     def _losses(self, inputs: object) -> Tensor:
         """One loss for each sample, checked."""

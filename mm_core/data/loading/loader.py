@@ -35,7 +35,8 @@ from mm_core.data.loading.workers import (
     starts_explained,
 )
 from mm_core.errors import DataError, MMError, PartsError
-from mm_core.plugin.checks.contract import place_of
+from mm_core.plugin.authors import author_line
+from mm_core.plugin.checks.places import place_of
 from mm_core.plugin.local import LocalFile, import_again, imported_files
 
 T = TypeVar("T")
@@ -260,7 +261,9 @@ class _Reading(TorchDataset[Batch | _Fault]):
         return f"{type(self.dataset).__qualname__}, {place_of(type(self.dataset), type(self.dataset))}"
 
     def _line_of(self, error: Exception) -> str:
-        """The innermost line in the files of the dataset and the transform that an error passed."""
+        """The innermost line of a plugin, or in the files of the dataset and the transform."""
+        if line := author_line(error):
+            return line
         names = [getattr(one, "__module__", "") for one in (self.dataset, self.transform)]
         own = {getattr(sys.modules.get(name), "__file__", None) for name in names}
         lines = [f for f in traceback.extract_tb(error.__traceback__) if f.filename in own]

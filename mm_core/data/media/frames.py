@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mm_core.contracts import VideoReader
 from mm_core.errors import ContractError, plural
-from mm_core.plugin.checks.contract import place_of_object
+from mm_core.plugin.checks.places import place_of_object
 
 
 def read_frames(reader: VideoReader, path: Path, seconds: Sequence[float]) -> Tensor:

@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
-from types import MappingProxyType, UnionType
-from typing import Any, Literal, Protocol, Union, get_args, get_origin, get_type_hints
+from inspect import getattr_static
+from types import MappingProxyType
+from typing import Any, Protocol, get_type_hints
 
 from mm_core.errors import ContractError, plural
+from mm_core.plugin.checks.places import file_of, line_of, place_of
+from mm_core.plugin.checks.values import fits, type_text
 
 SPECIAL = {"__len__", "__getitem__", "__call__"}
 """Special methods that a contract may ask for."""
@@ -101,15 +104,17 @@ class Member:
         name: its name.
         type: the type of an attribute, or its text; None for methods.
         signature: parameters of a method, without `self`; None for attributes.
+        returns: what a method returns, as it is annotated.
     """
 
     name: str
     type: Any = None
     signature: inspect.Signature | None = None
+    returns: str = ""
 
     def __str__(self) -> str:
         if self.signature is None:
-            return f"{self.name} ({_type_text(self.type)})"
+            return f"{self.name} ({type_text(self.type)})"
         return f"{self.name}({', '.join(self.signature.parameters)})"
 
 
@@ -131,7 +136,8 @@ def members_of(contract: Contract) -> dict[str, Member]:
             method = value.__func__ if isinstance(value, classmethod) else value
             if inspect.isfunction(method) and (not name.startswith("_") or name in SPECIAL):
                 parameters = [*inspect.signature(method).parameters.values()][1:]
-                found[name] = Member(name, signature=inspect.Signature(parameters))
+                returns = type_text(method.__annotations__.get("return", "Any"))
+                found[name] = Member(name, signature=inspect.Signature(parameters), returns=returns)
     return found
 
 
@@ -168,8 +174,8 @@ def object_faults(kind: str, found: object) -> list[str]:
             continue  # a property may have no value before the run begins
         if not hasattr(found, member.name):
             missing.append(str(member))
-        elif not _fits(value := getattr(found, member.name), member.type):
-            wrong.append(f"its {member.name} is {value!r}, not {_type_text(member.type)}")
+        elif not fits(value := getattr(found, member.name), member.type):
+            wrong.append(f"its {member.name} is {value!r}, not {type_text(member.type)}")
     if "__len__" in members and not faults:
         try:
             len(found)  # type: ignore[arg-type]
@@ -181,6 +187,16 @@ def object_faults(kind: str, found: object) -> list[str]:
 def lacking(what: str, missing: Sequence[str]) -> list[str]:
     """The fault of a component that lacks members: one sentence, or none."""
     return [f"it lacks {plural(len(missing), what)}: {', '.join(missing)}"] if missing else []
+
+
+def contract_of(owner: object, name: str) -> str | None:
+    """What a contract requires of a method: `factor(step) -> float (mm_core.contracts.LRSchedule)`."""
+    for contract in CONTRACTS.values():
+        for path in (contract.protocol, *contract.optional):
+            members = members_of(Contract(path))
+            if name in members and all(getattr_static(owner, each, None) is not None for each in members):
+                return f"{members[name]} -> {members[name].returns} ({path.replace(':', '.')})"
+    return None
 
 
 def method_name(contract: Contract, member: Member) -> str:
@@ -200,6 +216,7 @@ def _method_faults(
 ) -> Iterator[str]:
     """What is wrong with the methods of a class, or of an object of it."""
     missing, wrong = [], []
+    file = file_of(cls)
     for member in members.values():
         if member.signature is None:
             continue
@@ -208,14 +225,16 @@ def _method_faults(
         if not callable(method) or (not contract.events and _is_inherited(contract, name, cls, found)):
             missing.append(str(member).replace("__call__", name))
             continue
-        static = isinstance(inspect.getattr_static(cls, name, None), staticmethod | classmethod)
+        static = isinstance(getattr_static(cls, name, None), staticmethod | classmethod)
         bound = static or found is not None
-        if fault := method_fault(name, method, member.signature, name in contract.by_name, bound):
+        if fault := method_fault(name, method, member.signature, name in contract.by_name, bound, file):
             wrong.append(fault)
     yield from lacking("method", missing)
     yield from wrong
     if contract.events:
-        yield from misspelt([name for name in dir(cls) if callable(getattr(cls, name))], members)
+        methods = {name: getattr(cls, name) for name in dir(cls) if callable(getattr(cls, name))}
+        own = {name for name in methods if not _is_inherited(contract, name, cls, found)}
+        yield from misspelt(methods, own, members, file)
 
 
 def _author_faults(cls: type) -> list[str]:
@@ -266,23 +285,6 @@ def hint_of(kind: str) -> str:
     return f"`python -m pydoc {protocol}` or docs/kinds/{kind}.md explains each member"
 
 
-def place_of(cls: Callable[..., object], target: Callable[..., object]) -> str:
-    """File and line of a component's class or method, or of what has made it if the class is a library's."""
-    packages = [each.__module__.partition(".")[0] for each in (cls, target)]
-    found = cls if packages[0] == packages[1] else target
-    try:
-        return f"{inspect.getsourcefile(found)}, line {inspect.getsourcelines(found)[1]}"
-    except (OSError, TypeError):  # made by a program, or written in C
-        return f"{found.__module__}.{getattr(found, '__qualname__', found)}"
-
-
-def place_of_object(found: object) -> str:
-    """File and line of a component's class, also of a module that an engine has sharded."""
-    classes = [cls for cls in type(found).__mro__ if not cls.__module__.startswith("torch.")]
-    own = classes[0] if classes[0] is not object else type(found)
-    return place_of(own, own)
-
-
 def call_fault(
     target: Callable[..., object], args: Sequence[object], fields: Mapping[str, object]
 ) -> tuple[str, TypeError] | None:
@@ -299,7 +301,12 @@ def call_fault(
 
 
 def method_fault(
-    name: str, method: Callable[..., object], called: inspect.Signature, by_name: bool, bound: bool
+    name: str,
+    method: Callable[..., object],
+    called: inspect.Signature,
+    by_name: bool,
+    bound: bool,
+    beside: str | None,
 ) -> str | None:
     """Why a method cannot be called as its contract requires; None if it can.
 
@@ -309,6 +316,7 @@ def method_fault(
         called: the signature that the contract requires.
         by_name: arguments are passed by name.
         bound: the method takes no `self`.
+        beside: the file of its class.
     """
     words: list[None] = [] if bound else [None]
     named: dict[str, None] = {}
@@ -328,55 +336,59 @@ def method_fault(
             return None
     if fault is None:
         return None
-    why = f"{fault[1]} (it is called with {_call_text(called)})"
-    return f"its method {name} cannot be called as the core calls it: {why}"
+    takes = [*inspect.signature(method).parameters.values()][0 if bound else 1 :]
+    return call_text(name, takes, [*called.parameters.values()], by_name, line_of(method, beside))
 
 
-def _call_text(called: inspect.Signature) -> str:
+def call_text(
+    name: str,
+    takes: Iterable[inspect.Parameter],
+    given: Iterable[inspect.Parameter],
+    by_name: bool,
+    line: str,
+) -> str:
+    """The fault of a method that takes other arguments than the core gives."""
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    names = [name for name, parameter in called.parameters.items() if parameter.kind not in variable]
-    return ", ".join(names) or "no arguments"
+    passed = [
+        f"{each.name}=" if by_name or each.kind is each.KEYWORD_ONLY else each.name
+        for each in given
+        if each.kind not in variable
+    ]
+    plain = [str(each.replace(annotation=each.empty)) for each in takes]
+    where = f" ({line})" if line else ""
+    return (
+        f"its method {name}({', '.join(plain)}){where} cannot be called as {name}({', '.join(passed)}),"
+        " as the core calls it"
+    )
 
 
-def misspelt(methods: Iterable[str], members: Mapping[str, Member]) -> Iterator[str]:
-    """Names of methods that resemble an event and are none: they would never be called."""
-    for name in methods:
+def misspelt(
+    methods: Mapping[str, Callable[..., object]],
+    own: Collection[str],
+    members: Mapping[str, Member],
+    beside: str | None,
+) -> Iterator[str]:
+    """Methods that resemble an event and are none, which are never called; a class that has no event.
+
+    Args:
+        methods: all methods by name.
+        own: those that the base class has not.
+        members: the events.
+        beside: the file of their class.
+    """
+    faults = []
+    for name, method in methods.items():
         if name.startswith("_") or name in members:
             continue
         foreign = name.startswith("on_")  # as the events of other libraries are called
         near = get_close_matches(name.removeprefix("on_"), members, 1, 0.6 if foreign else 0.75)
         if near or foreign:
             meant = f"did you mean {near[0]}?" if near else f"the events are {', '.join(members)}"
-            yield f"its method {name} is not an event and is never called: {meant}"
-
-
-def _fits(value: object, wanted: Any) -> bool:
-    """Whether a value is of an annotated type, checked for plain types, tuples and unions."""
-    origin, inner = get_origin(wanted), get_args(wanted)
-    if origin in (Union, UnionType):
-        return any(_fits(value, each) for each in inner)
-    if origin is Literal:
-        return value in inner
-    if origin is tuple:
-        if not isinstance(value, tuple):
-            return False
-        if len(inner) == 2 and inner[1] is Ellipsis:
-            return all(_fits(each, inner[0]) for each in value)
-        return len(value) == len(inner) and all(map(_fits, value, inner))
-    if isinstance(origin, type):
-        return isinstance(value, origin)
-    if wanted is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if wanted is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    plain = isinstance(wanted, type) and wanted is not Any and not getattr(wanted, "_is_protocol", False)
-    return not plain or isinstance(value, wanted)
-
-
-def _type_text(wanted: Any) -> str:
-    if isinstance(wanted, str):
-        return wanted
-    return inspect.formatannotation(wanted).replace("typing.", "").replace("collections.abc.", "")
+            line = line_of(method, beside)
+            faults.append(f"its method {name} ({line}) is not an event and is never called: {meant}")
+    if not faults and members.keys().isdisjoint(own):
+        faults.append(f"none of its methods is an event: the events are {', '.join(members)}")
+    yield from faults
 
 
 def _load(path: str) -> Any:

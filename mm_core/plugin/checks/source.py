@@ -27,6 +27,7 @@ from mm_core.plugin.checks.contract import (
     misspelt,
 )
 from mm_core.plugin.checks.locate import find_module
+from mm_core.plugin.checks.places import line_of
 
 PLAIN_BASES: Mapping[str, frozenset[str]] = MappingProxyType(
     {
@@ -66,13 +67,13 @@ class _View:
 
     Attributes:
         names: everything that the classes or their objects have, as far as it is in view.
-        methods: those with a known signature, of the author's classes.
+        methods: those with a known signature, of the author's classes, with their files.
         bases: dotted names or classes of all ancestors.
         complete: whether there are no further names.
     """
 
     names: set[str]
-    methods: dict[str, list[Function]]
+    methods: dict[str, list[tuple[Function, str]]]
     bases: list[str | tuple[str, str]]
     complete: bool
 
@@ -146,17 +147,22 @@ def _faults(kind: str, cls: _Class, own: str) -> Iterator[str]:
                 str(member).replace("__call__", name)
             )
         elif member.signature is not None and len(view.methods.get(name, ())) == 1:
-            (node,) = view.methods[name]
+            ((node, file),) = view.methods[name]
             static = _decorators(node) == ["staticmethod"]
+            takes = _standing_for(node, file)
             fault = method_fault(
-                name, _standing_for(node), member.signature, name in contract.by_name, static
+                name, takes, member.signature, name in contract.by_name, static, cls.module.file
             )
             wrong += [fault] if fault else []
     if view.complete and not contract.events:
         yield from lacking("method", methods)
         yield from lacking("attribute", attributes)
     yield from wrong
-    yield from misspelt(view.methods, members) if contract.events else _unused(cls, own, members, view)
+    if contract.events:
+        events = {name: _standing_for(*found[0]) for name, found in view.methods.items() if found}
+        yield from misspelt(events, view.methods if view.complete else members, members, cls.module.file)
+    else:
+        yield from _unused(cls, own, members, view)
 
 
 def _unused(cls: _Class, own: str, members: Mapping[str, Member], view: _View) -> Iterator[str]:
@@ -176,8 +182,10 @@ def _unused(cls: _Class, own: str, members: Mapping[str, Member], view: _View) -
         near = get_close_matches(name, known.keys() - view.methods.keys(), 1, 0.8)
         wanted = known[near[0]] if near else None
         # A helper that takes other arguments is no misspelt member.
-        if wanted and method_fault(name, _standing_for(nodes[0]), wanted, False, False) is None:
-            yield f"its method {name} is never called: did you mean {near[0]}?"
+        takes = _standing_for(*nodes[0])
+        if wanted and method_fault(name, takes, wanted, False, False, None) is None:
+            line = line_of(takes, cls.module.file)
+            yield f"its method {name} ({line}) is never called: did you mean {near[0]}?"
 
 
 def _viewed(cls: _Class, own: str, skipped: str | tuple[str, str] | None) -> _View:
@@ -198,11 +206,11 @@ def _viewed(cls: _Class, own: str, skipped: str | tuple[str, str] | None) -> _Vi
         complete &= ours or not _is_open(each)
         for node in each.node.body:
             if isinstance(node, Function) and not ours:
-                view.methods.setdefault(node.name, []).append(node)
+                view.methods.setdefault(node.name, []).append((node, each.module.file))
     for name, nodes in view.methods.items():
-        if nodes[0] in cls.node.body and not cls.node.decorator_list:
+        if nodes[0][0] in cls.node.body and not cls.node.decorator_list:
             del nodes[1:]
-        if any(_decorators(node) not in ([], ["staticmethod"], ["classmethod"]) for node in nodes):
+        if any(_decorators(node) not in ([], ["staticmethod"], ["classmethod"]) for node, _ in nodes):
             view.methods[name] = []
     return _View(view.names, view.methods, view.bases, complete)
 
@@ -378,11 +386,12 @@ def _signature(node: Function, *, bound: bool = False) -> inspect.Signature:
     return inspect.Signature(found[1:] if bound else found)
 
 
-def _standing_for(node: Function) -> Callable[..., object]:
-    """A callable with the name and signature of a method in view."""
+def _standing_for(node: Function, file: str) -> Callable[..., object]:
+    """A callable with the name, signature and place of a method in view."""
 
     def method() -> None: ...
 
     method.__name__ = node.name
+    method.__code__ = method.__code__.replace(co_filename=file, co_firstlineno=node.lineno)
     method.__signature__ = _signature(node)  # type: ignore[attr-defined]
     return method

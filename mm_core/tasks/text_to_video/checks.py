@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from mm_core.contracts import Autoencoder, SupportsDoSample, SupportsMaxFrames
 from mm_core.errors import ContractError, plural
-from mm_core.plugin.checks.contract import place_of_object
+from mm_core.plugin.checks.places import place_of_object
+from mm_core.plugin.checks.values import returned
 from mm_core.tasks.text_to_video.frames import choices, describe, image_dim
 from mm_core.tasks.text_to_video.returned_shapes import scheduler_faults
 
@@ -82,6 +83,8 @@ def _text_faults(task: TextToVideo) -> Iterator[ContractError]:
             f"{encoder.hidden_size} wide",
             where="task.predictor.text_dim",
             accepted=str(encoder.hidden_size),
+            hint=f"the predictor is {place_of_object(predictor)}; the text encoder is"
+            f" {place_of_object(encoder)}",
         )
     padding = predictor.text_padding
     if isinstance(padding, tuple) and encoder.max_length > padding[1]:
@@ -89,6 +92,8 @@ def _text_faults(task: TextToVideo) -> Iterator[ContractError]:
             f"max_length is {encoder.max_length}, but the predictor takes {plural(padding[1], 'token')}",
             where="task.text_encoder.max_length",
             accepted=f"at most {padding[1]}",
+            hint=f"the predictor is {place_of_object(predictor)}; the text encoder is"
+            f" {place_of_object(encoder)}",
         )
 
 
@@ -121,6 +126,8 @@ def _frame_faults(task: TextToVideo) -> Iterator[ContractError]:
             f"takes {dim}",
             where="task.image_encoder",
             accepted=str(dim),
+            hint=f"the image encoder is {place_of_object(encoder)}; the predictor is"
+            f" {place_of_object(task.predictor)}",
         )
 
 
@@ -133,11 +140,12 @@ def size_faults(task: TextToVideo, where: str, sizes: Mapping[str, int]) -> Iter
         sizes: frames, height and width of the clip.
     """
     try:
-        shape = task.autoencoder.latent_shape(**sizes)
+        found = task.autoencoder.latent_shape(**sizes)
     except ContractError as fault:
         hint = fault.hint or _fitting(task, sizes)
         yield ContractError(fault.what, where=where, accepted=fault.accepted, hint=hint)
         return
+    shape = returned(Autoencoder.latent_shape, found, task.autoencoder)
     if isinstance(task.predictor, SupportsMaxFrames) and shape[1] > task.predictor.max_frames:
         most = task.predictor.max_frames
         yield ContractError(

@@ -21,7 +21,8 @@ from mm_core.contracts import (
 )
 from mm_core.errors import ContractError, did_you_mean, plural
 from mm_core.modules.casting import KEEP
-from mm_core.plugin.checks.contract import call_fault, place_of_object
+from mm_core.plugin.checks.contract import call_fault
+from mm_core.plugin.checks.places import place_of_object
 
 if TYPE_CHECKING:
     from mm_core.tasks.text_to_video.task import TextToVideo

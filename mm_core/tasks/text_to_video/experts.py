@@ -23,6 +23,7 @@ from mm_core.contracts import (
     SupportsTruncated,
 )
 from mm_core.errors import ContractError, plural
+from mm_core.plugin.checks.values import returned
 from mm_core.schema.fields import Guidance
 
 
@@ -56,7 +57,8 @@ class Experts:
         for expert in self._experts:
             if expert.trained:
                 interval = (expert.low, expert.high)
-                self._trained.append((expert, scheduler.truncated(*interval), scheduler.mass(*interval)))
+                mass = returned(SupportsTruncated.mass, scheduler.mass(*interval), scheduler)
+                self._trained.append((expert, scheduler.truncated(*interval), mass))
         if len(self._trained) == 1:
             self.scheduler = self._trained[0][1]
 

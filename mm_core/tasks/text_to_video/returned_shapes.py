@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mm_core.contracts import Autoencoder, ImageEncoder, NoiseScheduler, SupportsForTokens, TextEncoder
 from mm_core.errors import ContractError, MMError, first_line
-from mm_core.plugin.checks.contract import place_of_object
+from mm_core.plugin.checks.places import place_of_object
 
 _POSTERIOR = "an mm_core.contracts.Posterior: mode(), sample(generators) and moments"
 _STATES = "(hidden[B,L,D], mask[B,L]), and perhaps a mapping of further tensors [B,...]"
@@ -47,7 +47,9 @@ def encoded(
         generators: one for each clip, to draw a sample of the posterior; None takes its mode.
     """
     posterior = autoencoder.encode(pixels)
-    if not hasattr(posterior, "mode" if generators is None else "sample"):
+    # A tensor has a `mode` of its own.
+    needed = "moments" if generators is None else "sample"
+    if not hasattr(posterior, needed):
         raise wrong_type("autoencoder", "encode", posterior, _POSTERIOR, autoencoder)
     latents = posterior.mode() if generators is None else posterior.sample(generators)
     shape = (len(pixels), *autoencoder.latent_shape(*pixels.shape[2:]))

@@ -35,6 +35,7 @@ from mm_core.contracts import (
 )
 from mm_core.diffusion.mixture import clean_estimate, noise_share
 from mm_core.errors import ContractError, plural
+from mm_core.plugin.checks.values import returned
 from mm_core.tasks.text_to_video.bins import declared_bins, sum_by_bin
 from mm_core.tasks.text_to_video.captions import Captions, TokenizeCaptions
 from mm_core.tasks.text_to_video.checks import SIZES, collect_faults, latents_of
@@ -141,7 +142,8 @@ class TextToVideo(TaskModule):
 
     def batch_transform(self) -> TokenizeCaptions:
         """The transform that data workers apply to a batch: tokenizing its captions."""
-        return TokenizeCaptions(self.text_encoder.tokenizer())
+        encoder = self.text_encoder
+        return TokenizeCaptions(returned(TextEncoder.tokenizer, encoder.tokenizer(), encoder))
 
     def begin_step(self, step: int) -> None:
         """Starts a training step (from 0); the step decides which expert is trained."""
