@@ -85,11 +85,11 @@ def explain(
             component's name as in `mm plugins show`, with a kind before it or not, and a key of it
             (`custom_dit/custom_dit.ffn_dim`, `predictor/custom_dit.ffn_dim`).
         registry: the plugins that provide components.
-        loaded: a config and its tree, as `load_with_places` returns them. Without it, only keys that do not
-            depend on a type that a config chooses can be explained, and `type` itself.
+        loaded: a config and its tree, as `load_with_places` returns them.
 
     Returns:
-        One explanation; several for a component's name that several kinds or plugins have.
+        One explanation; several for a component's name that several kinds or plugins have, and without a
+        config for a key of several components (`task.predictor.ffn_dim`).
 
     Raises:
         ConfigError: there is no such key, or it depends on a type that is not known.
@@ -101,7 +101,7 @@ def explain(
         root = replace(root, value=loaded[0], node=loaded[1])
     steps = key.split(".") if key else []
     if not steps or steps[0] in explainer.children(root) or not (starts := explainer.components(key)):
-        return (explainer.explained(explainer.at(root, steps)),)
+        return tuple(explainer.explained(place) for place in explainer.all_at(root, steps))
     found, faults = [], []
     for start, rest in starts:
         try:
@@ -150,6 +150,24 @@ class _Explainer:
             else:
                 place = children[step]
         return place
+
+    def all_at(self, place: _Place, steps: list[str]) -> list[_Place]:
+        """The places at a path of keys: one for each installed component where nothing has chosen one."""
+        for number, step in enumerate(steps):
+            kind = next(filter(None, map(_kind, _options(place.hint, place.value))), None)
+            if kind and step != "type" and place.value is _UNKNOWN and self._chosen(place, kind) is None:
+                found = []
+                for each in self.registry.components(kind):
+                    chosen = replace(place, default=ComponentConfig(kind, each.qualified))
+                    try:
+                        found += self.all_at(chosen, steps[number:])
+                    except MMError:
+                        continue  # it has no such key, or its plugin is broken
+                if not found:
+                    raise self._not_chosen(place, kind, step)
+                return found
+            place = self.at(place, [step])
+        return [place]
 
     def explained(self, place: _Place, inner: bool = True) -> Explanation:
         """The explanation of a place.

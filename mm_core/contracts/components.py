@@ -34,7 +34,7 @@ class Predictor(Protocol):
         text_dim: width D of the text's hidden states.
     """
 
-    text_padding: str | tuple[str, int]
+    text_padding: Literal["masked"] | tuple[Literal["fixed"], int]
     patch_size: tuple[int, int, int]
     in_channels: int
     out_channels: int

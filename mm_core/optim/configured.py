@@ -33,6 +33,6 @@ def make_lr_schedule(config: RunConfig, steps: int, base_lr: float) -> LRSchedul
         ContractError: it returns something else than a number for the first, a middle or the last step.
     """
     schedule: LRSchedule = config.registry.build("lr_schedule", config.lr_schedule, steps, base_lr)
-    for step in (0, steps // 2, steps - 1):
+    for step in (0, steps // 2, steps - 1) if steps else ():
         returned(LRSchedule.factor, schedule.factor(step), schedule)
     return schedule

@@ -10,7 +10,7 @@ import pickle
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -26,6 +26,16 @@ from mm_core.testing.kit import NotApplicable, Probe, by_name, kit_of
 
 _WATCHED = (torch, torch.nn, torch.nn.functional, torch.Tensor, torch.nn.Module, builtins, os, random, np)
 """Namespaces in which a component may replace nothing."""
+
+_SHARED: tuple[str, ...] = ("torch", "os", "random", "numpy", "builtins", "transformers", "diffusers")
+"""Packages of which importing a plugin changes nothing."""
+
+_CHANGING: tuple[str, ...] = (
+    *("torch.manual_seed", "torch.set_default_dtype", "torch.set_default_device", "torch.set_num_threads"),
+    *("torch.set_grad_enabled", "torch.use_deterministic_algorithms", "random.seed", "numpy.random.seed"),
+    *("os.environ.update", "os.environ.setdefault", "os.environ.pop", "os.putenv", "os.chdir"),
+)
+"""Functions that change the process."""
 
 _HEAVY = 33
 """Exit code of a process in which torch was imported."""
@@ -67,6 +77,10 @@ def resolves(probe: Probe) -> None:
 def builds(probe: Probe) -> None:
     """The small instance is built, and keeps the contract of its kind."""
     _ = probe.config  # its files are made with memory
+    probe.first_changes += state_changes(lambda: _build(probe))
+
+
+def _build(probe: Probe) -> None:
     with torch.device("meta" if probe.registered.kind in _ON_META else "cpu"):
         kit_of(probe.registered.kind).release(probe.subject())
 
@@ -92,8 +106,10 @@ def picklable_config(probe: Probe) -> None:
 
 def no_side_effects(probe: Probe) -> None:
     """Importing and building leave random numbers, defaults, environment and libraries as they were."""
-    _ = probe.config  # its files are written by the author's function for tests
-    changed = state_changes(lambda: builds(probe))
+    for path in _files(probe):
+        for line, text in _effects_of_import(ast.parse(path.read_bytes())):
+            probe.expect(False, f"importing {path} changes the process (line {line}): {text}")
+    changed = probe.first_changes or state_changes(lambda: _build(probe))
     probe.expect(
         not changed,
         f"building the component changes {', '.join(changed[:4])}",
@@ -145,6 +161,36 @@ def _global_state() -> Iterator[tuple[str, object]]:
         for name, value in vars(space).items():
             if not isinstance(value, ModuleType) and not name.startswith("_") and callable(value):
                 yield f"{space.__name__}.{name}", id(value)
+
+
+def _effects_of_import(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Statements that run when a module is imported and change the process: line and code."""
+    known: dict[str, str] = {}
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            known |= {each.asname or each.name.partition(".")[0]: each.name for each in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            known |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
+    waiting: list[ast.AST] = [*tree.body]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        waiting += ast.iter_child_nodes(each)
+        if isinstance(each, ast.Attribute | ast.Subscript) and not isinstance(each.ctx, ast.Load):
+            name, changing = _full_name(each.value, known).partition(".")[0], _SHARED
+        elif isinstance(each, ast.Call):
+            name, changing = _full_name(each.func, known), _CHANGING
+        else:
+            continue
+        if name in changing:
+            yield each.lineno, ast.unparse(each)
+
+
+def _full_name(node: ast.expr, known: Mapping[str, str]) -> str:
+    """`numpy.random.seed` of `np.random.seed`, from what a module imports under which names."""
+    first, _, rest = ast.unparse(node).partition(".")
+    return f"{known.get(first, '')}.{rest}".strip(".")
 
 
 def _files(probe: Probe) -> Iterator[Path]:

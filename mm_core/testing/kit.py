@@ -87,6 +87,8 @@ class Probe:
         self.registry = registry
         self.folder = folder
         self._fields = fields
+        self.first_changes: list[str] = []
+        """What the first build has changed in this process (see `no_side_effects`)."""
 
     @cached_property
     def config(self) -> ComponentConfig:

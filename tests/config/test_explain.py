@@ -152,7 +152,7 @@ def test_the_type_itself_needs_no_config(told):
 
 def test_a_key_below_a_type_that_is_not_chosen_lists_the_types(told):
     with pytest.raises(ConfigError) as caught:
-        told("task.predictor.ffn_dim", config=False)
+        told("task.predictor.ffn_dims", config=False)
     assert str(caught.value) == (
         "task: the keys depend on the type of this task, and no config is named\n"
         "  accepted: type: core/pretrained, core/text_to_video\n"

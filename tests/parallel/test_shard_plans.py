@@ -190,8 +190,10 @@ def test_a_plan_that_separates_tied_weights_is_refused():
 def test_what_is_no_plan_is_named():
     with pytest.raises(ContractError) as fault:
         planned({"wrap": ["blocks.{*}"]})
+    with torch.device("meta"):
+        line = Chain({}).shard_plan.__code__.co_firstlineno
     assert str(fault.value) == (
-        "net: shard_plan of Chain returns {'wrap': ['blocks.{*}']}\n"
+        f"net, {__file__}, line {line}: shard_plan of Chain returned {{'wrap': ['blocks.{{*}}']}}\n"
         "  accepted: a mm_core.contracts.ShardPlan\n"
         '  hint: return ShardPlan(wrap=("blocks.{*}",))'
     )

@@ -44,6 +44,9 @@ def mm_predictors():
 """
 
 
+PADDING = "Literal['masked'] | tuple[Literal['fixed'], int]"
+
+
 class Good(nn.Module):
     text_padding = "masked"
     patch_size = (1, 2, 2)
@@ -92,13 +95,17 @@ def test_no_component_that_is_installed_here_is_found_faulty() -> None:
         ({"init_weights": None}, ["it lacks 1 method: init_weights()"]),
         (
             {"text_padding": None, "text_dim": None},
-            ["it lacks 2 attributes: text_padding (str | tuple[str, int]), text_dim (int)"],
+            [f"it lacks 2 attributes: text_padding ({PADDING}), text_dim (int)"],
         ),
         ({"patch_size": (2, 2)}, ["its patch_size is (2, 2), not tuple[int, int, int]"]),
         ({"patch_size": [1, 2, 2]}, ["its patch_size is [1, 2, 2], not tuple[int, int, int]"]),
         ({"in_channels": True}, ["its in_channels is True, not int"]),
-        ({"text_padding": ("fixed", "n")}, ["its text_padding is ('fixed', 'n'), not str | tuple[str, int]"]),
+        (
+            {"text_padding": ("fixed", "n")},
+            [f"its text_padding is ('fixed', 'n'), not {PADDING}"],
+        ),
         ({"text_padding": ("fixed", 512)}, []),
+        ({"text_padding": "mask"}, [f"its text_padding is 'mask', not {PADDING}"]),
         (
             {"forward": lambda self, x, timestep, text, text_mask: x},
             [
@@ -340,7 +347,7 @@ def test_a_dry_run_names_all_that_is_missing_at_once(conv: Path, tmp_path: Path,
         "ConvPredictor does not keep its contract: it lacks 1 method: init_weights(); "
         "its method forward(latents, timestep) (line 14) cannot be called as "
         "forward(latents=, timestep=, text=, text_mask=), as the core calls it; "
-        "it lacks 3 attributes: text_padding (str | tuple[str, int]), out_channels (int), text_dim (int); "
+        f"it lacks 3 attributes: text_padding ({PADDING}), out_channels (int), text_dim (int); "
         "its patch_size is [1, 2, 2], not tuple[int, int, int]",
         "accepted: mm_core.contracts.Predictor",
         "hint: `python -m pydoc mm_core.contracts.Predictor` or docs/kinds/predictor.md explains each member",

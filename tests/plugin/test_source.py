@@ -20,7 +20,8 @@ from support.sites import MODEL
 
 SHORT = (
     "it lacks 1 method: init_weights()",
-    "it lacks 3 attributes: text_padding (str | tuple[str, int]), out_channels (int), text_dim (int)",
+    "it lacks 3 attributes: text_padding (Literal['masked'] | tuple[Literal['fixed'], int]), "
+    "out_channels (int), text_dim (int)",
 )
 LACKS = """
 import torch.nn as nn

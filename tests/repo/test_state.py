@@ -16,6 +16,7 @@ ALLOWED = {
     "data.loading.stopping._asked": "datasets ask whether the run was told to stop; nobody passes it to them",
     "data.loading.workers._end_at_exit": "registered once a process",
     "device.kind.device_type": "a fact of the process",
+    "plugin.checks.values._return_type": "what a method of a contract returns; asked at each call of some",
     "plugin.checks.source._parsed": "the tree of a file as written at a time; several classes ask for it",
     "schema.describe._comments": "the comments of a class; a JSON Schema asks for those of each class often",
     "optim.adamw.has_fused_adamw": "a fact of the installed torch",

@@ -227,6 +227,51 @@ def test_what_building_changes_is_named(act, named: str, monkeypatch: pytest.Mon
         os.environ.pop("MM_TEST_SIDE_EFFECT", None)
 
 
+def test_what_only_the_first_build_changes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MM_TEST_SIDE_EFFECT", "0")
+
+    class Careless(FlowMatch):
+        def __post_init__(self):
+            os.environ["MM_TEST_SIDE_EFFECT"] = "1"
+
+    outcomes = {outcome.check: outcome.reason for outcome in examined("core/flow_match", Careless)}
+    assert "changes the environment variable MM_TEST_SIDE_EFFECT" in outcomes["no_side_effects"]
+
+
+@pytest.mark.parametrize(
+    ("code", "shown"),
+    [
+        ("import os\n\nos.environ['A'] = '1'", "os.environ['A']"),
+        ("from os import environ\n\nenviron.setdefault('A', '1')", "environ.setdefault('A', '1')"),
+        ("import torch\n\ntorch.manual_seed(1)", "torch.manual_seed(1)"),
+        ("import torch.nn as n\n\nif n:\n    n.Linear.bias = None", "n.Linear.bias"),
+        (
+            "import torch\n\nclass Mine:\n    torch.backends.cuda.matmul.allow_tf32 = False",
+            "torch.backends.cuda",
+        ),
+        ("import torch\n\ndef later():\n    torch.manual_seed(1)", None),
+        ("import torch\n\nWIDTH: dict[str, int] = {}\nWIDTH['a'] = torch.iinfo(torch.int8).max", None),
+    ],
+)
+def test_what_an_import_changes_is_named_with_its_line(code: str, shown: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "at_import.py"
+    file.write_text(PLUGIN.replace("PLUGIN", file.stem) + f"\n\n{code}\n")
+    line = len(file.read_text().splitlines())
+    registry = get_registry((str(file),))
+    (registered,) = find_components(registry, "local/ends")
+    state = torch.get_rng_state()
+    outcome = Examination(registered, registry).run("no_side_effects")
+    if shown is None:
+        assert "importing" not in outcome.reason
+    else:
+        assert f"importing {file} changes the process (line {line}): {shown}" in outcome.reason
+    torch.set_rng_state(state)
+    os.environ.pop("A", None)
+    if "bias" in vars(torch.nn.Linear):
+        del torch.nn.Linear.bias
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
 def test_a_device_in_the_code_is_named_with_its_line(tmp_path: Path) -> None:
     file = tmp_path / "on_a_device.py"
     file.write_text(PLUGIN.replace("PLUGIN", file.stem) + "\n\nDEVICE = 'cuda:0'\n")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import nn
 
 
@@ -17,7 +19,7 @@ class PredictorModule(nn.Module):
         text_dim: width D of the text's hidden states.
     """
 
-    text_padding: str | tuple[str, int] = "masked"
+    text_padding: Literal["masked"] | tuple[Literal["fixed"], int] = "masked"
     patch_size: tuple[int, int, int] = (1, 1, 1)
     in_channels: int
     text_dim: int

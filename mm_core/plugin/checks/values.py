@@ -81,4 +81,6 @@ def type_text(wanted: Any) -> str:
     """An annotated type as an author writes it."""
     if isinstance(wanted, str):
         return wanted
+    if get_origin(wanted) in (Union, UnionType):
+        return " | ".join(map(type_text, get_args(wanted)))
     return inspect.formatannotation(wanted).replace("typing.", "").replace("collections.abc.", "")

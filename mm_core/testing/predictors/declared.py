@@ -44,11 +44,6 @@ def attributes(probe: PredictorProbe) -> None:
         f"condition_shapes names `{', '.join(unknown[:1])}`, but the predictor's forward does not",
         hint="add it to the parameters of forward, or remove it from condition_shapes",
     )
-    padding = module.text_padding
-    fixed = isinstance(padding, tuple) and len(padding) == 2 and padding[0] == "fixed"
-    probe.expect(
-        padding == "masked" or fixed, f"text_padding is {padding!r}", accepted="'masked', or ('fixed', n)"
-    )
 
 
 def meta_build(probe: PredictorProbe) -> None:
