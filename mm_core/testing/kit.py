@@ -21,6 +21,7 @@ from unittest import SkipTest
 from packaging.utils import canonicalize_name
 
 from mm_core.errors import ContractError, MMError, PluginError, did_you_mean, first_line, foreign_code
+from mm_core.plugin.authors import author_line
 from mm_core.plugin.checks.locate import source_file
 from mm_core.plugin.checks.places import place_of
 from mm_core.plugin.records import Registered, one_line
@@ -313,7 +314,7 @@ class Examination:
 
     def _sentence(self, error: Exception) -> str:
         """An exception of the component's own code: its message, and the author's line that raised it."""
-        return sentence_of(error, self._own_line(error) or self._probe.place)
+        return sentence_of(error, self._own_line(error) or author_line(error) or self._probe.place)
 
     def _own_line(self, error: Exception) -> str | None:
         """The innermost line of the component's package that an exception passed; None if it passed none."""

@@ -26,7 +26,7 @@ def test_the_faults_on_the_page_are_those_of_the_file_on_the_page(tmp_path, monk
 def test_the_commands_of_mm_config_on_the_page_run(tmp_path, monkeypatch, capsys):
     commands = re.findall(r"^mm config (.*?)(?: +#.*)?$", PAGE, re.M)
     assert [command.split()[0] for command in commands] == [
-        *("list", "copy", "copy", "explain", "explain", "explain", "schema")
+        *("list", "copy", "copy", "explain", "explain", "explain", "explain", "schema")
     ]
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)

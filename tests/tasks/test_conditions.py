@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from typing import ClassVar
 
@@ -204,7 +205,8 @@ def test_what_a_text_encoder_returns_is_held_against_what_it_declares(change, te
     task = conditioned_task(encoder=Odd(8, 32))
     with pytest.raises(ContractError) as fault:
         task.prepare(make_batch(task), RNG)
-    assert str(fault.value) == f"task.text_encoder: {text}"
+    line = inspect.getsourcelines(Odd.encode)[1]
+    assert str(fault.value) == f"task.text_encoder, {__file__}, line {line}: {text}"
 
 
 def test_a_text_encoder_cannot_give_what_the_task_gives():

@@ -22,7 +22,7 @@ from mm_core.contracts import (
 from mm_core.errors import ContractError, did_you_mean, plural
 from mm_core.modules.casting import KEEP
 from mm_core.plugin.checks.contract import call_fault
-from mm_core.plugin.checks.places import place_of_object
+from mm_core.plugin.checks.places import place_of_method, place_of_object
 
 if TYPE_CHECKING:
     from mm_core.tasks.text_to_video.task import TextToVideo
@@ -194,14 +194,14 @@ def check_returned(found: Mapping[str, Tensor], encoder: TextEncoder, rows: int)
     if set(found) != set(declared):
         raise ContractError(
             f"encode returned {_listed(found)}, but condition_shapes declares {_listed(declared)}",
-            where="task.text_encoder",
+            where=f"task.text_encoder, {place_of_method(encoder, 'encode')}",
             hint="declare in `condition_shapes` exactly what the third value of encode contains",
         )
     for name, tensor in found.items():
         if not _match(tuple(tensor.shape), (rows, *declared[name])):
             raise ContractError(
                 f"encode returned `{name}` of shape {list(tensor.shape)} for {plural(rows, 'caption')}",
-                where="task.text_encoder",
+                where=f"task.text_encoder, {place_of_method(encoder, 'encode')}",
                 accepted=_text(declared[name]),
             )
 
