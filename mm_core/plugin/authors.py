@@ -44,7 +44,7 @@ def author_error(error: BaseException, log: object = None) -> MMError | None:
             _text(error, f"after {name} was called"),
             where=f"{place_of_method(owner, name)}, {name} of {type(owner).__name__}",
             accepted=member,
-            hint=f"compare what {name} returns with its contract; {shows}",
+            hint=f"{name} returned something else, or mm_core has a bug: {shows}",
         )
     return None
 
@@ -89,9 +89,9 @@ def _innermost(error: BaseException) -> tuple[BaseException, FrameType, int] | N
 
 
 def _last_call(error: BaseException) -> tuple[object, str] | None:
-    """The component and the method that the core called last before an exception, and in its statement first.
+    """The component whose method the core called last before an exception, and the method's name.
 
-    It is read from the source of the frames that the exception passed, the innermost first.
+    They are read from the source of the functions that the exception passed, the innermost first.
     """
     packages = _packages()
     for cause in _causes(error):
@@ -100,7 +100,7 @@ def _last_call(error: BaseException) -> tuple[object, str] | None:
                 parts = call.func
                 name = parts.attr if isinstance(parts, ast.Attribute) else "__call__"
                 owner = _value(parts.value if isinstance(parts, ast.Attribute) else parts, frame)
-                method = getattr(owner, name, None)
+                method = _attribute(owner, name)
                 module = getattr(inspect.unwrap(method), "__module__", None) if callable(method) else None
                 if _is_of(str(module), packages):
                     return owner, name
@@ -127,8 +127,15 @@ def _value(node: ast.expr, frame: FrameType) -> object:
     if isinstance(node, ast.Name):
         return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
     if isinstance(node, ast.Attribute):
-        return getattr(_value(node.value, frame), node.attr, None)
+        return _attribute(_value(node.value, frame), node.attr)
     return None
+
+
+def _attribute(owner: object, name: str) -> object:
+    try:
+        return getattr(owner, name, None)
+    except Exception:  # a property that has no value at this moment
+        return None
 
 
 def _is_of(module: str, packages: set[str]) -> bool:

@@ -94,7 +94,7 @@ def test_what_a_method_returned_is_named_with_the_method(falling: Any, tmp_path:
     assert str(error) == (
         f"{tmp_path}/falling.py, line 3, factor of Falling: TypeError: must be real number, not NoneType\n"
         "  accepted: factor(step) -> float (mm_core.contracts.LRSchedule)\n"
-        "  hint: compare what factor returns with its contract; LOG shows the whole traceback"
+        "  hint: factor returned something else, or mm_core has a bug: LOG shows the whole traceback"
     )
     assert author_line(caught.value) == f"{tmp_path}/falling.py, line 3"
 

@@ -384,8 +384,8 @@ def misspelt(
         near = get_close_matches(name.removeprefix("on_"), members, 1, 0.6 if foreign else 0.75)
         if near or foreign:
             meant = f"did you mean {near[0]}?" if near else f"the events are {', '.join(members)}"
-            line = line_of(method, beside)
-            faults.append(f"its method {name} ({line}) is not an event and is never called: {meant}")
+            place = f" ({line})" if (line := line_of(method, beside)) else ""
+            faults.append(f"its method {name}{place} is not an event and is never called: {meant}")
     if not faults and members.keys().isdisjoint(own):
         faults.append(f"none of its methods is an event: the events are {', '.join(members)}")
     yield from faults
