@@ -27,7 +27,7 @@ from mm_custom_dit.model import CustomDiT
 
 from mm_core.builtin.configs.training import AdamWConfig
 from mm_core.config.sections import TrainSection
-from mm_core.contracts import Loss, Randomness, SampleKey, StepFlops, VideoTextBatch
+from mm_core.contracts import Loss, Randomness, SampleKey, VideoTextBatch
 from mm_core.device import device_stack, peak_flops, peak_memory_bytes, reset_peak_memory, synchronize
 from mm_core.diffusion.flow_match import FlowMatch
 from mm_core.engines.fsdp2 import FSDP2Engine
@@ -36,7 +36,7 @@ from mm_core.optim.parameter_groups import groups_of
 from mm_core.runtime.groups import start_process_group
 from mm_core.runtime.launch.rank_process import leave
 from mm_core.tasks.text_to_video.task import TextToVideo
-from mm_core.telemetry.flop_counter import ForwardFlops
+from mm_core.telemetry.flop_counter import CountedFlops, ForwardFlops
 from mm_core.telemetry.phase_clock import PhaseClock
 
 WARM_UP = 3
@@ -129,7 +129,7 @@ class Measured:
     seconds: list[float]
     split: dict[str, float]
     memory: int
-    flops: StepFlops
+    flops: CountedFlops
     tokens: float
     recomputed: int
     parameters: int
