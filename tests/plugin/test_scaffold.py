@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import tomllib
 from pathlib import Path
@@ -116,6 +117,15 @@ def test_configs_are_valid_and_carried_by_the_wheel(here: Path, site: Site) -> N
         assert used or kind == "weight_format", kind  # it is used by `mm export`
     project = tomllib.loads((here / "all-kinds/pyproject.toml").read_text())
     assert project["tool"]["setuptools"]["package-data"] == {"all_kinds": ["configs/*.yaml"]}
+
+
+def test_each_field_of_what_is_written_is_explained(here: Path, site: Site) -> None:
+    new_plugin("all-kinds", tuple(KINDS), get_registry(), here)
+    registry = installed(site, here, "all-kinds")
+    components = [each for each in registry.components() if each.namespace == "all_kinds"]
+    fields = [(each.kind, field) for each in components for field in dataclasses.fields(each.config_class())]
+    assert len(components) == len(KINDS) and len(fields) > 20
+    assert [(kind, field.name) for kind, field in fields if not field.metadata["doc"]] == []
 
 
 @pytest.mark.slow
