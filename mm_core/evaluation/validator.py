@@ -173,7 +173,6 @@ class Validator:
             parts += sum(not failure.replaced for failure in batch.failures)
             on_device = batch.to(self._engine.device, non_blocking=True)
             evaluation = self._task.evaluate(on_device, self._rng, self.settings.quantiles)
-            returned(Task.evaluate, evaluation, self._task)
             counts = batch.sample_weights > 0
             for name, value in _row_sums(evaluation, counts, totals).items():
                 totals[name] = totals.get(name, 0.0) + value

@@ -20,7 +20,6 @@ from mm_core.data.rows.captions import clean_caption, half_character
 from mm_core.data.rows.packed_rows import PackedRows
 from mm_core.data.rows.paths import check_folder
 from mm_core.errors import DataError, plural
-from mm_core.plugin.checks.values import returned
 
 
 class VideoTextDataset:
@@ -85,7 +84,7 @@ class VideoTextDataset:
                 raise _half(path, half)
         if wanted.fps is None and row.num_frames is not None and row.num_frames < wanted.num_frames:
             raise self._short(path, row.num_frames, "the annotation declares")
-        info = returned(VideoReader.probe, self.reader.probe(path), self.reader)
+        info = self.reader.probe(path)
         times = self._times(path, info, start)
         frames = read_frames(self.reader, path, times)
         return {

@@ -19,7 +19,6 @@ from mm_core.contracts import (
     SupportsModuleFlops,
 )
 from mm_core.modules.flops import step_flops
-from mm_core.plugin.checks.values import returned
 from mm_core.tasks.text_to_video.checks import SIZES
 from mm_core.tasks.text_to_video.conditions import shapes_of
 from mm_core.tasks.text_to_video.frames import image_dim, inputs_of
@@ -114,5 +113,4 @@ def _flops(
 ) -> StepFlops:
     assert isinstance(predictor, nn.Module)
     routed: dict[str, Any] = {} if expert is None else {"expert": expert}
-    products = predictor.module_flops(**shapes, **routed)
-    return step_flops(predictor, returned(SupportsModuleFlops.module_flops, products, predictor), recomputed)
+    return step_flops(predictor, predictor.module_flops(**shapes, **routed), recomputed)
