@@ -11,6 +11,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -77,6 +78,7 @@ def resolves(probe: Probe) -> None:
 def builds(probe: Probe) -> None:
     """The small instance is built, and keeps the contract of its kind."""
     _ = probe.config  # its files are made with memory
+    import_module("torch._dynamo")  # torch replaces functions of its own when an optimizer first needs it
     probe.first_changes += state_changes(lambda: _build(probe))
 
 

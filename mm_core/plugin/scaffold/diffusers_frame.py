@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import keyword
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from importlib import import_module
 from importlib.metadata import version
 from textwrap import indent
@@ -31,7 +31,7 @@ _GIVEN: Mapping[str, str] = MappingProxyType(
 )
 """Argument of the library's forward -> what the frame passes."""
 
-_SMALL: Mapping[str, int] = MappingProxyType(
+_SMALL: Mapping[str, object] = MappingProxyType(
     {
         "num_layers": 1,
         "num_single_layers": 1,
@@ -42,9 +42,19 @@ _SMALL: Mapping[str, int] = MappingProxyType(
         "out_channels": 4,
         "time_embed_dim": 16,
         "pooled_projection_dim": 8,
+        "caption_projection_dim": 32,  # heads times their width
+        "cross_attention_dim": 32,
+        "ffn_dim": 64,
+        "freq_dim": 16,
+        "rope_axes_dim": [4, 6, 6],  # together the width of a head
+        "axes_dims_rope": [4, 6, 6],
     }
 )
 """Fields of a small instance, where the class has them."""
+_RUN: Mapping[str, object] = MappingProxyType({"in_channels": 12, "out_channels": 12, "num_layers": 2})
+"""Fields that differ in the small instance's run: the autoencoder of its config has 12 channels."""
+_MOST = 30_000_000
+"""Parameters of the largest instance that is built to see which of its tensors no layer initialises."""
 
 
 def frame(name: str, package: str) -> tuple[dict[str, str], dict[str, KindTemplate]]:
@@ -65,17 +75,20 @@ def frame(name: str, package: str) -> tuple[dict[str, str], dict[str, KindTempla
     text = next((field for field in _TEXT if field in fields), None)
     tiny = {field: value for field, value in _SMALL.items() if field in fields}
     tiny |= {text: 12} if text else {}
+    small = tiny | {field: value for field, value in _RUN.items() if field in fields}
+    small |= {text: 64} if text else {}
     own = "Wrapped" if name == "Wrapped" else name.partition("Transformer")[0] or "Wrapped"
     template = KindTemplate(
         own,
         f"Diffusers' {name}",
         tiny,
-        run={"task.predictor": f"\ntype: $type\n{_yaml(fields)}"},
+        run={"task.predictor": f"\ntype: $type\n{_yaml(fields, small)}"},
         steps=1500,
-        about="of the library's size: give it the autoencoder, text encoder and data that it is for",
+        about="small, on clips of moving shapes. The library's size has the values of the comments, and "
+        "needs the autoencoder, text encoder and data that it is for",
         requires=(f"diffusers>={'.'.join(version('diffusers').split('.')[:2])}",),
     )
-    return {"predictor": _module(name, own, cls, fields, text)}, {**TEMPLATES, "predictor": template}
+    return {"predictor": _module(name, own, cls, fields, text, tiny)}, {**TEMPLATES, "predictor": template}
 
 
 def _class(name: str) -> Any:
@@ -95,20 +108,33 @@ def _class(name: str) -> Any:
     return getattr(library, name)
 
 
-def _yaml(fields: Mapping[str, inspect.Parameter]) -> str:
-    """The class's fields with the library's defaults."""
+def _yaml(fields: Mapping[str, inspect.Parameter], small: Mapping[str, object]) -> str:
+    """The class's fields with small values, or the library's defaults."""
     lines = []
     for name, parameter in fields.items():
         default = parameter.default
         value = "# TODO" if default is parameter.empty else json.dumps(default)
         if isinstance(default, float) and "." not in value:
             value = value.replace("e", ".0e")  # a number in every version of YAML
+        if name in small and default != small[name]:
+            value = f"{json.dumps(small[name])}  # {value.removeprefix('# TODO') or 'none'} in the library"
         lines.append(f"{name}: {value}")
     return "\n".join(lines)
 
 
-def _module(name: str, own: str, cls: Any, fields: Mapping[str, inspect.Parameter], text: str | None) -> str:
+def _module(
+    name: str,
+    own: str,
+    cls: Any,
+    fields: Mapping[str, inspect.Parameter],
+    text: str | None,
+    tiny: Mapping[str, object],
+) -> str:
     """The text of the predictor's module."""
+    start = "\n".join(_init_weights(name, cls, tiny))
+    imports = (
+        ["reset_parameters"] if "empty_parameters" not in start else ["empty_parameters", "reset_parameters"]
+    )
     forward = {n: p for n, p in inspect.signature(cls.forward).parameters.items() if n != "self"}
     conditions = [c for n, c in (("pooled_projections", "pooled"), ("guidance", "guidance")) if n in forward]
     parameters = ["self", "latents", "timestep", "text", "text_mask"]
@@ -124,14 +150,14 @@ examples.
 from functools import wraps
 
 from diffusers import {name}
-
-from mm_core.contracts import reset_parameters
+{"from torch import nn" + chr(10) if "nn.init" in start else ""}
+from mm_core.contracts import {", ".join(imports)}
 
 
 class {own}({name}):
     """Written for Diffusers {version("diffusers")}."""
 
-    text_padding = "masked"  # TODO: ("fixed", n) if the pipeline pads to n tokens and does not use the mask
+    {_text_padding(forward, fields)}
 
     @wraps({name}.__init__)
     def __init__(self, **fields):
@@ -145,8 +171,91 @@ class {own}({name}):
         )
         return predicted.clone()  # TODO: back to [B,C,T,H,W]; a new tensor, no view
 
-    init_weights = reset_parameters  # TODO: fill tables too that no layer fills
+    def init_weights(self):
+        """Fills every parameter and buffer in place: the constructor runs without memory."""
+{indent(start, " " * 8)}
 '''
+
+
+def _text_padding(forward: Collection[str], fields: Mapping[str, inspect.Parameter]) -> str:
+    """The line that declares how the text is padded: a forward without a mask needs a fixed length."""
+    if "encoder_attention_mask" in forward:
+        return (
+            'text_padding = "masked"  # TODO: ("fixed", n) if the pipeline pads to n tokens, and uses no mask'
+        )
+    known = fields.get("max_text_seq_length")
+    length = known.default if known and isinstance(known.default, int) else 512
+    return f'text_padding = ("fixed", {length})  # TODO: the length to which the pipeline pads'
+
+
+def _init_weights(name: str, cls: Any, tiny: Mapping[str, object]) -> Iterator[str]:
+    """The lines that initialise: the layers, what no layer initialises, and the library's buffers."""
+    yield "reset_parameters(self)"
+    found = _uninitialised(cls, tiny)
+    if found is None:
+        yield "# TODO: fill parameters and buffers that no layer fills"
+        return
+    by_call: dict[str, list[str]] = {}
+    for suffix, call in found[0].items():
+        by_call.setdefault(call, []).append(suffix)
+    if by_call:
+        yield "for name, parameter in self.named_parameters():"
+    for call, suffixes in by_call.items():
+        names = ", ".join(f'"{suffix}"' for suffix in suffixes)
+        yield f"    if name.endswith({f'({names})' if len(suffixes) > 1 else names}):"
+        yield f"        {call}"
+    if found[1]:
+        yield "with empty_parameters():"
+        yield f"    tables = {name}.from_config(self.config)"
+        yield "for name, table in tables.named_buffers():"
+        yield "    self.get_buffer(name).copy_(table)"
+
+
+def _uninitialised(cls: Any, tiny: Mapping[str, object]) -> tuple[dict[str, str], bool] | None:
+    """Parameters of the class that `reset_parameters` leaves unset, from a small instance.
+
+    Returns:
+        The ends of their names with the calls that fill them as the library's constructor does, and whether
+        the class has buffers; None if no small instance of it can be built.
+    """
+    import torch
+
+    from mm_core.contracts import reset_parameters
+
+    try:
+        with torch.device("meta"):
+            size = sum(parameter.numel() for parameter in cls(**tiny).parameters())
+        if size > _MOST:
+            return None
+        model = cls(**tiny)
+        values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        for parameter in model.parameters():
+            torch.nn.init.constant_(parameter, torch.nan)
+        reset_parameters(model)
+    except Exception:  # the class needs other fields than the usual ones, or has layers without a reset
+        return None
+    left = [name for name, parameter in model.named_parameters() if parameter.isnan().any()]
+    found = {_suffix(name, values.keys() - set(left)): _filling(values[name]) for name in left}
+    return found, any(True for _ in model.buffers())
+
+
+def _suffix(name: str, others: Iterable[str]) -> str:
+    """The shortest end of a parameter's name, in whole parts, that no other one's has."""
+    parts = name.split(".")
+    kept = min(2, len(parts)) if parts[-1] in ("weight", "bias") else 1
+    while any(f".{other}".endswith("." + ".".join(parts[-kept:])) for other in others) and kept < len(parts):
+        kept += 1
+    return ".".join(parts[-kept:])
+
+
+def _filling(value: Any) -> str:
+    """The call that fills a parameter with values like these."""
+    if (value == value.flatten()[0]).all():
+        return f"nn.init.constant_(parameter, {value.flatten()[0].item()})"
+    std = float(value.std())
+    if 0.8 < std * value.shape[-1] ** 0.5 < 1.25:
+        return "nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)"
+    return f"nn.init.normal_(parameter, std={std:.2g})  # TODO: as the library's constructor"
 
 
 def _attributes(

@@ -154,12 +154,14 @@ def _plugin(kinds: Sequence[str], words: Mapping[str, str], templates: Mapping[s
             more = fill(", ".join(given[2:]), 90, break_long_words=False, break_on_hyphens=False)
             line = f"    return [\n        Component({', '.join(given[:2])},\n"
             line += indent(f"{more})", " " * 18) + "\n    ]"
-        lines += ["", "", "@hookimpl", f"def {KINDS[kind]}():", line]
+        lines += ["", "", "@hookimpl", f"def {KINDS[kind]}():", line.replace("\0", " ")]
     return "\n".join(lines) + "\n"
 
 
 def _python(value: Mapping[str, object]) -> str:
-    return "{" + ", ".join(f'"{key}": {each!r}'.replace("'", '"') for key, each in value.items()) + "}"
+    """A dict as Python, with NUL for a space at which no line is broken."""
+    items = (f"{key!r}:\0{each!r}".replace("'", '"').replace(", ", ",\0") for key, each in value.items())
+    return "{" + ", ".join(items) + "}"
 
 
 def _check(name: str, package: str, kinds: Sequence[str], registry: Registry, parent: Path) -> None:
