@@ -137,7 +137,7 @@ def _escapes(path: str) -> bool:
 def _annotation(row: int, value: Mapping[str, Any]) -> Annotation:
     captions = value["cap"] if isinstance(value["cap"], list) else [value["cap"]]
     resolution = value.get("resolution")
-    # Two numbers in a list do not say which is the height.
+    # Two numbers in a list do not show which is the height.
     resolution = resolution if isinstance(resolution, dict) else {}
     whole = {"num_frames": value.get("num_frames"), **{name: resolution.get(name) for name in _SIDES}}
     fps = value.get("fps")
