@@ -367,3 +367,16 @@ def test_markers_that_point_outside_lead_nowhere(path, tmp_path, marker, text):
     assert find_checkpoint(path.parents[1]) == path
     with pytest.raises(CheckpointError, match="this run has recorded no best checkpoint"):
         find_checkpoint(path.parents[1], "best")
+
+
+@pytest.mark.parametrize("version", [3, [], None, "1"])
+def test_checksums_of_an_unknown_format_do_not_end_a_resume_from_an_older_step(tmp_path, state, version):
+    store = CheckpointStore(tmp_path / "run", keep=2)
+    store.save(1, state, {}, "x: 1\n")
+    newest = store.save(2, state, {}, "x: 1\n")
+    document = json.loads((newest / "checksums.json").read_text())
+    (newest / "checksums.json").write_text(json.dumps(document | {"format": version}))
+    checkpoint, skipped = CheckpointStore(tmp_path / "run", keep=2).open("auto")
+    assert checkpoint is not None
+    assert checkpoint.folder.name != newest.name
+    assert "this checkpoint has format" in str(skipped[0])
