@@ -120,11 +120,11 @@ def encoded(case: Case, path: Path) -> None:
         container.mux(stream.encode())
 
 
-def cut(source: Path, path: Path, begin: float, end: float) -> None:
+def cut(case: Case, source: Path, path: Path, begin: float, end: float) -> None:
     """Copies the packets from the keyframe before `begin` on, until `end`; times count from `begin`."""
     with av.open(str(source)) as whole, av.open(str(path), "w") as container:
         old = whole.streams.video[0]
-        new = container.add_stream_from_template(old)
+        new = container.add_stream_from_template(old, opaque=case.codec == "libsvtav1")
         packets = [packet for packet in whole.demux(old) if packet.dts is not None or packet.pts is not None]
         zero = int(begin / old.time_base) + min(p.pts for p in packets if p.pts is not None)
         keys = [n for n, p in enumerate(packets) if p.is_keyframe and p.pts is not None and p.pts <= zero]
@@ -147,7 +147,7 @@ def made(case: Case, folder: Path) -> Path:
     if case.cut == "whole":
         return whole
     begin, end = (0.0 if case.cut == "end" else 1.3), (99.0 if case.cut == "begin" else 2.4)
-    cut(whole, path, begin, end)
+    cut(case, whole, path, begin, end)
     return path
 
 

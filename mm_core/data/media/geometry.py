@@ -36,11 +36,14 @@ class Orientation(NamedTuple):
         return self.transposed ^ self.rows ^ self.columns
 
 
+UPRIGHT = Orientation(False, False, False)
+
+
 def orientation(frame: VideoFrame, path: Path) -> Orientation:
     """The orientation in a frame's display matrix. DataError for a turn that is not a quarter of a circle."""
     data = frame.side_data.get("DISPLAYMATRIX")
     if data is None:
-        return Orientation(False, False, False)
+        return UPRIGHT
     # A stored point (x, y) is shown at (a x + c y, b x + d y).
     a, b, _, c, d, *_ = struct.unpack("=9i", bytes(data))
     straight, across = max(abs(a), abs(d)), max(abs(b), abs(c))

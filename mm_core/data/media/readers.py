@@ -20,9 +20,9 @@ from torch import Tensor
 
 from mm_core.builtin.configs.data import PyAVConfig
 from mm_core.contracts import VideoInfo
-from mm_core.data.media.geometry import Pixels, orientation, resized, rgb, shown_size, shown_width
+from mm_core.data.media.geometry import UPRIGHT, Orientation, Pixels, orientation, resized, rgb, shown_size, shown_width
 from mm_core.data.media.images import opened_image, read_image
-from mm_core.data.media.timeline import AGAIN, first_ticks, peek, timed, timeline
+from mm_core.data.media.timeline import AGAIN, open_groups, peek, timed, timeline
 from mm_core.data.rows.paths import plain_file
 from mm_core.errors import DataError, MMError, plain_reason, plural
 
@@ -57,16 +57,21 @@ class _Reader:
         Raises:
             DataError: the file is missing, empty or not a video, or its frames exceed `max_pixels`.
         """
+        return self._look(path)[0]
+
+    def _look(self, path: Path) -> tuple[VideoInfo, Orientation, bool]:
+        """(what `probe` returns, how its frames become upright, whether some are hidden)."""
         with _opened(path, self.max_pixels) as (container, stream):
             picture = _picture(container, path)
             if picture is not None:
                 _, height, width, _ = picture.shape
-                return VideoInfo(width, height, _PICTURE_RATE, 1, 1.0 / _PICTURE_RATE)
-            first, frames, fps, seconds = timeline(container, stream, path)
+                return VideoInfo(width, height, _PICTURE_RATE, 1, 1.0 / _PICTURE_RATE), UPRIGHT, False
+            frames, fps, seconds, first, hidden = timeline(container, stream, path)
             if first is None or frames < 1 or seconds <= 0:
                 raise DataError("the video stream contains no frames", where=str(path), hint=AGAIN)
-            height, width = shown_size(stream, orientation(first, path))
-            return VideoInfo(width, height, fps, frames, seconds)
+            turn = orientation(first, path)
+            height, width = shown_size(stream, turn)
+            return VideoInfo(width, height, fps, frames, seconds), turn, hidden
 
 
 class PyAVReader(_Reader):
@@ -106,7 +111,10 @@ class PyAVReader(_Reader):
 
 
 class DecordReader(_Reader):
-    """Reads videos with decord 0.6, which misses bit rot, has no AV1, and wheels only for x86_64 Linux."""
+    """Reads videos with decord 0.6, which misses bit rot, has no AV1, and wheels only for x86_64 Linux.
+
+    Videos in which it is known to show other frames than FFmpeg are refused.
+    """
 
     def read(self, path: Path, seconds: Sequence[float]) -> Tensor:
         """Reads the frames of a video at given times: uint8 [F,Y,X,3] RGB, in the order of `seconds`.
@@ -116,12 +124,18 @@ class DecordReader(_Reader):
         """
         times = _checked(seconds, path)
         decord = _import_decord()
-        info = self.probe(path)
+        info, turn, hidden = self._look(path)
         if info.num_frames == 1:  # decord cannot open pictures
             return PyAVReader(self.max_pixels).read(path, times)
+        with _opened(path, self.max_pixels) as (container, stream):
+            wrong = _wrong_in_decord(container, stream, turn, hidden)
         try:
+            if wrong:
+                raise ValueError(f"it gets {wrong} wrong")
             reader = decord.VideoReader(_name(path), ctx=decord.cpu(0), num_threads=1)
             spans = np.asarray(reader.get_frame_timestamp(range(len(reader))), dtype=np.float64)
+            if len(spans) != info.num_frames:
+                raise ValueError(f"it finds {len(spans)} frames, not {info.num_frames}")
             starts = (spans[:, 0] - spans[0, 0]).tolist()
             end = starts[-1] + max(float(spans[-1, 1] - spans[-1, 0]), 1.0 / info.fps)
             if times and max(times) >= end + _EPSILON:
@@ -137,7 +151,7 @@ class DecordReader(_Reader):
                 where=str(path),
                 hint="use the video reader core/pyav, or encode the video again, for example as H.264 mp4",
             ) from None
-        return torch.from_numpy(np.ascontiguousarray(frames))
+        return torch.stack([torch.from_numpy(resized(frame, info.height, info.width)) for frame in frames])
 
 
 @contextmanager
@@ -246,8 +260,10 @@ def _from_keyframe(
     ones (open groups of pictures): what is decoded decides, and a second seek goes further back.
     """
     head, own = peek(container, stream)
-    zero = first_ticks(head, container, path) if own else None
-    if zero is None or stream.time_base is None:
+    if not own or stream.time_base is None:
+        return None
+    zero = next((ticks for ticks, _ in timed(chain(head, container.demux(stream)), container, path)), None)
+    if zero is None:
         return None
     for back in _BACK:
         target = zero + int(Fraction(wanted[0] - back) / stream.time_base)
@@ -325,6 +341,22 @@ def _too_short(path: Path, time: float, end: float) -> DataError:
         where=str(path),
         hint="the file may be truncated, or its header may state a wrong length",
     )
+
+
+def _wrong_in_decord(
+    container: InputContainer, stream: VideoStream, turn: Orientation, hidden: bool
+) -> str:
+    """What decord 0.6 shows wrongly in this video, without a sign; empty if nothing."""
+    movie = container.format.name.startswith("mov,")
+    if not movie and not container.format.name.startswith("matroska"):
+        return "the times in this container"
+    if hidden:
+        return "edit lists, which hide frames,"
+    if turn.mirrored or (turn != UPRIGHT and not movie):
+        return "this display matrix"
+    if open_groups(container, stream):
+        return "open groups of pictures"
+    return ""
 
 
 def _import_decord() -> ModuleType:

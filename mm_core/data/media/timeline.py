@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import statistics
 from collections.abc import Iterable, Iterator
-from itertools import chain, dropwhile
+from itertools import dropwhile
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,12 +23,13 @@ _EVEN = 0.9  # share of the gaps between frames that are equal in a video of one
 
 
 class Timeline(NamedTuple):
-    """The frames that are shown: the first, how many, per second, and for how long."""
+    """The frames that are shown: how many, per second, and for how long; the first; whether others are hidden."""
 
-    first: VideoFrame | None
     frames: int
     fps: float
     seconds: float
+    first: VideoFrame | None
+    hidden: bool
 
 
 def timeline(container: InputContainer, stream: VideoStream, path: Path) -> Timeline:
@@ -38,28 +39,33 @@ def timeline(container: InputContainer, stream: VideoStream, path: Path) -> Time
         DataError: frames without times, or with times that run backwards.
     """
     first: VideoFrame | None = None
-    spans: list[tuple[int, int, int | None]] = []  # start, duration, time of presentation
-    hidden, key = False, None
+    spans: list[tuple[int, int]] = []
+    hidden, key, decoded = False, None, 0
+    # Which frames of AVI are decoded, its times do not tell.
+    every = not _presented(container) and stream.codec_context.has_b_frames
     for packet in container.demux(stream):
         ticks = _ticks(packet, container)
         if packet.size and packet.is_discard:  # outside the edit list
             hidden = True
         elif packet.size and ticks is not None:
-            spans.append((ticks, packet.duration or 0, packet.pts))
+            spans.append((ticks, packet.duration or 0))
         if packet.is_keyframe and ticks is not None:
             if key is not None and ticks < key:
                 raise _backwards(path)
             key = ticks
-        if first is None:
-            first = next(sound(packet.decode(), stream, path), None)
+        if first is None or every:
+            frames = list(sound(packet.decode(), stream, path))
+            first, decoded = first or next(iter(frames), None), decoded + len(frames)
             if first is not None and not hidden and (declared := _declared(container, stream)):
-                return Timeline(first, *declared)
-    if first is not None and first.pts is not None:
+                return Timeline(*declared, first, hidden)
+    if every:
+        spans = sorted(spans)[:decoded]
+    elif first is not None and (begin := _ticks(first, container)) is not None:
         # What precedes the first frame refers to frames that were cut off.
-        spans = [span for span in spans if span[2] is None or span[2] >= first.pts]
+        spans = [span for span in spans if span[0] >= begin]
     if first is not None and not spans:
         raise _untimed(path)
-    return Timeline(first, *_measured(spans, stream)) if spans else Timeline(None, 0, 0.0, 0.0)
+    return Timeline(*(_measured(spans, stream) if spans else (0, 0.0, 0.0)), first, hidden)
 
 
 def _declared(container: InputContainer, stream: VideoStream) -> tuple[int, float, float] | None:
@@ -71,9 +77,9 @@ def _declared(container: InputContainer, stream: VideoStream) -> tuple[int, floa
     return (stream.frames, rate, seconds) if abs(rate * seconds - stream.frames) < 0.5 else None
 
 
-def _measured(spans: list[tuple[int, int, int | None]], stream: VideoStream) -> tuple[int, float, float]:
-    """(frames, fps, seconds) from the (start, duration, ...) of each frame in ticks."""
-    starts = sorted(start for start, *_ in spans)
+def _measured(spans: list[tuple[int, int]], stream: VideoStream) -> tuple[int, float, float]:
+    """(frames, fps, seconds) from the (start, duration) of each frame in ticks."""
+    starts = sorted(start for start, _ in spans)
     gaps = [later - sooner for sooner, later in zip(starts, starts[1:], strict=False)]
     usual = statistics.median(gaps) if gaps else 0
     base = float(stream.time_base)
@@ -108,15 +114,15 @@ def peek(container: InputContainer, stream: VideoStream) -> tuple[list[Packet[Vi
     return packets, _presented(container) and all(packet.is_keyframe for packet in packets if packet.size)
 
 
-def first_ticks(
-    head: list[Packet[VideoStream]], container: InputContainer, path: Path
-) -> int | None:
-    """The ticks at which the first frame is shown, by the first packets where they tell. None without a frame."""
-    times = [ticks for packet in head if (ticks := _ticks(packet, container)) is not None]
-    if head[0].is_keyframe and not head[0].is_discard and _ticks(head[0], container) == min(times, default=None):
-        return times[0]
-    packets = chain(head, container.demux(head[0].stream))
-    return next((ticks for ticks, _ in timed(packets, container, path)), None)
+def open_groups(container: InputContainer, stream: VideoStream) -> bool:
+    """Whether frames that follow a keyframe are shown before it: they refer to what precedes it."""
+    key: int | None = None
+    for packet in container.demux(stream):
+        if packet.is_keyframe:
+            key = packet.pts
+        elif key is not None and packet.pts is not None and packet.pts < key:
+            return True
+    return False
 
 
 def timed(
