@@ -59,10 +59,8 @@ def orientation(frame: VideoFrame, path: Path) -> Orientation:
 
 def shown_width(stream: VideoStream) -> int:
     """Width of the stored frames in square pixels; they keep their height."""
-    ratio = float(stream.sample_aspect_ratio or 1)
-    if ratio <= 0 or abs(ratio - 1) < _SQUARE:
-        return stream.width
-    return max(1, round(stream.width * ratio))
+    width, ratio = int(stream.width), float(stream.sample_aspect_ratio or 1)
+    return width if ratio <= 0 or abs(ratio - 1) < _SQUARE else max(1, round(width * ratio))
 
 
 def shown_size(stream: VideoStream, turn: Orientation) -> tuple[int, int]:

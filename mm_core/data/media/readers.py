@@ -20,7 +20,16 @@ from torch import Tensor
 
 from mm_core.builtin.configs.data import PyAVConfig
 from mm_core.contracts import VideoInfo
-from mm_core.data.media.geometry import UPRIGHT, Orientation, Pixels, orientation, resized, rgb, shown_size, shown_width
+from mm_core.data.media.geometry import (
+    UPRIGHT,
+    Orientation,
+    Pixels,
+    orientation,
+    resized,
+    rgb,
+    shown_size,
+    shown_width,
+)
 from mm_core.data.media.images import opened_image, read_image
 from mm_core.data.media.timeline import AGAIN, open_groups, peek, timed, timeline
 from mm_core.data.rows.paths import plain_file
@@ -256,8 +265,8 @@ def _from_keyframe(
 ) -> list[Pixels] | None:
     """The wanted frames after a seek. None if the caller must read from the start.
 
-    A seek may end too late (in MPEG-TS, or with an index by decoding time), or on frames that refer to skipped
-    ones (open groups of pictures): what is decoded decides, and a second seek goes further back.
+    A seek may end too late (in MPEG-TS, or with an index by decoding time), or on frames that refer to
+    skipped ones (open groups of pictures): what is decoded decides, and a second seek goes further back.
     """
     head, own = peek(container, stream)
     if not own or stream.time_base is None:
@@ -294,8 +303,8 @@ def _pick(
         stream: of the frames.
         wanted: times in seconds.
         path: of the video, for errors.
-        zero: ticks of the file's first frame, if `frames` begin elsewhere. None is then returned if they begin
-            after the first wanted time.
+        zero: ticks of the file's first frame, if `frames` begin elsewhere. None is then returned if they
+            begin after the first wanted time.
     """
     base = stream.time_base
     sought = zero is not None
@@ -343,9 +352,7 @@ def _too_short(path: Path, time: float, end: float) -> DataError:
     )
 
 
-def _wrong_in_decord(
-    container: InputContainer, stream: VideoStream, turn: Orientation, hidden: bool
-) -> str:
+def _wrong_in_decord(container: InputContainer, stream: VideoStream, turn: Orientation, hidden: bool) -> str:
     """What decord 0.6 shows wrongly in this video, without a sign; empty if nothing."""
     movie = container.format.name.startswith("mov,")
     if not movie and not container.format.name.startswith("matroska"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import statistics
 from collections.abc import Iterable, Iterator
-from itertools import dropwhile
+from itertools import dropwhile, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,7 +23,7 @@ _EVEN = 0.9  # share of the gaps between frames that are equal in a video of one
 
 
 class Timeline(NamedTuple):
-    """The frames that are shown: how many, per second, and for how long; the first; whether others are hidden."""
+    """The frames that are shown: how many, per second, and for how long; whether others are hidden."""
 
     frames: int
     fps: float
@@ -33,7 +33,7 @@ class Timeline(NamedTuple):
 
 
 def timeline(container: InputContainer, stream: VideoStream, path: Path) -> Timeline:
-    """The frames shown, by the header where it is right about them, else counted over the packets in one pass.
+    """The frames shown, by the header where it is right about them, else counted over the packets.
 
     Raises:
         DataError: frames without times, or with times that run backwards.
@@ -56,11 +56,13 @@ def timeline(container: InputContainer, stream: VideoStream, path: Path) -> Time
         if first is None or every:
             frames = list(sound(packet.decode(), stream, path))
             first, decoded = first or next(iter(frames), None), decoded + len(frames)
-            if first is not None and not hidden and (declared := _declared(container, stream)):
+            begins = first is not None and not hidden and first.pts == min(spans, default=(None,))[0]
+            if begins and (declared := _declared(container, stream)):
                 return Timeline(*declared, first, hidden)
+    begin = None if first is None else _ticks(first, container)
     if every:
         spans = sorted(spans)[:decoded]
-    elif first is not None and (begin := _ticks(first, container)) is not None:
+    elif begin is not None:
         # What precedes the first frame refers to frames that were cut off.
         spans = [span for span in spans if span[0] >= begin]
     if first is not None and not spans:
@@ -80,7 +82,7 @@ def _declared(container: InputContainer, stream: VideoStream) -> tuple[int, floa
 def _measured(spans: list[tuple[int, int]], stream: VideoStream) -> tuple[int, float, float]:
     """(frames, fps, seconds) from the (start, duration) of each frame in ticks."""
     starts = sorted(start for start, _ in spans)
-    gaps = [later - sooner for sooner, later in zip(starts, starts[1:], strict=False)]
+    gaps = [later - sooner for sooner, later in pairwise(starts)]
     usual = statistics.median(gaps) if gaps else 0
     base = float(stream.time_base)
     declared = float(stream.average_rate or 0)
@@ -92,7 +94,7 @@ def _measured(spans: list[tuple[int, int]], stream: VideoStream) -> tuple[int, f
     if gaps and sum(even) and len(even) >= _EVEN * len(gaps):  # a hole between frames does not slow them down
         fps = len(even) / (sum(even) * base)
     # The declared rate is not rounded, but in some containers it is a guess from the first packets.
-    fits = declared > 0 and abs(declared / fps - 1) * len(starts) < 1 if fps else False
+    fits = declared > 0 and fps > 0 and abs(declared / fps - 1) * len(starts) < 1
     return len(starts), declared if fits else fps, seconds
 
 
@@ -164,8 +166,8 @@ def timed(
 def sound(
     frames: Iterable[VideoFrame], stream: VideoStream, path: Path, *, seeked: bool = False
 ) -> Iterator[VideoFrame]:
-    """Passes frames on. DataError at a frame of a different size, and at one that the decoder flags as damaged
-    (`seeked`: those before the first sound one are left out)."""
+    """Passes frames on. DataError at a frame of a different size, and at one that the decoder flags as
+    damaged (`seeked`: those before the first sound one are left out)."""
     if seeked:
         frames = dropwhile(lambda frame: frame.is_corrupt, frames)
     for frame in frames:
@@ -187,7 +189,8 @@ def _presented(container: InputContainer) -> bool:
 
 
 def _ticks(of: Packet[VideoStream] | VideoFrame, container: InputContainer) -> int | None:
-    return of.pts if _presented(container) else of.dts
+    ticks: int | None = of.pts if _presented(container) else of.dts
+    return ticks
 
 
 def _untimed(path: Path) -> DataError:
