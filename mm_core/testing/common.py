@@ -78,7 +78,6 @@ def resolves(probe: Probe) -> None:
 def builds(probe: Probe) -> None:
     """The small instance is built, and keeps the contract of its kind."""
     _ = probe.config  # its files are made with memory
-    import_module("torch._dynamo")  # torch replaces functions of its own when an optimizer first needs it
     probe.first_changes += state_changes(lambda: _build(probe))
 
 
@@ -139,6 +138,8 @@ CHECKS = by_name(
 
 def state_changes(call: Callable[[], object]) -> list[str]:
     """What a call changes of the state that components must leave unchanged in a process."""
+    # Optimizers and operations on meta import it, which sets variables and wraps functions of torch.
+    import_module("torch._dynamo")
     before = dict(_global_state())
     call()
     after = dict(_global_state())

@@ -44,6 +44,37 @@ def mm_schedulers():
 """
 
 
+LATE = """
+import torch
+from torch import nn
+
+from mm_core import Component, hookimpl
+
+
+class Late(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(4, 4)
+        self.register_buffer("angles", torch.outer(torch.arange(4.0), torch.arange(4.0)))
+        nn.Parameter(torch.empty(4)).data.normal_()
+
+
+class Optimizer(torch.optim.SGD):
+    def __init__(self, named_parameters):
+        super().__init__(named_parameters, lr=0.1)
+
+
+@hookimpl
+def mm_predictors():
+    return [Component("late", "late:Late")]
+
+
+@hookimpl
+def mm_optimizers():
+    return [Component("late", "late:Optimizer")]
+"""
+
+
 @pytest.fixture
 def plugin(tmp_path: Path) -> Path:
     """A one-file plugin with a scheduler that has two faults."""
@@ -55,7 +86,7 @@ def plugin(tmp_path: Path) -> Path:
 def test_a_good_component_has_the_milliseconds_of_each_check_and_code_0(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["plugins", "test", "core/flow_match"]) == 0
+    assert main(["plugins", "test", "core/flow_match", "--verbose"]) == 0
     first, *checks, last = capsys.readouterr().out.splitlines()
     assert len(checks) == 18
     *passed, without = checks
@@ -63,6 +94,50 @@ def test_a_good_component_has_the_milliseconds_of_each_check_and_code_0(
     assert "not applicable: intervals: the scheduler has no truncated and mass" in without
     assert first.startswith("core/flow_match  (scheduler)  17 of 18 passed, ")
     assert last == "1 component, 18 checks, 0 failures"
+
+
+def test_checks_that_do_not_fail_are_only_counted_by_default(
+    plugin: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plugins", "test", "core/flow_match"]) == 0
+    first, last = capsys.readouterr().out.splitlines()
+    assert " 17 of 18 passed, " in first and last == "1 component, 18 checks, 0 failures"
+    assert main(["plugins", "test", "local/ends", "--path", str(plugin)]) == 1
+    lines = capsys.readouterr().out.splitlines()[1:-1]
+    assert lines and all("  failed: " in line for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", ["builds", "no_side_effects"])
+def test_what_torch_imports_late_is_not_the_component_s_doing(check: str, tmp_path: Path) -> None:
+    """Each in a new process, which has not imported torch._dynamo yet."""
+    file = tmp_path / "late.py"
+    file.write_text(LATE)
+    program = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from mm_core.plugin.registry import get_registry\n"
+        "from mm_core.testing.kit import Examination, find_components\n"
+        f"registry = get_registry(({str(file)!r},))\n"
+        "for kind in ('optimizer', 'predictor'):\n"
+        "    (found,) = find_components(registry, 'local/late', kind)\n"
+        "    of = Examination(found, registry)\n"
+        "    print([of.run(name) for name in dict.fromkeys((sys.argv[1], 'no_side_effects'))])\n"
+    )
+    for kind in ("optimizer", "predictor"):
+        words = ["-c", program.replace("('optimizer', 'predictor')", f"({kind!r},)"), check]
+        code, out, error = run(words, anew=True)
+        assert code == 0 and "passed" in out and "failed" not in out, out + error
+
+
+@pytest.mark.parametrize(
+    "kind", ["optimizer", *(pytest.param(k, marks=pytest.mark.nightly) for k in KITS if k != "optimizer")]
+)
+@pytest.mark.slow
+def test_components_of_a_kind_pass_in_a_new_process(kind: str) -> None:
+    words = ["-m", "mm_core.cli.main", "plugins", "test", "core", "--kind", kind]
+    code, out, error = Command(words, anew=True).end(600)
+    assert code == 0 and ", 0 failures" in out, out + error
 
 
 def test_faults_are_readable_errors_with_the_authors_file_and_line(
