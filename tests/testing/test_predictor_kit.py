@@ -137,6 +137,18 @@ def test_a_wrong_line_fails_the_check_that_is_for_it(check: str, tmp_path: Path)
     assert found.keys() - ALSO.get(check, set()) <= {check}
 
 
+RETURN = "return x.reshape(b, c, t, h, w).to(latents.dtype).clone()"
+BROKEN = """
+        class Broken(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, grad):
+                return grad * float("nan") if grad.dtype == torch.bfloat16 and CONDITION else grad
+
+        return Broken.apply(x.reshape(b, c, t, h, w).to(latents.dtype))"""
 KEPT = (
     'self.register_buffer("waves", torch.empty(8))',
     'self.register_buffer("waves", torch.empty(8)); self.tables = [torch.empty(8)]',
@@ -146,7 +158,11 @@ KEPT = (
 @pytest.mark.parametrize(
     ("old", "new", "check", "sentence"),
     [
-        (*KEPT, "initialisation", "tensors of tables are neither parameters nor buffers, and stay on the meta"),
+        (
+            *KEPT,
+            "initialisation",
+            "tensors of tables are neither parameters nor buffers, and stay on the meta",
+        ),
         (
             "words = self.words(text.masked_fill(",
             "words = self.words(text.masked_fill_(",
@@ -154,10 +170,10 @@ KEPT = (
             "the predictor changes its input `text`",
         ),
         (
-            "return x.reshape(b, c, t, h, w).to(latents.dtype).clone()",
-            "return Broken.apply(x.reshape(b, c, t, h, w).to(latents.dtype), self.scale.dtype)",
+            RETURN,
+            BROKEN.replace("CONDITION", "True"),
             "mixed_precision",
-            "in bf16, gradients are not finite: stem.weight, ",
+            "in bf16, gradients are not finite: scale, stem.weight, ",
         ),
     ],
 )
@@ -165,31 +181,12 @@ def test_a_fault_of_the_same_check_is_found(
     old: str, new: str, check: str, sentence: str, tmp_path: Path
 ) -> None:
     of = examination(tmp_path, old, new)
-    (tmp_path / GOOD.name).write_text((tmp_path / GOOD.name).read_text() + BROKEN.replace("CONDITION", "True"))
     assert sentence in of.run(check).reason
-
-
-BROKEN = """
-
-class Broken(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, dtype):
-        ctx.dtype = dtype
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        broken = ctx.dtype == torch.bfloat16 and CONDITION
-        return (grad * float("nan") if broken else grad), None
-"""
 
 
 def test_gradients_that_torch_s_onednn_breaks_are_not_the_predictor_s_fault(tmp_path: Path) -> None:
     """Its convolutions do so on some CPUs at random; here a function does so always."""
-    new = "return Broken.apply(x.reshape(b, c, t, h, w).to(latents.dtype), self.scale.dtype)"
-    of = examination(tmp_path, "return x.reshape(b, c, t, h, w).to(latents.dtype).clone()", new)
-    text = BROKEN.replace("CONDITION", "torch.backends.mkldnn.enabled")
-    (tmp_path / GOOD.name).write_text((tmp_path / GOOD.name).read_text() + text)
+    of = examination(tmp_path, RETURN, BROKEN.replace("CONDITION", "torch.backends.mkldnn.enabled"))
     outcome = of.run("mixed_precision")
     assert outcome.status == "not applicable" and "torch's oneDNN makes gradients" in outcome.reason
 
