@@ -53,10 +53,6 @@ def collated(change, base: type = VideoTextDataset) -> type:
     return type("Faulty", (base,), {"collate": lambda self, samples: change(base.collate(self, samples))})
 
 
-def first_row(self, index, rng):
-    return VideoTextDataset.sample_at(self, 0, rng)
-
-
 class Remembering(VideoTextDataset):
     """A sample depends on how many have been read before."""
 
@@ -187,7 +183,6 @@ VIDEO_FAULTS = [
         clips(sample_at=lambda self, index, rng: self[index]),
         "sample_at returns the same samples in each epoch: it uses nothing of `rng`",
     ),
-    ("determinism", clips(sample_at=first_row), "samples 0 to 3 are equal"),
     ("resume", Growing, "the batches from step 1 on are different after a resume"),
     ("picklable", Locked, "the dataset cannot be sent to data workers: cannot pickle '_thread.lock' object"),
     ("bad_samples", Blank, "with 0.mp4 damaged, sample 0 is a different one, without an error"),

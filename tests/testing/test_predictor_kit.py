@@ -137,18 +137,6 @@ def test_a_wrong_line_fails_the_check_that_is_for_it(check: str, tmp_path: Path)
     assert found.keys() - ALSO.get(check, set()) <= {check}
 
 
-RETURN = "return x.reshape(b, c, t, h, w).to(latents.dtype).clone()"
-BROKEN = """
-        class Broken(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x):
-                return x.clone()
-
-            @staticmethod
-            def backward(ctx, grad):
-                return grad * float("nan") if grad.dtype == torch.bfloat16 and CONDITION else grad
-
-        return Broken.apply(x.reshape(b, c, t, h, w).to(latents.dtype))"""
 KEPT = (
     'self.register_buffer("waves", torch.empty(8))',
     'self.register_buffer("waves", torch.empty(8)); self.tables = [torch.empty(8)]',
@@ -169,12 +157,6 @@ KEPT = (
             "inputs_unchanged",
             "the predictor changes its input `text`",
         ),
-        (
-            RETURN,
-            BROKEN.replace("CONDITION", "True"),
-            "mixed_precision",
-            "in bf16, gradients are not finite: scale, stem.weight, ",
-        ),
     ],
 )
 def test_a_fault_of_the_same_check_is_found(
@@ -182,13 +164,6 @@ def test_a_fault_of_the_same_check_is_found(
 ) -> None:
     of = examination(tmp_path, old, new)
     assert sentence in of.run(check).reason
-
-
-def test_gradients_that_torch_s_onednn_breaks_are_not_the_predictor_s_fault(tmp_path: Path) -> None:
-    """Its convolutions do so on some CPUs at random; here a function does so always."""
-    of = examination(tmp_path, RETURN, BROKEN.replace("CONDITION", "torch.backends.mkldnn.enabled"))
-    outcome = of.run("mixed_precision")
-    assert outcome.status == "not applicable" and "torch's oneDNN makes gradients" in outcome.reason
 
 
 def test_a_predictor_that_hardly_reacts_to_the_timestep_does_not_round_it(tmp_path: Path) -> None:
