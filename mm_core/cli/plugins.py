@@ -176,8 +176,8 @@ def _test(registry: Registry, name: str, kind: str | None, as_json: bool, verbos
 
 
 def _print_outcomes(registered: Registered, outcomes: Sequence[Outcome], verbose: bool) -> None:
-    """Prints a component with the number of its checks that passed, and a line for each check that failed,
-    or for each: the milliseconds that it took, and its reason if it did not pass, once if several have the same."""
+    """Prints a component with the number of its checks that passed, and a line for each that failed, or with
+    `verbose` for each: its milliseconds, and its reason if it did not pass, once if several have the same."""
     passed = sum(outcome.status == "passed" for outcome in outcomes)
     seconds = sum(outcome.seconds for outcome in outcomes)
     print(f"{registered.qualified}  ({registered.kind})  {passed} of {len(outcomes)} passed, {seconds:.1f} s")
