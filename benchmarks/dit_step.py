@@ -18,6 +18,7 @@ import math
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,11 +84,11 @@ class RandomLatents:
 
     def __init__(self, shape: tuple[int, int, int, int], device: torch.device) -> None:
         self.latent_channels = shape[0]
-        self._latents = torch.randn(shape, device=device)
+        self.moments = torch.randn(shape, device=device)
 
     def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, ...]:
         """Shape (C,T,H,W) of the random latents, for a clip of any size."""
-        return tuple(self._latents.shape)
+        return tuple(self.moments.shape)
 
     def encode(self, pixels: torch.Tensor) -> RandomLatents:
         """Returns itself as the posterior; `mode` returns the random latents."""
@@ -96,7 +97,11 @@ class RandomLatents:
 
     def mode(self) -> torch.Tensor:
         """The random latents [B,C,T,H,W]."""
-        return self._latents.expand(self._rows, *self._latents.shape)
+        return self.moments.expand(self._rows, *self.moments.shape)
+
+    def sample(self, generators: Sequence[torch.Generator]) -> torch.Tensor:
+        """The same random latents [B,C,T,H,W]: this posterior has no spread."""
+        return self.mode()
 
 
 class RandomText:

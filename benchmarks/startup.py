@@ -53,7 +53,7 @@ Version: 1.2.3
 Summary: a plugin
 Requires-Python: >=3.11
 Requires-Dist: mm-core<0.2,>=0.1
-Requires-Dist: torch<2.14,>=2.7
+Requires-Dist: torch>=2.7
 
 # {name}
 

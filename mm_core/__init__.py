@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mm_core.errors import MMError
+from mm_core.errors import DataError, MMError
 from mm_core.lazy import lazy_names
 from mm_core.plugin.component import Component
 from mm_core.plugin.hookspecs import hookimpl
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Component",
+    "DataError",
     "MMError",
     "__version__",
     "answer",

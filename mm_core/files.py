@@ -10,6 +10,8 @@ import re
 import secrets
 import shutil
 import socket
+import stat
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -30,8 +32,20 @@ _STAGE = re.compile(r".*\.tmp-[0-9a-f]+(?:-(\d+)@(.+))?\Z")
 def replacing(path: Path) -> Iterator[Path]:
     """Replaces a file in one step: yields a temporary path beside it, renamed when the block succeeds.
 
-    A reader sees the old file or the new one. After an error the old file is still there.
+    A reader sees the old file or the new one. After an error the old file is still there. A symbolic link
+    stays, its target is replaced. A pipe or a device is written into.
     """
+    if _is_special(path):
+        with tempfile.TemporaryDirectory() as folder:
+            staged = Path(folder) / "staged"
+            yield staged
+            # Not created: what is no file has no content to truncate, and may be gone by now.
+            with os.fdopen(os.open(path, os.O_WRONLY), "wb") as out, staged.open("rb") as content:
+                shutil.copyfileobj(content, out)
+        return
+    path = Path(os.path.realpath(path)) if path.is_symlink() else path
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
     staged = path.with_name(f".{path.stem}.tmp-{os.getpid()}{path.suffix}")
     try:
         yield staged
@@ -39,6 +53,15 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             staged.unlink(missing_ok=True)
+
+
+def _is_special(path: Path) -> bool:
+    """Whether a path leads to a pipe, a device or a socket, which a file must not replace."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
 
 
 def replace_text(path: Path, text: str, *, durable: bool = False) -> None:
@@ -55,7 +78,7 @@ def replace_text(path: Path, text: str, *, durable: bool = False) -> None:
         else:
             staged.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
     if durable:
-        sync_folder(path.parent)
+        sync_folder(path.resolve().parent)
 
 
 @contextmanager

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="list|show|check|test|new", required=True)
     listing = actions.add_parser("list", help="all plugins and components", allow_abbrev=False)
-    listing.add_argument("--kind", choices=tuple(KINDS), metavar="KIND", help=f"one of {', '.join(KINDS)}")
+    listing.add_argument(
+        "--kind", type=_kind, choices=tuple(KINDS), metavar="KIND", help=f"one of {', '.join(KINDS)}"
+    )
     show = actions.add_parser(
         "show", help="one component: its fields, defaults and source", allow_abbrev=False
     )
@@ -35,7 +37,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     test = actions.add_parser("test", help="run the conformance checks of components", allow_abbrev=False)
     test.add_argument("name", metavar="NAME", help="a plugin, or the name of a component")
-    test.add_argument("--kind", choices=tuple(KINDS), metavar="KIND", help="only components of this kind")
+    test.add_argument(
+        "--kind", type=_kind, choices=tuple(KINDS), metavar="KIND", help="only components of this kind"
+    )
     test.add_argument("--verbose", action="store_true", help="also print the checks that do not fail")
     new = actions.add_parser("new", help="write the files of a new plugin", allow_abbrev=False)
     new.add_argument("name", metavar="NAME", help="name of its distribution, such as my-dit")
@@ -53,6 +57,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action.add_argument(
             "--path", action="append", default=[], metavar="FILE", help="also load this one-file plugin"
         )
+
+
+def _kind(typed: str) -> str:
+    """A kind as it is typed: a distribution's name demands hyphens, so kinds are taken with them too."""
+    return typed.replace("-", "_")
 
 
 def execute(arguments: argparse.Namespace) -> int:

@@ -88,7 +88,12 @@ def copy_shipped(config: ShippedConfig, destination: Path | None = None) -> Path
     try:
         content = config.file.read_bytes()
         with path.open("xb") as file:
-            file.write(content)
+            try:
+                file.write(content)
+                file.flush()
+            except OSError:
+                path.unlink()  # a part of the config would refuse the next try
+                raise
     except FileExistsError:
         what, hint = "this file exists, and is not replaced", "name another file, or remove this one first"
         raise ConfigError(what, where=str(path), hint=hint) from None

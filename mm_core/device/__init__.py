@@ -17,6 +17,7 @@ from mm_core.device.kind import (
     device_type,
     environment_world,
     synchronize,
+    untested_torch,
 )
 from mm_core.device.measurement import (
     DeviceClock,
@@ -48,4 +49,5 @@ __all__ = [
     "reset_peak_memory",
     "set_deterministic",
     "synchronize",
+    "untested_torch",
 ]

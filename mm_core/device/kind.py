@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import cast
 
 import torch
+from packaging.version import Version
 
 from mm_core.errors import MMError, plural
 
@@ -21,6 +22,18 @@ _BACKENDS = {"cuda": "nccl", "npu": "hccl"}
 
 ACCELERATOR_NAMES = frozenset({*_BACKENDS, *_BACKENDS.values()})
 """Names of devices and backends that no component needs to know."""
+
+NEWEST_TORCH = (2, 15)
+"""Minor version of the newest torch with which mm_core is tested."""
+
+
+def untested_torch(installed: str = torch.__version__) -> tuple[str, ...]:
+    """A note if the installed torch is of a newer minor version than those that mm_core is tested with."""
+    release = Version(installed).release[:2]
+    if release <= NEWEST_TORCH:
+        return ()
+    newest = ".".join(map(str, NEWEST_TORCH))
+    return (f"torch {installed} is newer than {newest}, the newest that this mm_core is tested with",)
 
 
 @dataclass(frozen=True)

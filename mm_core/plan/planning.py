@@ -26,6 +26,7 @@ from mm_core.contracts import (
 )
 from mm_core.data.loading.sampler import BatchPlan
 from mm_core.data.loading.seeding import build_dataset
+from mm_core.device import untested_torch
 from mm_core.errors import ConfigError, ContractError, PlanError, plural
 from mm_core.modules.casting import cast_frozen
 from mm_core.modules.patterns import freeze
@@ -155,7 +156,7 @@ def make_plan(
         micro_batch_size=micro,
         global_batch_size=size,
         accumulation=size // wave,
-        notes=_notes(task),
+        notes=(*untested_torch(), *_notes(task)),
         flops=_step_flops(config, task, layout, size),
         ema_bytes=layout.gradient_bytes if config.ema is not None else 0,
         ema_on_host=config.ema is not None and (config.ema.device == "cpu" or bool(layout.offloaded_bytes)),

@@ -110,7 +110,7 @@ def standard_streams(*, required: bool) -> Iterator[None]:
     Args:
         required: output that cannot be written is an error, since the output is the command's purpose.
     """
-    _open_closed()
+    _open_closed(required)
     before = sys.stdout, sys.stderr
     out = Required(sys.stdout) if required else BestEffort(sys.stdout)
     sys.stdout, sys.stderr = out, BestEffort(sys.stderr)
@@ -120,14 +120,17 @@ def standard_streams(*, required: bool) -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-def _open_closed() -> None:
+def _open_closed(required: bool) -> None:
     """Redirects closed streams (`>&-`) to /dev/null: otherwise the next opened file would get the descriptor
     number, and everything written to standard output would go into that file."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+            # Output that is required and has nowhere to go is an error: read-only, its first write fails.
+            os.open(
+                os.devnull, os.O_RDONLY if required and number == 1 else os.O_RDWR
+            )  # gets the lowest free number, which is this one
     for name, number in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, "w", encoding="utf-8", errors="replace", closefd=False))

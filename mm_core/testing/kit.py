@@ -292,8 +292,7 @@ class Examination:
     def run(self, name: str) -> Outcome:
         """Runs one check, and compares what comes of it with the component's `expected_failures`.
 
-        A check that starts several processes does not apply once another check has failed, and no check of
-        the kind once one of its `first` has: it would only meet the same fault again.
+        A check on several processes does not apply once another has failed, nor the kind's once a `first` has.
         """
         started = time.perf_counter()
         own, reason = name in self._kit.checks and name not in self._kit.first, ""

@@ -444,3 +444,10 @@ def test_a_local_file_can_be_looked_at(site: Any, tmp_path: Path, capsys: pytest
     path.write_text("1 / 0")
     assert main(["plugins", "check", "--path", str(tmp_path / "gone.py")]) == 1
     assert "No such file or directory" in capsys.readouterr().out
+
+
+def test_output_with_nowhere_to_go_is_an_error():
+    command = f"{sys.executable} -m mm_core.cli.main plugins list >&-"
+    ended = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "mm: error: standard output: the output cannot be written" in ended.stderr

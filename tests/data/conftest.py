@@ -58,6 +58,8 @@ def encode() -> Encode:
         options: dict[str, str] | None = None,
         pix_fmt: str = "yuv420p",
         matrix: int | None = None,
+        curve: int | None = None,
+        aspect: Fraction | None = None,
         field: Sequence[int] | None = None,
         container_options: dict[str, str] | None = None,
     ) -> Path:
@@ -71,6 +73,10 @@ def encode() -> Encode:
             stream.time_base = stream.codec_context.time_base = Fraction(1, 600)
             if matrix is not None:
                 stream.codec_context.colorspace = matrix
+            if curve is not None:
+                stream.codec_context.color_trc = curve
+            if aspect is not None:
+                stream.codec_context.sample_aspect_ratio = aspect
             for index, tick in enumerate(times):
                 image = np.full((height, width, 3), field or (20 + 4 * index,) * 3, dtype=np.uint8)
                 if noise:

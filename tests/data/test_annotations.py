@@ -121,7 +121,7 @@ def test_thousands_of_like_faults_stay_one_line(tmp_path: Path) -> None:
         ({"path": "a", "cap": "x", "num_frames": 4.5}, "num_frames is 4.5"),
         ({"path": "a", "cap": "x", "fps": "24"}, "fps is '24', not a positive number"),
         ({"path": "a", "cap": "x", "fps": float("nan")}, "fps is nan"),
-        ({"path": "a", "cap": "x", "resolution": [480, 832]}, "resolution is a list, not"),
+        ({"path": "a", "cap": "x", "resolution": [480]}, "resolution is a list, not"),
         ({"path": "a", "cap": "x", "resolution": {"height": -1, "width": 2}}, "resolution.height is -1"),
     ],
 )
@@ -234,3 +234,12 @@ def test_a_link_may_stay_in_the_folder_and_not_leave_it(tmp_path: Path) -> None:
     assert inside(tmp_path / "alias", "a.mp4").read_text() == "a", "the folder itself may be a link"
     with pytest.raises(DataError, match="leaves its folder through a symbolic link"):
         inside(folder, "bad.mp4")
+
+
+def test_a_resolution_may_be_two_numbers(tmp_path):
+    file = tmp_path / "rows.json"
+    file.write_text('[{"path": "a.mp4", "cap": "a", "resolution": [480, 832]}]')
+    assert read_annotations(file)[0].path == "a.mp4"
+    file.write_text('[{"path": "a.mp4", "cap": "a", "resolution": [480, -1]}]')
+    with pytest.raises(DataError, match="resolution is -1"):
+        read_annotations(file)

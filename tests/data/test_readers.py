@@ -5,8 +5,10 @@ from __future__ import annotations
 import pickle
 import struct
 import sys
+from fractions import Fraction
 from pathlib import Path
 
+import av
 import pytest
 import torch
 
@@ -75,6 +77,93 @@ def test_rotation_of_the_display_matrix_is_applied(tmp_path: Path, encode) -> No
     for reader in (PyAVReader(), DecordReader()):
         turned = reader.read(file, [0.0])
         assert torch.equal(turned[0], torch.rot90(upright[0], -1, (0, 1))), "clockwise, as players do"
+
+
+def test_frames_at_an_oblique_angle_are_refused(tmp_path: Path, encode) -> None:
+    file = encode(tmp_path / "a.mp4", 4)
+    data = bytearray(file.read_bytes())
+    matrix, one = data.index(b"tkhd") + 4 + 40, 1 << 15
+    data[matrix : matrix + 36] = struct.pack(">9i", one, one, 0, -one, one, 0, 0, 0, 1 << 30)
+    file.write_bytes(data)
+    for act in (lambda: PyAVReader().probe(file), lambda: PyAVReader().read(file, [0.0])):
+        with pytest.raises(DataError, match="the video is shown at an oblique angle"):
+            act()
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize(("aspect", "width"), [((4, 3), 85), ((9, 16), 36), ((1280, 1281), 64)])
+def test_pixels_become_square(tmp_path: Path, encode, reader, aspect: tuple[int, int], width: int) -> None:
+    file = encode(tmp_path / "a.mp4", aspect=Fraction(*aspect))
+    info = reader.probe(file)
+    assert (info.height, info.width) == (48, width)
+    frames = reader.read(file, [0.5 / 24, 30.5 / 24])
+    assert frames.shape == (2, 48, width, 3) and levels(frames) == [0, 30]
+
+
+def test_square_pixels_count_for_max_pixels(tmp_path: Path, encode) -> None:
+    file = encode(tmp_path / "a.mp4", 3, aspect=Fraction(10))
+    with pytest.raises(DataError, match="frames of 640x48 are larger than the reader's max_pixels"):
+        PyAVReader(max_pixels=640 * 48 - 1).read(file, [0.0])
+
+
+@pytest.mark.parametrize("curve", [16, 18])  # PQ, HLG
+def test_transfer_curves_are_left_as_they_are(tmp_path: Path, encode, curve: int) -> None:
+    plain = PyAVReader().read(encode(tmp_path / "a.mp4", 3, matrix=9), [0.0])
+    assert torch.equal(PyAVReader().read(encode(tmp_path / "b.mp4", 3, matrix=9, curve=curve), [0.0]), plain)
+
+
+def test_mpeg_ts_is_read_alike_alone_and_from_its_start(tmp_path: Path, encode) -> None:
+    file = encode(tmp_path / "a.ts", options={"bf": "2"})
+    for wanted in range(40):
+        assert levels(PyAVReader().read(file, [(wanted + 0.5) / 24])) == [wanted]
+
+
+def test_an_mp4_copied_from_avi_has_times_of_decoding(tmp_path: Path, encode) -> None:
+    file = tmp_path / "copied.mp4"
+    with av.open(str(encode(tmp_path / "a.avi", options={"bf": "2"}))) as old, av.open(str(file), "w") as new:
+        stream = new.add_stream_from_template(old.streams.video[0])
+        for packet in old.demux(video=0):
+            if packet.size:
+                packet.pts, packet.stream = packet.dts, stream
+                new.mux(packet)
+    for wanted in ([1], [30], [*range(40)]):
+        assert levels(PyAVReader().read(file, [(k + 0.5) / 24 for k in wanted])) == wanted
+
+
+@pytest.mark.parametrize("begins", ["whole", "cut"])
+@pytest.mark.parametrize("options", ["open-gop=1:bframes=3:b-adapt=0", "intra-refresh=1:bframes=0"])
+@pytest.mark.parametrize("suffix", ["mp4", "mkv", "ts", "avi"])
+def test_groups_of_pictures_need_not_be_closed(
+    tmp_path: Path, encode, suffix: str, options: str, begins: str
+) -> None:
+    file = encode(tmp_path / f"a.{suffix}", options={"x264-params": options})
+    first = 0
+    if begins == "cut":
+        whole, file = file, tmp_path / f"cut.{suffix}"
+        with av.open(str(whole)) as old, av.open(str(file), "w") as new:
+            stream = new.add_stream_from_template(old.streams.video[0])
+            packets = [packet for packet in old.demux(video=0) if packet.size]
+            packets = packets[[n for n, packet in enumerate(packets) if packet.is_keyframe][1] :]
+            zero = packets[0].dts
+            for packet in packets:
+                packet.pts, packet.dts, packet.stream = packet.pts - zero, packet.dts - zero, stream
+                new.mux(packet)
+        with av.open(str(file)) as container:
+            frame = next(container.decode(video=0)).to_ndarray(format="rgb24")
+            first = levels(torch.from_numpy(frame)[None])[0]
+    info = PyAVReader().probe(file)
+    assert info.num_frames == 40 - first and info.fps == pytest.approx(24, rel=0.005)
+    for wanted in range(first, 40):
+        assert levels(PyAVReader().read(file, [(wanted - first + 0.5) / 24])) == [wanted]
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_timestamps_that_run_backwards_are_refused(tmp_path: Path, encode, reader) -> None:
+    data = encode(tmp_path / "a.ts").read_bytes()
+    (tmp_path / "joined.ts").write_bytes(data + data)
+    with pytest.raises(DataError, match="the timestamps of the video run backwards") as caught:
+        reader.probe(tmp_path / "joined.ts")
+    assert caught.value.where == str(tmp_path / "joined.ts")
 
 
 def test_the_colour_matrix_that_the_file_names_is_used(tmp_path: Path, encode) -> None:
@@ -151,7 +240,7 @@ def test_frames_that_are_too_large_are_refused_before_decoding(
 ) -> None:
     file = encode(tmp_path / "a.mp4", 3)
     assert kind(max_pixels=64 * 48).read(file, [0.0]).shape == (1, 48, 64, 3)
-    monkeypatch.setattr("mm_core.data.media.readers._decode", lambda *_: pytest.fail("decoded"))
+    monkeypatch.setattr("mm_core.data.media.readers.timeline", lambda *_: pytest.fail("decoded"))
     with pytest.raises(DataError, match="64x48 are larger than the reader's max_pixels") as caught:
         kind(max_pixels=64 * 48 - 1).probe(file)
     assert caught.value.accepted == "up to 3,071 pixels a frame"

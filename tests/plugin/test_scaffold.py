@@ -57,7 +57,7 @@ def test_every_kind_has_a_template_a_kit_and_a_class() -> None:
 
 
 def test_one_kind_is_8_files_and_each_further_one_2(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert new("my-dit") == 0
+    assert new("my-dit") == 0 and main(["config", "copy", "internvl/1b", "1b.yaml"]) == 0
     out = capsys.readouterr().out.splitlines()
     files = sorted(str(path.relative_to(here)) for path in here.rglob("*") if path.is_file())
     assert files == sorted(line.strip() for line in out[1:9])
@@ -156,3 +156,32 @@ def test_a_frame_has_the_fields_and_arguments_of_the_library_s_class(
     capsys.readouterr()
     assert main(["plugins", "check", "--import"]) == 0, capsys.readouterr().out
     assert main(["validate", str(here / "my-wrap/my_wrap/configs/predictor.yaml")]) == 0
+
+
+def test_a_full_disk_leaves_no_part_of_a_plugin_and_the_next_try_works(here, monkeypatch, capsys):
+    import resource
+    import signal
+
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))  # files end after 64 bytes, as on a full disk
+    try:
+        assert new("my-dit") == 1
+        assert main(["config", "copy", "internvl/1b", "1b.yaml"]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert "mm: error: " in capsys.readouterr().err
+    assert list(here.iterdir()) == []
+    assert new("my-dit") == 0 and main(["config", "copy", "internvl/1b", "1b.yaml"]) == 0
+
+
+def test_the_name_of_one_file_plugins_is_refused(here, capsys):
+    assert new("local") == 1
+    assert "reserved" in capsys.readouterr().err
+    assert list(here.iterdir()) == []
+
+
+def test_a_kind_is_taken_with_hyphens_too(here):
+    assert new("my-text", "--kind", "text-encoder") == 0
+    assert (here / "my-text/my_text/text_encoder.py").exists()
+    assert main(["plugins", "list", "--kind", "text-encoder"]) == 0

@@ -11,6 +11,8 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+from mm_core.device.kind import NEWEST_TORCH
+
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 WORKFLOWS = {path.stem: yaml.safe_load(path.read_text()) for path in ROOT.glob(".github/workflows/*.yml")}
@@ -23,19 +25,21 @@ def commands_of(workflow: str) -> list[str]:
 
 
 def test_ci_runs_the_script_on_the_oldest_and_newest_python_and_torch() -> None:
+    """And on the torch of the constraints, with which everything was developed."""
     (job,) = WORKFLOWS["ci"]["jobs"].values()
     matrix = job["strategy"]["matrix"]
     pythons = [c.rpartition(" ")[2] for c in PROJECT["project"]["classifiers"] if re.search(r":: 3\.\d+$", c)]
     assert matrix["python"] == [pythons[0], pythons[-1]]
     (torch,) = [r for r in map(Requirement, PROJECT["project"]["dependencies"]) if r.name == "torch"]
-    admitted = [minor for minor in range(40) if torch.specifier.contains(f"2.{minor}.1")]
+    oldest = next(minor for minor in range(40) if torch.specifier.contains(f"2.{minor}.1"))
+    own = re.search(r"^torch==(.*)\.\d+$", (ROOT / "constraints.txt").read_text(), re.M)
+    assert own is not None
     assert [version.rpartition(".")[0] for version in matrix["torch"]] == [
-        f"2.{admitted[0]}",
-        f"2.{admitted[-1]}",
+        f"2.{oldest}",
+        own[1],
+        ".".join(map(str, NEWEST_TORCH)),
     ]
     assert ".ci/run" in commands_of("ci")
-    newest = re.search(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(), re.M)
-    assert newest is not None and newest[1] == matrix["torch"][-1]
 
 
 def test_ci_can_change_the_version_of_torch_by_one_line_of_the_constraints() -> None:

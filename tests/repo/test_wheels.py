@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 import mm_core
+from mm_core.device.kind import NEWEST_TORCH
 from support.scripts import script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,21 +74,24 @@ def test_installing_replaces_no_package_of_torch(wheels: dict[str, Path], tmp_pa
 def test_requirements_admit_every_torch_of_the_matrix() -> None:
     for project in PROJECTS:
         (torch,) = [r for r in map(Requirement, project["dependencies"]) if r.name == "torch"]
-        admitted = [
-            f"2.{minor}.{patch}"
-            for minor in range(5, 16)
-            for patch in (0, 1)
-            if torch.specifier.contains(f"2.{minor}.{patch}")
-        ]
-        assert (admitted[0], admitted[-1]) == ("2.7.0", "2.13.1"), project["name"]
+        # Without an upper bound, pip never replaces a torch that is newer than this release.
+        assert str(torch.specifier) == ">=2.7", project["name"]
         assert torch.specifier.contains("2.13.0+cpu") and torch.specifier.contains("2.7.1+cu128")
 
 
 def test_the_npu_extra_admits_the_torch_npu_of_each_torch() -> None:
     (npu,) = map(Requirement, CORE["optional-dependencies"]["npu"])
-    for version in ("2.7.1", "2.7.1.post11", "2.9.0.post9", "2.13.0"):
+    for version in ("2.7.1", "2.7.1.post11", "2.9.0.post9", "2.13.0", "2.14.0"):
         assert npu.specifier.contains(version)
     assert not npu.specifier.contains("2.6.0.post5")
+
+
+def test_the_newest_tested_torch_is_the_same_in_every_list() -> None:
+    newest = ".".join(map(str, NEWEST_TORCH))
+    assert f"Torch 2.7 to {newest} are tested" in (ROOT / "docs/install.md").read_text()
+    assert f"versions=${{TORCH:-2.7.1 {newest}.0}}" in (ROOT / ".ci/nightly").read_text()
+    for name, versions in (("ci", f'"2.7.1", "2.13.0", "{newest}.0"'), ("nightly", f'"2.7.1", "{newest}.0"')):
+        assert f"torch: [{versions}]" in (ROOT / f".github/workflows/{name}.yml").read_text()
 
 
 def test_decord_is_asked_for_only_where_it_has_a_wheel() -> None:

@@ -46,6 +46,8 @@ def mm_schedulers():
 
 
 LATE = """
+import os
+
 import torch
 from torch import nn
 
@@ -72,6 +74,17 @@ class Optimizer(torch.optim.SGD):
         super().__init__(named_parameters, lr=0.1)
 
 
+class Sneaky(Optimizer):
+    def __init__(self, named_parameters):
+        import turtledemo
+
+        super().__init__(named_parameters)
+        os.environ["SNEAKY"] = "1"
+        torch.manual_seed(0)
+        torch.set_default_dtype(torch.float64)
+        torch.nn.functional.gelu = torch.nn.functional.silu
+
+
 @hookimpl
 def mm_predictors():
     return [Component("late", "late:Late")]
@@ -79,7 +92,7 @@ def mm_predictors():
 
 @hookimpl
 def mm_optimizers():
-    return [Component("late", "late:Optimizer")]
+    return [Component("late", "late:Optimizer"), Component("sneaky", "late:Sneaky")]
 """
 
 
@@ -120,8 +133,8 @@ import sys
 from mm_core.plugin.registry import get_registry
 from mm_core.testing.kit import Examination, find_components
 
-path, kind, *checks = sys.argv[1:]
-(found,) = find_components(get_registry((path,)), "local/late", kind)
+path, name, kind, *checks = sys.argv[1:]
+(found,) = find_components(get_registry((path,)), name, kind)
 of = Examination(found, get_registry((path,)))
 print([(o.status, o.reason) for o in map(of.run, checks)])
 """
@@ -136,8 +149,22 @@ def test_what_torch_imports_late_is_not_the_component_s_doing(
     """In a new process, which has not imported torch._dynamo yet."""
     file = tmp_path / "late.py"
     file.write_text(LATE)
-    done = run(["-c", COLD, file, kind, *checks], anew=True)
+    done = run(["-c", COLD, file, "local/late", kind, *checks], anew=True)
     assert done.stdout == f"{[('passed', '')] * len(checks)}\n", done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checks", [("no_side_effects",), ("builds", "no_side_effects")])
+def test_what_a_component_changes_is_found_although_it_imports_a_library_first(
+    checks: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The library's own changes are those of the first construction only."""
+    file = tmp_path / "late.py"
+    file.write_text(LATE)
+    done = run(["-c", COLD, file, "local/sneaky", "optimizer", *checks], anew=True)
+    assert done.stdout.count("('failed', ") == 1, done.stdout + done.stderr
+    for name in ("torch's default generator", "torch's default dtype", "the number of environment variables"):
+        assert name in done.stdout
 
 
 @pytest.mark.slow

@@ -104,7 +104,8 @@ def read_checksums(folder: Path) -> dict[str, Checksum]:
             f"checksums.json cannot be read ({type(fault).__name__})", where=str(folder), hint=OTHER
         ) from None
     if version != FORMAT:
-        raise CheckpointError(
+        # Damage to `--resume auto`: a flipped bit and a format of the future look the same.
+        raise DamagedError(
             f"this checkpoint has format {version}",
             where=str(folder),
             accepted=f"format {FORMAT}",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fractions import Fraction
 from importlib import import_module
+from itertools import chain, dropwhile
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -14,13 +15,23 @@ from typing import TYPE_CHECKING
 import av
 import numpy as np
 import torch
-from av.video.reformatter import Colorspace
 from PIL import UnidentifiedImageError
 from torch import Tensor
 
 from mm_core.builtin.configs.data import PyAVConfig
 from mm_core.contracts import VideoInfo
+from mm_core.data.media.geometry import (
+    UPRIGHT,
+    Orientation,
+    Pixels,
+    orientation,
+    resized,
+    rgb,
+    shown_size,
+    shown_width,
+)
 from mm_core.data.media.images import opened_image, read_image
+from mm_core.data.media.timeline import AGAIN, open_groups, peek, timed, timeline
 from mm_core.data.rows.paths import plain_file
 from mm_core.errors import DataError, MMError, plain_reason, plural
 
@@ -28,12 +39,9 @@ if TYPE_CHECKING:
     from av import VideoFrame, VideoStream
     from av.container import InputContainer
 
-Pixels = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
-"""uint8 [Y,X,3]."""
-
 _SEEK_FROM = 1.0  # seconds; before this, decoding from the start costs less than a second index look-up
 _EPSILON = 1e-3  # seconds; times and timestamps are compared within this (Matroska rounds to it)
-_BT709 = 1  # AVCOL_SPC_BT709, the colour space of a frame
+_BACK = (0.0, 2.0, 10.0)  # seconds before the first wanted time to which seeks go, one after another
 
 _OPTIONS = {
     "protocol_whitelist": "file",  # a playlist in disguise must not make FFmpeg open URLs
@@ -41,9 +49,6 @@ _OPTIONS = {
 }
 
 _PICTURE_RATE = 25.0  # frames per second of a still picture, as in FFmpeg
-
-_AGAIN = "copy the file again, encode the video again, or remove it from the data"
-"""Hint for a file that is probably damaged."""
 
 _FAULTS = (av.FFmpegError, OSError, ValueError, ArithmeticError, RuntimeError)
 """Exceptions that PyAV raises for damaged files: FFmpeg's errors, and those from bad numbers in a header."""
@@ -61,34 +66,29 @@ class _Reader:
         Raises:
             DataError: the file is missing, empty or not a video, or its frames exceed `max_pixels`.
         """
+        return self._look(path)[0]
+
+    def _look(self, path: Path) -> tuple[VideoInfo, Orientation, bool]:
+        """(what `probe` returns, how its frames become upright, whether some are hidden)."""
         with _opened(path, self.max_pixels) as (container, stream):
             picture = _picture(container, path)
             if picture is not None:
                 _, height, width, _ = picture.shape
-                return VideoInfo(width, height, _PICTURE_RATE, 1, 1.0 / _PICTURE_RATE)
-            if stream.frames and stream.duration:
-                first = next(_decode(container, stream, path), None)
-                frames, seconds = stream.frames, float(stream.duration * stream.time_base)
-            else:
-                first, frames, seconds = _counted(container, stream, path)
+                return VideoInfo(width, height, _PICTURE_RATE, 1, 1.0 / _PICTURE_RATE), UPRIGHT, False
+            frames, fps, seconds, first, hidden = timeline(container, stream, path)
             if first is None or frames < 1 or seconds <= 0:
-                raise DataError("the video stream contains no frames", where=str(path), hint=_AGAIN)
-            width, height = stream.width, stream.height
-            if _quarter_turns(first) % 2:
-                width, height = height, width
-            declared = float(stream.average_rate or 0)
-            # A rate that contradicts the frame count is a guess from the first packets (in Matroska); the
-            # rate of a single picture may be missing.
-            fits = declared > 0 and abs(declared * seconds - frames) <= 1
-            return VideoInfo(width, height, declared if fits else frames / seconds, frames, seconds)
+                raise DataError("the video stream contains no frames", where=str(path), hint=AGAIN)
+            turn = orientation(first, path)
+            height, width = shown_size(stream, turn)
+            return VideoInfo(width, height, fps, frames, seconds), turn, hidden
 
 
 class PyAVReader(_Reader):
     """Reads videos with FFmpeg (PyAV), in one thread, by timestamps.
 
-    Times count from the first frame; a still picture is one frame of 1/25 s. Variable frame rates are
-    supported, display rotation is applied, and a frame that the decoder flags as damaged is refused (the
-    decoder would conceal the damage).
+    Times count from the first frame shown; a still picture is one frame of 1/25 s. Variable frame rates are
+    supported, frames are turned and mirrored by their display matrix and get square pixels, and a frame
+    that the decoder flags as damaged is refused (the decoder would conceal the damage).
     """
 
     def read(self, path: Path, seconds: Sequence[float]) -> Tensor:
@@ -106,10 +106,13 @@ class PyAVReader(_Reader):
                 if wanted[-1] >= 1.0 / _PICTURE_RATE + _EPSILON:
                     raise _too_short(path, wanted[-1], 1.0 / _PICTURE_RATE)
                 return picture.expand(len(times), -1, -1, -1).clone()
-            frames = _from_keyframe(container, stream, wanted, path) if wanted[0] >= _SEEK_FROM else None
-            if frames is None:
-                frames = _pick(_decode(container, stream, path), stream, wanted, path, seeked=False)
-        assert frames is not None
+            seeking = wanted[0] >= _SEEK_FROM
+            frames = _from_keyframe(container, stream, wanted, path) if seeking else None
+            if frames is None and not seeking:
+                frames = _from_start(container, stream, wanted, path)
+        if frames is None:  # not every container can be sought back to its start
+            with _opened(path, self.max_pixels) as (container, stream):
+                frames = _from_start(container, stream, wanted, path)
         result = torch.empty(len(times), *frames[0].shape, dtype=torch.uint8)
         for place, frame in zip(order, frames, strict=True):
             result[place] = torch.from_numpy(frame)
@@ -117,7 +120,10 @@ class PyAVReader(_Reader):
 
 
 class DecordReader(_Reader):
-    """Reads videos with decord 0.6, which misses bit rot, has no AV1, and wheels only for x86_64 Linux."""
+    """Reads videos with decord 0.6, which misses bit rot, has no AV1, and wheels only for x86_64 Linux.
+
+    Videos in which it is known to show other frames than FFmpeg are refused.
+    """
 
     def read(self, path: Path, seconds: Sequence[float]) -> Tensor:
         """Reads the frames of a video at given times: uint8 [F,Y,X,3] RGB, in the order of `seconds`.
@@ -127,12 +133,18 @@ class DecordReader(_Reader):
         """
         times = _checked(seconds, path)
         decord = _import_decord()
-        info = self.probe(path)
+        info, turn, hidden = self._look(path)
         if info.num_frames == 1:  # decord cannot open pictures
             return PyAVReader(self.max_pixels).read(path, times)
+        with _opened(path, self.max_pixels) as (container, stream):
+            wrong = _wrong_in_decord(container, stream, turn, hidden)
         try:
+            if wrong:
+                raise ValueError(f"it gets {wrong} wrong")
             reader = decord.VideoReader(_name(path), ctx=decord.cpu(0), num_threads=1)
             spans = np.asarray(reader.get_frame_timestamp(range(len(reader))), dtype=np.float64)
+            if len(spans) != info.num_frames:
+                raise ValueError(f"it finds {len(spans)} frames, not {info.num_frames}")
             starts = (spans[:, 0] - spans[0, 0]).tolist()
             end = starts[-1] + max(float(spans[-1, 1] - spans[-1, 0]), 1.0 / info.fps)
             if times and max(times) >= end + _EPSILON:
@@ -148,7 +160,7 @@ class DecordReader(_Reader):
                 where=str(path),
                 hint="use the video reader core/pyav, or encode the video again, for example as H.264 mp4",
             ) from None
-        return torch.from_numpy(np.ascontiguousarray(frames))
+        return torch.stack([torch.from_numpy(resized(frame, info.height, info.width)) for frame in frames])
 
 
 @contextmanager
@@ -156,7 +168,7 @@ def _opened(path: Path, max_pixels: int) -> Iterator[tuple[InputContainer, Video
     """(container, its first real video stream), checked by its header before anything is decoded. DataError
     for errors in the block as well, since a damaged file may have a good header."""
     if plain_file(path, "video") == 0:
-        raise DataError("the video is an empty file (0 bytes)", where=str(path), hint=_AGAIN)
+        raise DataError("the video is an empty file (0 bytes)", where=str(path), hint=AGAIN)
     try:
         container = av.open(_name(path), metadata_errors="replace", options=_OPTIONS)
     except _FAULTS as error:
@@ -172,7 +184,7 @@ def _opened(path: Path, max_pixels: int) -> Iterator[tuple[InputContainer, Video
         raise
     except _FAULTS as error:
         raise DataError(
-            f"the video cannot be decoded: {plain_reason(error)}", where=str(path), hint=_AGAIN
+            f"the video cannot be decoded: {plain_reason(error)}", where=str(path), hint=AGAIN
         ) from error
 
 
@@ -199,9 +211,10 @@ def _stream(container: InputContainer, path: Path, max_pixels: int) -> VideoStre
             where=str(path),
             hint="convert the video with another program, for example to H.264 mp4",
         )
-    if stream.width * stream.height > max_pixels:
+    width = max(stream.width, shown_width(stream))
+    if width * stream.height > max_pixels:
         raise DataError(
-            f"frames of {stream.width}x{stream.height} are larger than the reader's max_pixels",
+            f"frames of {width}x{stream.height} are larger than the reader's max_pixels",
             where=str(path),
             accepted=f"up to {plural(max_pixels, 'pixel')} a frame",
             hint="raise `max_pixels` of the reader if the machine has enough memory to decode it",
@@ -236,119 +249,90 @@ def _picture(container: InputContainer, path: Path) -> Tensor | None:
         raise
 
 
-def _counted(
-    container: InputContainer, stream: VideoStream, path: Path
-) -> tuple[VideoFrame | None, int, float]:
-    """(first frame, number of frames, seconds) of a stream whose header lacks them: counted over the packets,
-    decoding only until the first frame, in one pass, since not every container can seek back."""
-    first: VideoFrame | None = None
-    spans: list[tuple[int, int]] = []
-    for packet in container.demux(stream):
-        if packet.size and packet.pts is not None:
-            spans.append((packet.pts, packet.duration or 0))
-        if first is None:
-            first = next(_sound(packet.decode(), stream, path), None)
-    if not spans:
-        return first, 0, 0.0
-    ticks = max(pts + duration for pts, duration in spans) - min(pts for pts, _ in spans)
-    if not max(spans)[1] and len(spans) > 1:
-        # Packets without durations: the last frame gets the mean duration.
-        ticks = ticks * len(spans) // (len(spans) - 1)
-    return first, len(spans), float(ticks * stream.time_base)
-
-
-def _decode(container: InputContainer, stream: VideoStream, path: Path) -> Iterator[VideoFrame]:
-    """Decoded frames from the container's position on, checked by `_sound`."""
-    return _sound(container.decode(stream), stream, path)
-
-
-def _sound(frames: Iterable[VideoFrame], stream: VideoStream, path: Path) -> Iterator[VideoFrame]:
-    """Passes frames on. DataError at a frame that the decoder flags as damaged, or of a different size."""
-    for frame in frames:
-        if frame.is_corrupt:
-            raise DataError(f"the video is damaged at {frame.time or 0:.2f} s", where=str(path), hint=_AGAIN)
-        if (frame.width, frame.height) != (stream.codec_context.width, stream.codec_context.height):
-            raise DataError(
-                "the frame size changes within the video",
-                where=str(path),
-                hint="encode the video again with one frame size, or remove it from the data",
-            )
-        yield frame
+def _from_start(
+    container: InputContainer, stream: VideoStream, wanted: list[float], path: Path
+) -> list[Pixels]:
+    """The wanted frames, decoded from the file's first on."""
+    head, own = peek(container, stream)
+    frames = timed(chain(head, container.demux(stream)), container, path, own=own)
+    picked = _pick(frames, stream, wanted, path)
+    assert picked is not None
+    return picked
 
 
 def _from_keyframe(
     container: InputContainer, stream: VideoStream, wanted: list[float], path: Path
 ) -> list[Pixels] | None:
-    """The wanted frames after a seek; None, with the container back at its start, if the seek failed.
+    """The wanted frames after a seek. None if the caller must read from the start.
 
-    A seek may end too late (an index by decoding time) or on frames that refer to skipped ones (open groups
-    of pictures). The caller then reads from the start.
+    A seek may end too late (in MPEG-TS, or with an index by decoding time), or on frames that refer to
+    skipped ones (open groups of pictures): what is decoded decides, and a second seek goes further back.
     """
-    start = stream.start_time
-    if start is None or stream.time_base is None:
+    head, own = peek(container, stream)
+    if not own or stream.time_base is None:
         return None
-    # If the file itself is damaged, reading from the start raises the error again.
-    with suppress(*_FAULTS):
-        container.seek(start + int(Fraction(wanted[0]) / stream.time_base), stream=stream, backward=True)
-        frames = _pick(_decode(container, stream, path), stream, wanted, path, seeked=True)
-        if frames is not None:
-            return frames
-    container.seek(start, stream=stream, backward=True)
+    zero = next((ticks for ticks, _ in timed(chain(head, container.demux(stream)), container, path)), None)
+    if zero is None:
+        return None
+    for back in _BACK:
+        target = zero + int(Fraction(wanted[0] - back) / stream.time_base)
+        if target <= zero:
+            break
+        # If the file itself is damaged, reading from the start raises the error again.
+        with suppress(*_FAULTS):
+            container.seek(target, stream=stream, backward=True)
+            packets = dropwhile(lambda packet: not packet.is_keyframe, container.demux(stream))
+            frames = _pick(timed(packets, container, path, seeked=True), stream, wanted, path, zero)
+            if frames is not None:
+                return frames
     return None
 
 
 def _pick(
-    frames: Iterator[VideoFrame], stream: VideoStream, wanted: list[float], path: Path, *, seeked: bool
+    frames: Iterator[tuple[int, VideoFrame]],
+    stream: VideoStream,
+    wanted: list[float],
+    path: Path,
+    zero: int | None = None,
 ) -> list[Pixels] | None:
-    """For every time (ascending), the last frame that begins at or before it.
+    """For every time (ascending), the last frame that begins at or before it. DataError if the video ends
+    before the last one.
 
-    None if decoding began after the first wanted time; DataError if the video ends before the last one.
+    Args:
+        frames: with the ticks at which they begin.
+        stream: of the frames.
+        wanted: times in seconds.
+        path: of the video, for errors.
+        zero: ticks of the file's first frame, if `frames` begin elsewhere. None is then returned if they
+            begin after the first wanted time.
     """
     base = stream.time_base
-    first = stream.start_time if seeked else None
+    sought = zero is not None
     shown: VideoFrame | None = None
     pixels: Pixels | None = None
     picked: list[Pixels] = []
-    for frame in frames:
-        if frame.pts is None:
-            raise DataError(
-                "a frame of the video has no timestamp",
-                where=str(path),
-                hint="encode the video again, for example as H.264 mp4",
-            )
-        first = frame.pts if first is None else first
-        begins = float((frame.pts - first) * base)
+    begins = lasts = 0.0
+    for ticks, frame in frames:
+        zero = ticks if zero is None else zero
+        lasts, begins = float((ticks - zero) * base) - begins, float((ticks - zero) * base)
         while len(picked) < len(wanted) and wanted[len(picked)] + _EPSILON < begins:
             if shown is None:
                 return None
-            pixels = _rgb(shown) if pixels is None else pixels
+            pixels = rgb(shown, stream, path) if pixels is None else pixels
             picked.append(pixels)
         if len(picked) == len(wanted):
             return picked
         shown, pixels = frame, None
     if shown is None:
-        raise DataError("no frame of the video can be decoded", where=str(path), hint=_AGAIN)
+        if sought:
+            return None
+        raise DataError("no frame of the video can be decoded", where=str(path), hint=AGAIN)
     # The last frame is shown for its own duration; later times are an error.
-    lasts = max(float((shown.duration or 0) * base), 1.0 / float(stream.average_rate or 1))
-    end = float((shown.pts - first) * base) + lasts
-    if wanted[-1] >= end + _EPSILON:
-        raise _too_short(path, wanted[-1], end)
-    pixels = _rgb(shown) if pixels is None else pixels
+    lasts = max(lasts, float((shown.duration or 0) * base), 1.0 / float(stream.average_rate or 1))
+    if wanted[-1] >= begins + lasts + _EPSILON:
+        raise _too_short(path, wanted[-1], begins + lasts)
+    pixels = rgb(shown, stream, path) if pixels is None else pixels
     return picked + [pixels] * (len(wanted) - len(picked))
-
-
-def _rgb(frame: VideoFrame) -> Pixels:
-    """The frame's pixels, upright, converted with the frame's own colour matrix."""
-    # Some versions of the library use BT.601 by default, whatever the frame's colour space.
-    matrix = Colorspace.ITU709 if frame.colorspace == _BT709 else None
-    array = frame.to_ndarray(format="rgb24", src_colorspace=matrix)
-    return np.ascontiguousarray(np.rot90(array, _quarter_turns(frame)))
-
-
-def _quarter_turns(frame: VideoFrame) -> int:
-    """Counter-clockwise quarter turns that make the frame upright."""
-    turns: int = round(frame.rotation / 90)
-    return turns % 4
 
 
 def _checked(seconds: Sequence[float], path: Path) -> list[float]:
@@ -366,6 +350,20 @@ def _too_short(path: Path, time: float, end: float) -> DataError:
         where=str(path),
         hint="the file may be truncated, or its header may state a wrong length",
     )
+
+
+def _wrong_in_decord(container: InputContainer, stream: VideoStream, turn: Orientation, hidden: bool) -> str:
+    """What decord 0.6 shows wrongly in this video, without a sign; empty if nothing."""
+    movie = container.format.name.startswith("mov,")
+    if not movie and not container.format.name.startswith("matroska"):
+        return "the times in this container"
+    if hidden:
+        return "edit lists, which hide frames,"
+    if turn.mirrored or (turn != UPRIGHT and not movie):
+        return "this display matrix"
+    if open_groups(container, stream):
+        return "open groups of pictures"
+    return ""
 
 
 def _import_decord() -> ModuleType:

@@ -114,7 +114,9 @@ def _fault(row: object) -> str | None:
 def _fact_fault(row: Mapping[str, object]) -> str | None:
     facts = [("num_frames", row.get("num_frames"), True), ("fps", row.get("fps"), False)]
     resolution = row.get("resolution")
-    if resolution is not None:
+    if isinstance(resolution, list) and len(resolution) == 2:
+        facts += [("resolution", side, True) for side in resolution]
+    elif resolution is not None:
         if not isinstance(resolution, dict) or not set(_SIDES) <= set(resolution):
             return f'resolution is {kind_of(resolution)}, not {{"height": .., "width": ..}}'
         facts += [(f"resolution.{side}", resolution[side], True) for side in _SIDES]
@@ -134,7 +136,9 @@ def _escapes(path: str) -> bool:
 
 def _annotation(row: int, value: Mapping[str, Any]) -> Annotation:
     captions = value["cap"] if isinstance(value["cap"], list) else [value["cap"]]
-    resolution = value.get("resolution") or {}
+    resolution = value.get("resolution")
+    # Two numbers in a list do not show which is the height.
+    resolution = resolution if isinstance(resolution, dict) else {}
     whole = {"num_frames": value.get("num_frames"), **{name: resolution.get(name) for name in _SIDES}}
     fps = value.get("fps")
     return Annotation(

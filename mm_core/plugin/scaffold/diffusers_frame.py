@@ -218,10 +218,7 @@ def _uninitialised(cls: Any, tiny: Mapping[str, object]) -> tuple[dict[str, str]
         The ends of their names with the calls that fill them as the library's constructor does, and whether
         the class has buffers; None if no small instance of it can be built.
     """
-    import torch
-
-    from mm_core.contracts import reset_parameters
-
+    torch, reset_parameters = import_module("torch"), import_module("mm_core.contracts").reset_parameters
     try:
         with torch.device("meta"):
             size = sum(parameter.numel() for parameter in cls(**tiny).parameters())

@@ -14,8 +14,10 @@ from typing import Any
 
 from mm_core import __version__
 from mm_core.errors import PluginError, did_you_mean
+from mm_core.files import staged_folder, write_durably
 from mm_core.plugin.checks.locate import find_module
 from mm_core.plugin.hookspecs import KINDS
+from mm_core.plugin.local import NAMESPACE
 from mm_core.plugin.registry import Registry
 from mm_core.plugin.scaffold.kinds import GUIDED, RUN, TEMPLATES, KindTemplate
 
@@ -53,8 +55,9 @@ def new_plugin(
 
     Raises:
         PluginError: the name is not possible or taken, or the folder exists.
+        MMError: the folder cannot be written.
     """
-    kinds = tuple(dict.fromkeys(kinds))
+    kinds = tuple(dict.fromkeys(kind.replace("-", "_") for kind in kinds))
     package = name.replace("-", "_")
     _check(name, package, kinds, registry, parent)
     words = {"name": name, "package": package, **_words(kinds, package, templates)}
@@ -70,10 +73,11 @@ def new_plugin(
         text = (module or {}).get(kind) or Template(template_of(kind)).substitute(words)
         made[f"{package}/{kind}.py"] = text
         made[f"{package}/configs/{kind}.yaml"] = config_of(kind, package, kinds, templates)
-    for path, text in made.items():
-        file = parent / name / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
+    with staged_folder(parent / name) as stage:
+        for path, text in made.items():
+            file = stage / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_durably(file, text)
     return [Path(name) / path for path in made]
 
 
@@ -179,6 +183,10 @@ def _check(name: str, package: str, kinds: Sequence[str], registry: Registry, pa
                 accepted=", ".join(KINDS),
                 hint=did_you_mean(kind, KINDS),
             )
+    if package == NAMESPACE:
+        raise PluginError(
+            f"the name {package!r} is reserved for one-file plugins", hint="choose another name"
+        )
     taken = {plugin.namespace: plugin for plugin in registry.plugins}
     if package in taken:
         raise PluginError(

@@ -1,0 +1,90 @@
+"""How the frames of a video are shown: upright, and with square pixels."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from av import VideoFrame
+from av.video.reformatter import Colorspace, Interpolation
+
+from mm_core.errors import DataError
+
+if TYPE_CHECKING:
+    from av import VideoStream
+
+Pixels = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+"""uint8 [Y,X,3]."""
+
+_BT709 = 1  # AVCOL_SPC_BT709, the colour space of a frame
+_SQUARE = 0.01  # pixels whose sides differ by less are square: encoders round sizes
+_OBLIQUE = 0.02  # about one degree, as in FFmpeg
+
+
+class Orientation(NamedTuple):
+    """How a stored frame becomes upright: first transposed, then with its rows or columns reversed."""
+
+    transposed: bool
+    rows: bool
+    columns: bool
+
+    @property
+    def mirrored(self) -> bool:
+        """Whether no turn makes the frame upright."""
+        return self.transposed ^ self.rows ^ self.columns
+
+
+UPRIGHT = Orientation(False, False, False)
+
+
+def orientation(frame: VideoFrame, path: Path) -> Orientation:
+    """The orientation in a frame's display matrix. DataError for a turn that is not a quarter of a circle."""
+    data = frame.side_data.get("DISPLAYMATRIX")
+    if data is None:
+        return UPRIGHT
+    # A stored point (x, y) is shown at (a x + c y, b x + d y).
+    a, b, _, c, d, *_ = struct.unpack("=9i", bytes(data))
+    straight, across = max(abs(a), abs(d)), max(abs(b), abs(c))
+    if min(straight, across) > _OBLIQUE * max(straight, across):
+        raise DataError(
+            "the video is shown at an oblique angle",
+            where=str(path),
+            accepted="videos turned by quarters of a circle, mirrored or not",
+            hint="encode the video again: FFmpeg turns its frames",
+        )
+    return Orientation(True, b < 0, c < 0) if across > straight else Orientation(False, d < 0, a < 0)
+
+
+def shown_width(stream: VideoStream) -> int:
+    """Width of the stored frames in square pixels; they keep their height."""
+    width, ratio = int(stream.width), float(stream.sample_aspect_ratio or 1)
+    return width if ratio <= 0 or abs(ratio - 1) < _SQUARE else max(1, round(width * ratio))
+
+
+def shown_size(stream: VideoStream, turn: Orientation) -> tuple[int, int]:
+    """(height, width) of the frames as they are shown."""
+    size = stream.height, shown_width(stream)
+    return size[::-1] if turn.transposed else size
+
+
+def rgb(frame: VideoFrame, stream: VideoStream, path: Path) -> Pixels:
+    """The frame's pixels as they are shown, converted with the frame's own colour matrix."""
+    turn = orientation(frame, path)
+    # Some versions of the library use BT.601 by default, whatever the frame's colour space.
+    matrix = Colorspace.ITU709 if frame.colorspace == _BT709 else None
+    array = frame.to_ndarray(format="rgb24", src_colorspace=matrix)
+    if turn.transposed:
+        array = array.transpose(1, 0, 2)
+    array = np.ascontiguousarray(array[:: -1 if turn.rows else 1, :: -1 if turn.columns else 1])
+    return resized(array, *shown_size(stream, turn))
+
+
+def resized(pixels: Pixels, height: int, width: int) -> Pixels:
+    """Upright pixels at the size at which they are square."""
+    if pixels.shape[:2] == (height, width):
+        return pixels
+    frame = VideoFrame.from_ndarray(pixels, format="rgb24")
+    result: Pixels = frame.to_ndarray(width=width, height=height, interpolation=Interpolation.BICUBIC)
+    return result

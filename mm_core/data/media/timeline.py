@@ -1,0 +1,209 @@
+"""When the frames of a video are shown, whatever times its container stores."""
+
+from __future__ import annotations
+
+import heapq
+import statistics
+from collections.abc import Iterable, Iterator
+from itertools import dropwhile, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from mm_core.errors import DataError
+
+if TYPE_CHECKING:
+    from av import Packet, VideoFrame, VideoStream
+    from av.container import InputContainer
+
+AGAIN = "copy the file again, encode the video again, or remove it from the data"
+"""Hint for a file that is probably damaged."""
+
+_PEEKED = 32  # packets; where a decoder changes the order of frames at all, it does so earlier
+_EVEN = 0.9  # share of the gaps between frames that are equal in a video of one rate, cut or not
+
+
+class Timeline(NamedTuple):
+    """The frames that are shown: how many, per second, and for how long; whether others are hidden."""
+
+    frames: int
+    fps: float
+    seconds: float
+    first: VideoFrame | None
+    hidden: bool
+
+
+def timeline(container: InputContainer, stream: VideoStream, path: Path) -> Timeline:
+    """The frames shown, by the header where it is right about them, else counted over the packets.
+
+    Raises:
+        DataError: frames without times, or with times that run backwards.
+    """
+    first: VideoFrame | None = None
+    spans: list[tuple[int, int]] = []
+    hidden, key, decoded = False, None, 0
+    # The times of AVI do not show which of its frames are decoded.
+    every = not _presented(container) and stream.codec_context.has_b_frames
+    for packet in container.demux(stream):
+        ticks = _ticks(packet, container)
+        if packet.size and packet.is_discard:  # outside the edit list
+            hidden = True
+        elif packet.size and ticks is not None:
+            spans.append((ticks, packet.duration or 0))
+        if packet.is_keyframe and ticks is not None:
+            if key is not None and ticks < key:
+                raise _backwards(path)
+            key = ticks
+        if first is None or every:
+            frames = list(sound(packet.decode(), stream, path))
+            first, decoded = first or next(iter(frames), None), decoded + len(frames)
+            begins = first is not None and not hidden and first.pts == min(spans, default=(None,))[0]
+            if begins and (declared := _declared(container, stream)):
+                return Timeline(*declared, first, hidden)
+    begin = None if first is None else _ticks(first, container)
+    if every:
+        spans = sorted(spans)[:decoded]
+    elif begin is not None:
+        # What precedes the first frame refers to frames that were cut off.
+        spans = [span for span in spans if span[0] >= begin]
+    if first is not None and not spans:
+        raise _untimed(path)
+    return Timeline(*(_measured(spans, stream) if spans else (0, 0.0, 0.0)), first, hidden)
+
+
+def _declared(container: InputContainer, stream: VideoStream) -> tuple[int, float, float] | None:
+    """(frames, fps, seconds) of MP4 and MOV, whose header lists all frames. None if it lists frames that are
+    not shown: the rate is that of all."""
+    if not container.format.name.startswith("mov,") or not (stream.duration and stream.average_rate):
+        return None
+    seconds, rate = float(stream.duration * stream.time_base), float(stream.average_rate)
+    return (stream.frames, rate, seconds) if abs(rate * seconds - stream.frames) < 0.5 else None
+
+
+def _measured(spans: list[tuple[int, int]], stream: VideoStream) -> tuple[int, float, float]:
+    """(frames, fps, seconds) from the (start, duration) of each frame in ticks."""
+    starts = sorted(start for start, _ in spans)
+    gaps = [later - sooner for sooner, later in pairwise(starts)]
+    usual = statistics.median(gaps) if gaps else 0
+    base = float(stream.time_base)
+    declared = float(stream.average_rate or 0)
+    # Containers round times, and durations may be missing.
+    ticks = starts[-1] - starts[0] + max(max(spans)[1], usual)
+    seconds = ticks * base or (1 / declared if declared else 0.0)
+    fps = len(starts) / seconds if seconds else 0.0
+    even = [gap for gap in gaps if abs(gap - usual) <= usual / 4]
+    if gaps and sum(even) and len(even) >= _EVEN * len(gaps):  # a hole between frames does not slow them down
+        fps = len(even) / (sum(even) * base)
+    # The declared rate is not rounded, but in some containers it is a guess from the first packets.
+    fits = declared > 0 and fps > 0 and abs(declared / fps - 1) * len(starts) < 1
+    return len(starts), declared if fits else fps, seconds
+
+
+def peek(container: InputContainer, stream: VideoStream) -> tuple[list[Packet[VideoStream]], bool]:
+    """The first packets, and whether frames may be trusted to have their own times.
+
+    AVI has only times of decoding, and so has an MP4 copied from it: they ascend although the decoder changes
+    the order of the frames.
+    """
+    packets: list[Packet[VideoStream]] = []
+    for packet in container.demux(stream):
+        packets.append(packet)
+        if not stream.codec_context.has_b_frames:
+            return packets, True
+        if not _presented(container) or len(packets) == _PEEKED:
+            break
+        if packet.pts is not None and packet.pts < max(p.pts for p in packets if p.pts is not None):
+            return packets, True
+    return packets, _presented(container) and all(packet.is_keyframe for packet in packets if packet.size)
+
+
+def open_groups(container: InputContainer, stream: VideoStream) -> bool:
+    """Whether frames that follow a keyframe are shown before it: they refer to what precedes it."""
+    key: int | None = None
+    for packet in container.demux(stream):
+        if packet.is_keyframe:
+            key = packet.pts
+        elif key is not None and packet.pts is not None and packet.pts < key:
+            return True
+    return False
+
+
+def timed(
+    packets: Iterable[Packet[VideoStream]],
+    container: InputContainer,
+    path: Path,
+    *,
+    own: bool = True,
+    seeked: bool = False,
+) -> Iterator[tuple[int, VideoFrame]]:
+    """Decoded frames with the ticks at which they are shown.
+
+    Args:
+        packets: of the video stream.
+        container: of the packets.
+        path: of the video, for errors.
+        own: whether frames have their own times; else the n-th frame of the file has its n-th time.
+        seeked: frames that refer to what precedes the first packet are left out.
+
+    Raises:
+        DataError: a frame is damaged, or has no time, or one before the last frame's.
+    """
+    waiting: list[int] = []
+    before: int | None = None
+    for packet in packets:
+        ticks = _ticks(packet, container)
+        if ticks is not None and packet.size and not packet.is_discard:
+            heapq.heappush(waiting, ticks)
+        for frame in sound(packet.decode(), packet.stream, path, seeked=seeked and before is None):
+            ticks = _ticks(frame, container) if own else heapq.heappop(waiting) if waiting else None
+            if ticks is None:
+                raise _untimed(path)
+            if before is not None and ticks < before:
+                raise _backwards(path)
+            before = ticks
+            yield ticks, frame
+
+
+def sound(
+    frames: Iterable[VideoFrame], stream: VideoStream, path: Path, *, seeked: bool = False
+) -> Iterator[VideoFrame]:
+    """Passes frames on. DataError at a frame of a different size, and at one that the decoder flags as
+    damaged (`seeked`: those before the first sound one are left out)."""
+    if seeked:
+        frames = dropwhile(lambda frame: frame.is_corrupt, frames)
+    for frame in frames:
+        if frame.is_corrupt:
+            raise DataError(f"the video is damaged at {frame.time or 0:.2f} s", where=str(path), hint=AGAIN)
+        if (frame.width, frame.height) != (stream.codec_context.width, stream.codec_context.height):
+            raise DataError(
+                "the frame size changes within the video",
+                where=str(path),
+                hint="encode the video again with one frame size, or remove it from the data",
+            )
+        yield frame
+
+
+def _presented(container: InputContainer) -> bool:
+    """Whether the container has times of presentation."""
+    name: str = container.format.name
+    return name != "avi"
+
+
+def _ticks(of: Packet[VideoStream] | VideoFrame, container: InputContainer) -> int | None:
+    ticks: int | None = of.pts if _presented(container) else of.dts
+    return ticks
+
+
+def _untimed(path: Path) -> DataError:
+    return DataError(
+        "a frame of the video has no timestamp",
+        where=str(path),
+        hint="encode the video again, for example as H.264 mp4",
+    )
+
+
+def _backwards(path: Path) -> DataError:
+    return DataError(
+        "the timestamps of the video run backwards: it may be joined from several files",
+        where=str(path),
+        hint="encode the video again, for example as H.264 mp4",
+    )
