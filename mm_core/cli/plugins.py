@@ -40,6 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     test.add_argument(
         "--kind", type=_kind, choices=tuple(KINDS), metavar="KIND", help="only components of this kind"
     )
+    test.add_argument("--verbose", action="store_true", help="also print the checks that do not fail")
     new = actions.add_parser("new", help="write the files of a new plugin", allow_abbrev=False)
     new.add_argument("name", metavar="NAME", help="name of its distribution, such as my-dit")
     new.add_argument(
@@ -73,7 +74,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.action == "show":
         return _show(registry.find(arguments.name), arguments.json)
     if arguments.action == "test":
-        return _test(registry, arguments.name, arguments.kind, arguments.json)
+        return _test(registry, arguments.name, arguments.kind, arguments.json, arguments.verbose)
     return _check(registry, arguments.import_targets, arguments.json)
 
 
@@ -164,7 +165,7 @@ def _check(registry: Registry, import_targets: bool, as_json: bool) -> int:
     return 1 if faults else 0
 
 
-def _test(registry: Registry, name: str, kind: str | None, as_json: bool) -> int:
+def _test(registry: Registry, name: str, kind: str | None, as_json: bool, verbose: bool) -> int:
     from mm_core.testing.kit import Examination, find_components
 
     components = find_components(registry, name, kind)
@@ -173,7 +174,7 @@ def _test(registry: Registry, name: str, kind: str | None, as_json: bool) -> int
         outcomes = list(Examination(registered, registry))
         found += outcomes
         if not as_json:
-            _print_outcomes(registered, outcomes)
+            _print_outcomes(registered, outcomes, verbose)
     failed = sum(outcome.status == "failed" for outcome in found)
     if as_json:
         print_json({"ok": not failed, "checks": [vars(outcome) for outcome in found]})
@@ -183,9 +184,9 @@ def _test(registry: Registry, name: str, kind: str | None, as_json: bool) -> int
     return 1 if failed else 0
 
 
-def _print_outcomes(registered: Registered, outcomes: Sequence[Outcome]) -> None:
-    """Prints a component with the number of its checks that passed, and a line for each check: the
-    milliseconds that it took, and its reason if it did not pass, once if several have the same."""
+def _print_outcomes(registered: Registered, outcomes: Sequence[Outcome], verbose: bool) -> None:
+    """Prints a component with the number of its checks that passed, and a line for each that failed, or with
+    `verbose` for each: its milliseconds, and its reason if it did not pass, once if several have the same."""
     passed = sum(outcome.status == "passed" for outcome in outcomes)
     seconds = sum(outcome.seconds for outcome in outcomes)
     print(f"{registered.qualified}  ({registered.kind})  {passed} of {len(outcomes)} passed, {seconds:.1f} s")
@@ -194,7 +195,8 @@ def _print_outcomes(registered: Registered, outcomes: Sequence[Outcome]) -> None
         reason = f": {outcome.reason}" if outcome.reason else ""
         if outcome.status == "failed" and first.setdefault(outcome.reason, outcome.check) != outcome.check:
             reason = f": as {first[outcome.reason]}"
-        print(f"  {1000 * outcome.seconds:7.0f} ms  {outcome.status}: {outcome.check}{reason}")
+        if verbose or outcome.status == "failed":
+            print(f"  {1000 * outcome.seconds:7.0f} ms  {outcome.status}: {outcome.check}{reason}")
 
 
 def _source(registered: Registered) -> str | None:

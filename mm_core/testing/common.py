@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 import builtins
-import hashlib
 import os
 import pickle
 import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -78,8 +78,18 @@ def resolves(probe: Probe) -> None:
 def builds(probe: Probe) -> None:
     """The small instance is built, and keeps the contract of its kind."""
     _ = probe.config  # its files are made with memory
-    import_module("torch._dynamo")  # torch replaces functions of its own when an optimizer first needs it
-    probe.first_changes += state_changes(lambda: _build(probe))
+    probe.first_changes += _changes_of_building(probe)
+
+
+def _changes_of_building(probe: Probe) -> list[str]:
+    import_module("torch._dynamo")  # optimizers and operations on meta import it; it wraps functions of torch
+    known, before = set(sys.modules), list(_global_state())
+    changes = state_changes(lambda: _build(probe))
+    if changes and not known.issuperset(sys.modules):  # a library that was imported late may have made them
+        for *_, restore in before:
+            restore()
+        changes = state_changes(lambda: _build(probe))
+    return changes
 
 
 def _build(probe: Probe) -> None:
@@ -111,7 +121,7 @@ def no_side_effects(probe: Probe) -> None:
     for path in _files(probe):
         for line, text in _effects_of_import(ast.parse(path.read_bytes())):
             probe.expect(False, f"importing {path} changes the process (line {line}): {text}")
-    changed = probe.first_changes or state_changes(lambda: _build(probe))
+    changed = probe.first_changes or _changes_of_building(probe)
     probe.expect(
         not changed,
         f"building the component changes {', '.join(changed[:4])}",
@@ -139,30 +149,47 @@ CHECKS = by_name(
 
 def state_changes(call: Callable[[], object]) -> list[str]:
     """What a call changes of the state that components must leave unchanged in a process."""
-    before = dict(_global_state())
+    before = {name: value for name, value, _ in _global_state()}
     call()
-    after = dict(_global_state())
+    after = {name: value for name, value, _ in _global_state()}
     return [name for name in before if before[name] != after[name]]
 
 
-def _global_state() -> Iterator[tuple[str, object]]:
-    """What components must leave unchanged in a process, by a name that a message can show."""
-    yield "torch's default generator", hashlib.sha256(torch.get_rng_state().numpy().tobytes()).digest()
-    yield "the generator of `random`", random.getstate()
-    yield "NumPy's global generator", repr(np.random.get_state())
-    yield "torch's default dtype", torch.get_default_dtype()
-    yield "torch's deterministic algorithms", torch.are_deterministic_algorithms_enabled()
-    yield "torch's number of threads", torch.get_num_threads()
-    yield "whether gradients are recorded", torch.is_grad_enabled()
-    yield "the working folder", Path.cwd()
-    yield "NumPy's error handling", tuple(np.geterr().items())
-    for name, value in os.environ.items():
-        yield f"the environment variable {name}", value
-    yield "the number of environment variables", len(os.environ)
+def _global_state() -> Iterator[tuple[str, object, Callable[[], object]]]:
+    """What components must leave unchanged in a process: a name that a message can show, a value to compare,
+    and what restores it."""
+    generator, drawn, numbers = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    variables = dict(os.environ)
+    yield "torch's default generator", generator.numpy().tobytes(), partial(torch.set_rng_state, generator)
+    yield "the generator of `random`", drawn, partial(random.setstate, drawn)
+    yield "NumPy's global generator", repr(numbers), partial(np.random.set_state, numbers)
+    for name, value, restore in (
+        ("torch's default dtype", torch.get_default_dtype(), torch.set_default_dtype),
+        ("torch's deterministic algorithms", deterministic, torch.use_deterministic_algorithms),
+        ("torch's number of threads", torch.get_num_threads(), torch.set_num_threads),
+        ("whether gradients are recorded", torch.is_grad_enabled(), torch.set_grad_enabled),
+        ("the working folder", Path.cwd(), os.chdir),
+        ("NumPy's error handling", np.geterr(), lambda found: np.seterr(**found)),
+        ("the number of environment variables", len(variables), lambda _: _set_variables(variables)),
+    ):
+        yield name, value, partial(restore, value)
+    for name, value in variables.items():
+        yield f"the environment variable {name}", value, lambda: None
     for space in _WATCHED:
         for name, value in vars(space).items():
             if not isinstance(value, ModuleType) and not name.startswith("_") and callable(value):
-                yield f"{space.__name__}.{name}", id(value)
+                yield f"{space.__name__}.{name}", id(value), partial(_set_member, space, name, value)
+
+
+def _set_variables(values: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(values)
+
+
+def _set_member(space: object, name: str, value: object) -> None:
+    if getattr(space, name, None) is not value:
+        setattr(space, name, value)
 
 
 def _effects_of_import(tree: ast.Module) -> Iterator[tuple[int, str]]:

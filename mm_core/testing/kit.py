@@ -207,6 +207,7 @@ class Kit:
         arguments: what the core passes by position to targets of this kind.
         release: closes what a new instance has opened.
         ranks: names of the checks that start several processes.
+        first: names of checks after whose failure the kind's others would only meet the same fault again.
     """
 
     checks: Mapping[str, Check]
@@ -214,6 +215,7 @@ class Kit:
     arguments: Callable[[Probe], tuple[object, ...]] = lambda _: ()
     release: Callable[[Any], object] = lambda _: None
     ranks: Sequence[str] = ()
+    first: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -290,18 +292,16 @@ class Examination:
     def run(self, name: str) -> Outcome:
         """Runs one check, and compares what comes of it with the component's `expected_failures`.
 
-        A check that starts several processes does not apply once another check has failed: it would only
-        meet the same fault again, after many seconds.
+        A check on several processes does not apply once another has failed, nor one of its kind after a `first`.
         """
         started = time.perf_counter()
-        if name in self._kit.ranks and self._failed:
-            return Outcome(
-                self.registered.qualified,
-                self.registered.kind,
-                name,
-                "not applicable",
-                f"not run on several processes, because {self._failed[0]} has failed",
-            )
+        own, reason = name in self._kit.checks and name not in self._kit.first, ""
+        if own and (before := [each for each in self._failed if each in self._kit.first]):
+            reason = f"not run, because {before[0]} has failed"
+        elif name in self._kit.ranks and self._failed:
+            reason = f"not run on several processes, because {self._failed[0]} has failed"
+        if reason:
+            return Outcome(self.registered.qualified, self.registered.kind, name, "not applicable", reason)
         status, reason = self._result(name)
         if name in self._expected and status == "failed":
             status, reason = "expected", f"{self._expected[name]} ({reason})"

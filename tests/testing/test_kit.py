@@ -20,8 +20,9 @@ from mm_core.plugin.checks.contract import CONTRACTS, Contract, members_of
 from mm_core.plugin.registry import get_registry
 from mm_core.testing import conformance_tests
 from mm_core.testing.common import CHECKS
-from mm_core.testing.kit import Examination, Outcome, find_components, kit_of
+from mm_core.testing.kit import KITS, Examination, Outcome, find_components, kit_of
 from support.conformance import examined
+from support.warm import run
 
 test_flow_match = conformance_tests("core/flow_match")
 
@@ -44,6 +45,57 @@ def mm_schedulers():
 """
 
 
+LATE = """
+import os
+
+import torch
+from torch import nn
+
+from mm_core import Component, hookimpl
+from mm_core.contracts import PredictorModule
+
+
+class Late(PredictorModule):
+    patch_size = (1, 2, 2)
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(4, 4)
+        self.register_buffer("angles", torch.outer(torch.arange(4.0), torch.arange(4.0)))
+        nn.Parameter(torch.empty(4)).data.normal_()
+        self.in_channels = self.out_channels = self.text_dim = 4
+
+    def forward(self, latents, timestep, text, text_mask):
+        return latents
+
+
+class Optimizer(torch.optim.SGD):
+    def __init__(self, named_parameters):
+        super().__init__(named_parameters, lr=0.1)
+
+
+class Sneaky(Optimizer):
+    def __init__(self, named_parameters):
+        import turtledemo
+
+        super().__init__(named_parameters)
+        os.environ["SNEAKY"] = "1"
+        torch.manual_seed(0)
+        torch.set_default_dtype(torch.float64)
+        torch.nn.functional.gelu = torch.nn.functional.silu
+
+
+@hookimpl
+def mm_predictors():
+    return [Component("late", "late:Late")]
+
+
+@hookimpl
+def mm_optimizers():
+    return [Component("late", "late:Optimizer"), Component("sneaky", "late:Sneaky")]
+"""
+
+
 @pytest.fixture
 def plugin(tmp_path: Path) -> Path:
     """A one-file plugin with a scheduler that has two faults."""
@@ -55,7 +107,7 @@ def plugin(tmp_path: Path) -> Path:
 def test_a_good_component_has_the_milliseconds_of_each_check_and_code_0(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["plugins", "test", "core/flow_match"]) == 0
+    assert main(["plugins", "test", "core/flow_match", "--verbose"]) == 0
     first, *checks, last = capsys.readouterr().out.splitlines()
     assert len(checks) == 18
     *passed, without = checks
@@ -63,6 +115,64 @@ def test_a_good_component_has_the_milliseconds_of_each_check_and_code_0(
     assert "not applicable: intervals: the scheduler has no truncated and mass" in without
     assert first.startswith("core/flow_match  (scheduler)  17 of 18 passed, ")
     assert last == "1 component, 18 checks, 0 failures"
+
+
+def test_checks_that_do_not_fail_are_only_counted_by_default(
+    plugin: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plugins", "test", "core/flow_match"]) == 0
+    first, last = capsys.readouterr().out.splitlines()
+    assert " 17 of 18 passed, " in first and last == "1 component, 18 checks, 0 failures"
+    assert main(["plugins", "test", "local/ends", "--path", str(plugin)]) == 1
+    lines = capsys.readouterr().out.splitlines()[1:-1]
+    assert lines and all("  failed: " in line for line in lines)
+
+
+COLD = """
+import sys
+from mm_core.plugin.registry import get_registry
+from mm_core.testing.kit import Examination, find_components
+
+path, name, kind, *checks = sys.argv[1:]
+(found,) = find_components(get_registry((path,)), name, kind)
+of = Examination(found, get_registry((path,)))
+print([(o.status, o.reason) for o in map(of.run, checks)])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checks", [("no_side_effects",), ("builds", "no_side_effects")])
+@pytest.mark.parametrize("kind", ["optimizer", "predictor"])
+def test_what_torch_imports_late_is_not_the_component_s_doing(
+    kind: str, checks: tuple[str, ...], tmp_path: Path
+) -> None:
+    """In a new process, which has not imported torch._dynamo yet."""
+    file = tmp_path / "late.py"
+    file.write_text(LATE)
+    done = run(["-c", COLD, file, "local/late", kind, *checks], anew=True)
+    assert done.stdout == f"{[('passed', '')] * len(checks)}\n", done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checks", [("no_side_effects",), ("builds", "no_side_effects")])
+def test_what_a_component_changes_is_found_although_it_imports_a_library_first(
+    checks: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The library's own changes are those of the first construction only."""
+    file = tmp_path / "late.py"
+    file.write_text(LATE)
+    done = run(["-c", COLD, file, "local/sneaky", "optimizer", *checks], anew=True)
+    assert done.stdout.count("('failed', ") == 1, done.stdout + done.stderr
+    for name in ("torch's default generator", "torch's default dtype", "the number of environment variables"):
+        assert name in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in KITS if kind not in ("predictor", "image_encoder")])
+def test_components_of_a_kind_pass_in_a_new_process(kind: str) -> None:
+    words = ["-m", "mm_core.cli.main", "plugins", "test", "core", "--kind", kind]
+    done = run(words, anew=True, timeout=600)
+    assert done.returncode == 0 and ", 0 failures" in done.stdout, done.stdout + done.stderr
 
 
 def test_faults_are_readable_errors_with_the_authors_file_and_line(

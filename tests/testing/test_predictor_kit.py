@@ -137,6 +137,47 @@ def test_a_wrong_line_fails_the_check_that_is_for_it(check: str, tmp_path: Path)
     assert found.keys() - ALSO.get(check, set()) <= {check}
 
 
+KEPT = (
+    'self.register_buffer("waves", torch.empty(8))',
+    'self.register_buffer("waves", torch.empty(8)); self.tables = [torch.empty(8)]',
+)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "check", "sentence"),
+    [
+        (
+            *KEPT,
+            "initialisation",
+            "tensors of tables are neither parameters nor buffers, and stay on the meta",
+        ),
+        (
+            "words = self.words(text.masked_fill(",
+            "words = self.words(text.masked_fill_(",
+            "inputs_unchanged",
+            "the predictor changes its input `text`",
+        ),
+    ],
+)
+def test_a_fault_of_the_same_check_is_found(
+    old: str, new: str, check: str, sentence: str, tmp_path: Path
+) -> None:
+    of = examination(tmp_path, old, new)
+    assert sentence in of.run(check).reason
+
+
+def test_a_predictor_that_hardly_reacts_to_the_timestep_does_not_round_it(tmp_path: Path) -> None:
+    of = examination(tmp_path, "angles = timestep[:, None] *", "angles = 1e-5 * timestep[:, None] *")
+    assert of.run("timestep_precision").status == "passed"
+
+
+def test_an_unset_buffer_is_one_failure(tmp_path: Path) -> None:
+    of = examination(tmp_path, "        self.waves.copy_(10 ** -torch.linspace(0, 3, 8))\n", "")
+    outcomes = list(of)
+    assert [outcome.check for outcome in outcomes if outcome.status == "failed"] == ["initialisation"]
+    assert outcomes[-1].reason == "not run, because initialisation has failed"
+
+
 def test_every_check_has_a_fault() -> None:
     assert {*FAULTS, *ON_RANKS, *ELSEWHERE} == {*PREDICTOR_CHECKS}
 

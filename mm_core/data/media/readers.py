@@ -87,7 +87,7 @@ class PyAVReader(_Reader):
     """Reads videos with FFmpeg (PyAV), in one thread, by timestamps.
 
     Times count from the first frame shown; a still picture is one frame of 1/25 s. Variable frame rates are
-    supported, frames are turned and mirrored as their display matrix says and get square pixels, and a frame
+    supported, frames are turned and mirrored by their display matrix and get square pixels, and a frame
     that the decoder flags as damaged is refused (the decoder would conceal the damage).
     """
 

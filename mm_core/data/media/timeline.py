@@ -41,7 +41,7 @@ def timeline(container: InputContainer, stream: VideoStream, path: Path) -> Time
     first: VideoFrame | None = None
     spans: list[tuple[int, int]] = []
     hidden, key, decoded = False, None, 0
-    # Which frames of AVI are decoded, its times do not tell.
+    # The times of AVI do not show which of its frames are decoded.
     every = not _presented(container) and stream.codec_context.has_b_frames
     for packet in container.demux(stream):
         ticks = _ticks(packet, container)

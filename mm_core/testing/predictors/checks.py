@@ -105,5 +105,5 @@ def _probe(probe: Probe) -> PredictorProbe:
     return found
 
 
-KIT = Kit(PREDICTOR_CHECKS, probe=_probe, ranks=tuple(_ON_RANKS))
+KIT = Kit(PREDICTOR_CHECKS, probe=_probe, ranks=tuple(_ON_RANKS), first=("attributes", "initialisation"))
 """The conformance checks of predictors."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -61,6 +62,17 @@ def meta_build(probe: PredictorProbe) -> None:
 def initialisation(probe: PredictorProbe) -> None:
     """Conformance check: init_weights fills all of the predictor, and equal seeds give equal weights."""
     first, second, other = probe.initialised(), probe.initialised(), probe.initialised(seed=1)
+    kept = [
+        f"{path}.{name}".strip(".")
+        for path, each in first.named_modules()
+        for name, value in vars(each).items()
+        if name not in ("_parameters", "_buffers", "_modules") and _holds_meta(value)
+    ]
+    probe.expect(
+        not kept,
+        f"tensors of {', '.join(kept[:8])} are neither parameters nor buffers, and stay on the meta device",
+        hint="compute them in init_weights",
+    )
     different = _differing(first, second)
     probe.expect(
         not different,
@@ -80,6 +92,15 @@ def initialisation(probe: PredictorProbe) -> None:
         f"a second init_weights does not fill {', '.join(different[:8])} as the first does",
         hint="init_weights may run twice: it fills every parameter and buffer each time",
     )
+
+
+def _holds_meta(value: object) -> bool:
+    """Whether an attribute is a tensor on the meta device, or a list, tuple or dict with one."""
+    if isinstance(value, Mapping):
+        return any(map(_holds_meta, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_meta, value))
+    return isinstance(value, Tensor) and value.device.type == "meta"
 
 
 def compiles(probe: PredictorProbe) -> None:
