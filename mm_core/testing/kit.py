@@ -292,7 +292,7 @@ class Examination:
     def run(self, name: str) -> Outcome:
         """Runs one check, and compares what comes of it with the component's `expected_failures`.
 
-        A check on several processes does not apply once another has failed, nor one of its kind after a `first`.
+        A check on several processes does not apply once another has failed, nor the kind's after a `first`.
         """
         started = time.perf_counter()
         own, reason = name in self._kit.checks and name not in self._kit.first, ""

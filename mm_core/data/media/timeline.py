@@ -106,6 +106,8 @@ def peek(container: InputContainer, stream: VideoStream) -> tuple[list[Packet[Vi
     """
     packets: list[Packet[VideoStream]] = []
     for packet in container.demux(stream):
+        if not packet.size and packet.dts is None:  # the end, which demuxing again ends with too
+            break
         packets.append(packet)
         if not stream.codec_context.has_b_frames:
             return packets, True
