@@ -218,7 +218,8 @@ def verdict(reader: PyAVReader | DecordReader, path: Path, truth: Shown, rng: ra
         if size != (truth.height, truth.width, len(truth.numbers)) or abs(info.fps / RATE - 1) > 0.005:
             return f"{info} of {truth}"
         middles = [(slot + 0.5) / info.fps for slot in range(info.num_frames)]
-        for chosen in ([*middles], *([rng.choice(middles)] for _ in range(4)), middles[-1:], middles[-9:-3] or middles):
+        some = ([rng.choice(middles)] for _ in range(4))
+        for chosen in (middles, *some, middles[-1:], middles[-9:-3] or middles):
             places = [bisect_right(truth.times, time + 1e-3) - 1 for time in chosen]
             expected = [(truth.numbers[place], truth.matrix) for place in places]
             read = reader.read(path, chosen).numpy()
@@ -273,8 +274,7 @@ def test_a_clip_cut_by_copying_packets_trains_at_its_rate(tmp_path: Path, annota
     assert sample["fps"] == 24
 
 
-@pytest.mark.parametrize("frames", [2, 5])
-@pytest.mark.parametrize("container", ["mp4", "mkv", "ts"])
+@pytest.mark.parametrize(("container", "frames"), [("mp4", 2), ("mkv", 2), ("mp4", 5), ("ts", 5)])
 def test_a_short_clip_is_read_to_its_end(tmp_path: Path, monkeypatch, container: str, frames: int) -> None:
     monkeypatch.setattr(sys.modules[__name__], "FRAMES", frames)
     case = one(container)
