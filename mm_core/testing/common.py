@@ -14,6 +14,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -164,7 +165,7 @@ def _global_state() -> Iterator[tuple[str, object, Callable[[], object]]]:
     yield "torch's default generator", generator.numpy().tobytes(), partial(torch.set_rng_state, generator)
     yield "the generator of `random`", drawn, partial(random.setstate, drawn)
     yield "NumPy's global generator", repr(numbers), partial(np.random.set_state, numbers)
-    for name, value, restore in (
+    settings: tuple[tuple[str, Any, Callable[[Any], object]], ...] = (
         ("torch's default dtype", torch.get_default_dtype(), torch.set_default_dtype),
         ("torch's deterministic algorithms", deterministic, torch.use_deterministic_algorithms),
         ("torch's number of threads", torch.get_num_threads(), torch.set_num_threads),
@@ -172,8 +173,9 @@ def _global_state() -> Iterator[tuple[str, object, Callable[[], object]]]:
         ("the working folder", Path.cwd(), os.chdir),
         ("NumPy's error handling", np.geterr(), lambda found: np.seterr(**found)),
         ("the number of environment variables", len(variables), lambda _: _set_variables(variables)),
-    ):
-        yield name, value, partial(restore, value)
+    )
+    for setting, now, restore in settings:
+        yield setting, now, partial(restore, now)
     for name, value in variables.items():
         yield f"the environment variable {name}", value, lambda: None
     for space in _WATCHED:
