@@ -12,13 +12,13 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NoReturn, TextIO
 
 from mm_core.errors import MMError, PeerError, RunWarning, did_you_mean
-from mm_core.runtime.output import standard_streams
+from mm_core.runtime.output import Aside, standard_streams
 
 COMMANDS = MappingProxyType(
     {
@@ -116,7 +116,8 @@ def _guarded(arguments: list[str], program: str) -> int:
     required = asked not in COMMANDS or asked in PRINTING or _asks_for_output(asked, arguments)
     with standard_streams(required=required):
         try:
-            code = _reported(arguments, program)
+            with redirect_stdout(Aside(sys.stdout)) if "--json" in arguments else nullcontext():
+                code = _reported(arguments, program)
             sys.stdout.flush()  # a closed pipe shows here, not at interpreter exit
         except BrokenPipeError:
             return 141

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -53,9 +54,10 @@ def human_size(size: float, digits: int = 1) -> str:
     return f"{size:.{digits}f} GB"
 
 
-def print_json(value: Mapping[str, object]) -> None:
-    """Prints a mapping as indented JSON."""
-    print(json.dumps(value, indent=2, default=str, ensure_ascii=False))
+def print_json(value: Mapping[str, object], indent: int | None = 2) -> None:
+    """Prints the JSON document of a command, alone on standard output (see `runtime.output.Aside`)."""
+    stream = getattr(sys.stdout, "document", sys.stdout)
+    print(json.dumps(value, indent=indent, default=str, ensure_ascii=False), file=stream, flush=True)
 
 
 def print_table(rows: Iterable[Sequence[str | None]], indent: str = "") -> None:

@@ -103,6 +103,19 @@ class Required(BestEffort):
             ) from None
 
 
+class Aside(BestEffort):
+    """Standard output of a command that prints one JSON document: everything else that is printed, such as by
+    plugins as they are imported, goes to standard error.
+
+    Attributes:
+        document: the stream for the document.
+    """
+
+    def __init__(self, document: Any) -> None:
+        super().__init__(sys.stderr)
+        self.document = document
+
+
 @contextmanager
 def standard_streams(*, required: bool) -> Iterator[None]:
     """Replaces standard output and standard error for the duration of a command.

@@ -32,6 +32,43 @@ def probe(site: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return install
 
 
+LOUD = """
+print("a plugin is imported")
+from mm_core import Component, hookimpl
+
+
+class Schedule:
+    def __init__(self):
+        print("a component is built")
+
+    def factor(self, step):
+        return 1.0
+
+
+@hookimpl
+def mm_lr_schedules():
+    return [Component("loud", "mm_loud.plugin:Schedule")]
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plugins", "list"],
+        ["plugins", "check", "--import"],
+        ["plugins", "test", "loud/loud"],
+        ["validate"],
+        ["train", "--dry-run", "--config"],
+    ],
+)
+def test_what_a_plugin_prints_does_not_corrupt_json(site: Any, tiny: Path, words: list[str]) -> None:
+    site.plugin("loud", LOUD)
+    more = [str(tiny), "lr_schedule={type: loud/loud}"] if words[0] in ("validate", "train") else []
+    done = site.mm(*words, *more, "--json")
+    assert json.loads(done.stdout), done.stdout + done.stderr
+    assert "a plugin is imported" in done.stderr
+
+
 @pytest.mark.parametrize("arguments", [["--help"], [], ["--version"], ["plugns"]])
 def test_help_imports_no_command_no_plugin_and_nothing_heavy(site: Any, arguments: list[str]) -> None:
     site.good("alpha")

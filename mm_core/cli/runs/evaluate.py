@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from mm_core.cli.options import count
+from mm_core.cli.options import count, print_json
 from mm_core.cli.ranks import add_ranks, on_ranks
 from mm_core.cli.runs.stored_run import add_run, check_place, root_of, run_folder
 from mm_core.errors import MMError
@@ -97,7 +97,10 @@ def _evaluate(args: argparse.Namespace) -> int:
     if os.environ.get("RANK", "0") != "0":
         return 0
     document = found.to_mapping()
-    print(json.dumps(document) if args.json else _table(found), flush=True)
+    if args.json:
+        print_json(document, indent=None)
+    else:
+        print(_table(found), flush=True)
     if args.predictions is not None:
         write_predictions(found.predictions, Path(args.predictions))
     out = Path(args.out) if args.out is not None else _place(found)

@@ -6,12 +6,11 @@ Nothing here imports torch before the config has been checked.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 from typing import TYPE_CHECKING, NoReturn
 
-from mm_core.cli.options import config_of, count
+from mm_core.cli.options import config_of, count, print_json
 from mm_core.cli.ranks import rank_command, refuse_among_ranks
 from mm_core.errors import MMError, plural
 
@@ -168,7 +167,10 @@ def _dry_run(config: RunConfig, world: int, as_json: bool) -> int:
     from mm_core.plan import build_task, make_plan
 
     plan = make_plan(config, world, build_task(config, adapters_begun(config)))
-    print(json.dumps(plan.to_mapping(), indent=2) if as_json else plan.render())
+    if as_json:
+        print_json(plan.to_mapping())
+    else:
+        print(plan.render())
     return 0
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 
-from mm_core.cli.options import add_allow_code
+from mm_core.cli.options import add_allow_code, print_json
 from mm_core.errors import ConfigError, MMError
 
 
@@ -33,7 +32,7 @@ def execute(args: argparse.Namespace) -> int:
     except MMError as error:
         if not args.json:
             raise  # the command line prints it on standard error
-        print(json.dumps({"ok": False, "faults": _rows(error)}, indent=2))
+        print_json({"ok": False, "faults": _rows(error)})
         return 1
     if args.json:
         result: dict[str, object] = {"ok": True, "faults": []}
@@ -41,7 +40,7 @@ def execute(args: argparse.Namespace) -> int:
             from mm_core.config.dump import to_mapping
 
             result["config"] = to_mapping(config)
-        print(json.dumps(result, indent=2))
+        print_json(result)
     elif args.show:
         from mm_core.config.dump import to_yaml
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mm_core.cli.options import add_allow_code, human_size
+from mm_core.cli.options import add_allow_code, human_size, print_json
 from mm_core.errors import plural
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ def _show(args: argparse.Namespace) -> int:
             "bytes": total,
             "tensors": tensors,
         }
-        print(json.dumps(document, indent=1))
+        print_json(document)
         return 0
     rows = [(_printable(name), tensor, times) for name, tensor, times in rows]
     width = max((len(name) for name, _, _ in rows), default=0)
