@@ -25,6 +25,7 @@ from mm_core.data.loading.skipped import SkipLedger, UnreadableError
 from mm_core.errors import ContractError, DataError, PartsError
 from mm_core.plugin.local import import_file, module_name, read_local
 from support import ranks, warm
+from support.validation import Clips
 
 
 class Numbers:
@@ -211,6 +212,34 @@ def test_a_fault_in_a_datasets_code_is_not_skipped(workers: int) -> None:
         list(loader(Numbers(8), workers=workers, batch_transform=explode))
     with pytest.raises(ContractError, match="captions are missing"):
         list(loader(Numbers(8), workers=workers, batch_transform=refuse))
+
+
+class Scaled(Clips):
+    """Clips of noise whose sample 2 is scaled, as where `/ 127.5 - 1` was forgotten."""
+
+    factor = 1.0
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = super().__getitem__(index)
+        return sample | {"pixels": sample["pixels"] * self.factor} if index == 2 else sample
+
+
+@pytest.mark.parametrize(
+    ("factor", "said"),
+    [(500.0, r"are from -[1-9][0-9]+ to [1-9][0-9]+"), (float("nan"), "are from nan to nan")],
+)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_pixels_outside_their_range_are_an_error_of_the_dataset(
+    workers: int, factor: float, said: str
+) -> None:
+    dataset = Scaled(8)
+    assert len(list(loader(dataset, workers=workers))) == 12
+    dataset.factor = factor
+    with pytest.raises(CodeError, match=f"the pixels of sample clip 2 {said}") as caught:
+        list(loader(dataset, workers=workers))
+    line = inspect.getsourcelines(Scaled)[1]
+    assert caught.value.where == f"Scaled, {__file__}, line {line}"
+    assert "/ 127.5 - 1" in str(caught.value.hint)
 
 
 def test_a_worker_that_dies_is_a_readable_error() -> None:

@@ -21,6 +21,7 @@ from mm_core.contracts import (
     FailureRecord,
     Randomness,
     SupportsSampleAt,
+    VideoTextBatch,
     generators_kept,
     seed_generators,
 )
@@ -40,6 +41,8 @@ from mm_core.plugin.checks.places import place_of
 from mm_core.plugin.local import LocalFile, import_again, imported_files
 
 T = TypeVar("T")
+
+_MOST = 1.001  # the largest value of a pixel, with what rounding adds
 
 ATTEMPTS = 8
 """How many other samples are tried in place of an unreadable one before the run stops."""
@@ -200,6 +203,7 @@ class _Reading(TorchDataset[Batch | _Fault]):
         seed_generators(self.rng.at("collate", *rows))
         with self._guarded("the dataset's collate"):
             batch = self._checked(self.dataset.collate(samples), Batch, "what collate returns", "a Batch")
+        self._check_pixels(batch)
         if self.transform is not None:
             seed_generators(self.rng.at("transform", *rows))
             with self._guarded("the task's batch transform"):
@@ -254,6 +258,20 @@ class _Reading(TorchDataset[Batch | _Fault]):
         raise CodeError(
             f"{who} is a {type(found).__name__}", where=self._place, accepted=accepted, hint="fix this code"
         )
+
+    def _check_pixels(self, batch: Batch) -> None:
+        """CodeError if float pixels of clips leave [-1, 1]: they would train without any other sign."""
+        if not isinstance(batch, VideoTextBatch) or not batch.pixels.is_floating_point():
+            return
+        for sample, pixels in zip(batch.ids, batch.pixels, strict=False):
+            least, most = map(float, pixels.aminmax())
+            if not (least >= -_MOST and most <= _MOST):  # also for NaN
+                raise CodeError(
+                    f"the pixels of sample {sample} are from {least:.4g} to {most:.4g}",
+                    where=self._place,
+                    accepted="-1 (black) to 1 (white)",
+                    hint="scale them in the dataset, such as by `pixels / 127.5 - 1` from 0 to 255",
+                )
 
     @property
     def _place(self) -> str:
