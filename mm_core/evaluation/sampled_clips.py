@@ -91,7 +91,7 @@ def no_clips(task: str, made: int = 0, wanted: int | None = None) -> ContractErr
         f"the task {task} {what}",
         where="task.type",
         accepted="a task whose `sample` returns one clip for each prompt, or one that answers with text",
-        hint="run `mm eval` to evaluate other tasks",
+        hint="let the task's `sample` return the clips; `mm eval` evaluates runs of tasks without clips",
     )
 
 

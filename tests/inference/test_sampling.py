@@ -386,7 +386,7 @@ def test_a_task_that_makes_nothing_is_a_readable_error(run, tmp_path, monkeypatc
     assert capsys.readouterr().err == (
         "mm: error: task.type: the task core/text_to_video made 0 clips for 2 prompts\n"
         "  accepted: a task whose `sample` returns one clip for each prompt, or one that answers with text\n"
-        "  hint: run `mm eval` to evaluate other tasks\n"
+        "  hint: let the task's `sample` return the clips; `mm eval` evaluates runs of tasks without clips\n"
     )
 
 

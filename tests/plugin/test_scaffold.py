@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import inspect
 import tomllib
 from pathlib import Path
 
 import diffusers
 import pytest
+import torch
 import yaml
 
 from mm_core.cli.main import main
@@ -23,7 +25,8 @@ from support.sites import Site
 
 DIFFUSERS = (
     *("SD3Transformer2DModel", "FluxTransformer2DModel", "LTXVideoTransformer3DModel"),
-    *("HunyuanVideoTransformer3DModel", "CogVideoXTransformer3DModel"),
+    *("HunyuanVideoTransformer3DModel", "CogVideoXTransformer3DModel", "WanTransformer3DModel"),
+    *("Lumina2Transformer2DModel", "SanaTransformer2DModel"),
 )
 
 
@@ -151,11 +154,24 @@ def test_a_frame_has_the_fields_and_arguments_of_the_library_s_class(
     assert [*given] == ["type", *fields]
     for argument in inspect.signature(library.forward).parameters:
         assert argument == "self" or f"{argument}=" in text, argument
-    assert "TODO" in text and len(text.splitlines()) <= 60
+    assert "TODO" in text and len(text.splitlines()) <= 65
+    assert "self.text_dim = self.config." in text
+    assert ("max_frames = 1" in text) == ("2D" in name) == (config["data"]["train"]["num_frames"] == 1)
     installed(site, here, "my-wrap")
     capsys.readouterr()
     assert main(["plugins", "check", "--import"]) == 0, capsys.readouterr().out
     assert main(["validate", str(here / "my-wrap/my_wrap/configs/predictor.yaml")]) == 0
+    small = importlib.import_module("my_wrap.predictor")
+    (wrapped,) = (each for each in vars(small).values() if getattr(each, "__module__", "") == small.__name__)
+    (component,) = (each for each in get_registry().components("predictor") if each.namespace == "my_wrap")
+    model = wrapped(**component.component.tiny)
+    assert sum(parameter.numel() for parameter in model.parameters()) < 3_000_000
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.fill_(torch.nan) if tensor.is_floating_point() else None
+    model.init_weights()
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    assert [name for name, tensor in tensors if tensor.isnan().any()] == []
 
 
 def test_a_full_disk_leaves_no_part_of_a_plugin_and_the_next_try_works(here, monkeypatch, capsys):

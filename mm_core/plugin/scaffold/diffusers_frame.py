@@ -13,9 +13,12 @@ from types import MappingProxyType
 from typing import Any
 
 from mm_core.errors import PluginError, did_you_mean, plural
-from mm_core.plugin.scaffold.kinds import TEMPLATES, KindTemplate
+from mm_core.plugin.scaffold.kinds import SHAPES, TEMPLATES, KindTemplate
 
-_TEXT = ("text_embed_dim", "joint_attention_dim", "caption_channels", "text_dim", "cross_attention_dim")
+_TEXT = (
+    *("text_embed_dim", "joint_attention_dim", "caption_channels", "text_dim", "cap_feat_dim"),
+    "cross_attention_dim",
+)
 """Fields in which families of models have the width of the text, the surest first."""
 
 _GIVEN: Mapping[str, str] = MappingProxyType(
@@ -37,7 +40,10 @@ _SMALL: Mapping[str, object] = MappingProxyType(
         "num_single_layers": 1,
         "num_refiner_layers": 1,
         "num_attention_heads": 2,
+        "num_kv_heads": 2,
         "attention_head_dim": 16,
+        "hidden_size": 32,  # heads times their width
+        "multiple_of": 16,
         "in_channels": 4,
         "out_channels": 4,
         "time_embed_dim": 16,
@@ -48,11 +54,13 @@ _SMALL: Mapping[str, object] = MappingProxyType(
         "freq_dim": 16,
         "rope_axes_dim": [4, 6, 6],  # together the width of a head
         "axes_dims_rope": [4, 6, 6],
+        "axes_dim_rope": [4, 6, 6],
     }
 )
 """Fields of a small instance, where the class has them."""
 _RUN: Mapping[str, object] = MappingProxyType({"in_channels": 12, "out_channels": 12, "num_layers": 2})
 """Fields that differ in the small instance's run: the autoencoder of its config has 12 channels."""
+_MAX_FRAMES = "\n    max_frames = 1  # a model of images"
 _MOST = 30_000_000
 """Parameters of the largest instance that is built to see which of its tensors no layer initialises."""
 
@@ -78,14 +86,16 @@ def frame(name: str, package: str) -> tuple[dict[str, str], dict[str, KindTempla
     small = tiny | {field: value for field, value in _RUN.items() if field in fields}
     small |= {text: 64} if text else {}
     own = "Wrapped" if name == "Wrapped" else name.partition("Transformer")[0] or "Wrapped"
+    images = _of_images(name)
+    run = {"data.train": SHAPES.replace("num_frames: 8", "num_frames: 1")} if images else {}
     template = KindTemplate(
         own,
         f"Diffusers' {name}",
         tiny,
-        run={"task.predictor": f"\ntype: $type\n{_yaml(fields, small)}"},
+        run={"task.predictor": f"\ntype: $type\n{_yaml(fields, small)}", **run},
         steps=1500,
-        about="small, on clips of moving shapes. The library's size has the values of the comments, and "
-        "needs the autoencoder, text encoder and data that it is for",
+        about=f"small, on {'images of' if images else 'clips of moving'} shapes. The library's size has the "
+        "values of the comments, and needs the autoencoder, text encoder and data that it is for",
         requires=(f"diffusers>={'.'.join(version('diffusers').split('.')[:2])}",),
     )
     return {"predictor": _module(name, own, cls, fields, text, tiny)}, {**TEMPLATES, "predictor": template}
@@ -106,6 +116,11 @@ def _class(name: str) -> Any:
             hint=did_you_mean(name, known),
         )
     return getattr(library, name)
+
+
+def _of_images(name: str) -> bool:
+    """Whether a class takes images only."""
+    return "2D" in name
 
 
 def _yaml(fields: Mapping[str, inspect.Parameter], small: Mapping[str, object]) -> str:
@@ -157,7 +172,7 @@ from mm_core.contracts import {", ".join(imports)}
 class {own}({name}):
     """Written for Diffusers {version("diffusers")}."""
 
-    {_text_padding(forward, fields)}
+    {_text_padding(forward, fields)}{_MAX_FRAMES if _of_images(name) else ""}
 
     @wraps({name}.__init__)
     def __init__(self, **fields):

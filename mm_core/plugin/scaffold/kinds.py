@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 _CLIPS = "num_frames: 8, height: 16, width: 16"
-_SHAPES = "{type: shapes, " + _CLIPS + "}"
+SHAPES = "{type: shapes, " + _CLIPS + "}"
+"""The dataset of runs of a new plugin: clips that need no download."""
 _VALIDATION = MappingProxyType({"data.validation": "{type: shapes, " + _CLIPS + ", clips: 32, seed: 1}"})
 
 
@@ -41,7 +42,7 @@ RUN: Mapping[str, str] = MappingProxyType(
         "task.autoencoder": "{type: pixel, spatial: 2}",
         "task.text_encoder": "{type: bytes, hidden_size: 64}",
         "task.scheduler": "{type: flow_match, shift: 5, timesteps: uniform}",
-        "data.train": _SHAPES,
+        "data.train": SHAPES,
         "data.loader": "{workers: 0}",
         "optimizer": "{type: adamw, lr: 2.0e-3}",
         "lr_schedule": "{type: cosine, warmup_fraction: 0.05}",

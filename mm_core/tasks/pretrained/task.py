@@ -278,7 +278,8 @@ class PretrainedTask(TaskModule):
         raise ContractError(
             "a Transformers model generates no clips",
             where="task.type",
-            hint="remove validation.samples; `mm sample --run DIR --prompt ...` prints answers as text",
+            hint="remove validation.samples; `mm eval` evaluates the run; `mm sample` prints answers of models"
+            " that generate text",
         )
 
 
