@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 import threading
 
@@ -50,6 +51,22 @@ def test_a_full_device_is_an_error_and_stays_a_device(tmp_path):
     with pytest.raises(MMError, match="No space left"):
         write_text(tmp_path / "full", "new")
     assert stat.S_ISCHR((tmp_path / "full").stat().st_mode)
+
+
+@pytest.mark.parametrize("kind", ["folder", "socket"])
+def test_what_takes_no_text_is_an_error_and_stays(tmp_path, monkeypatch, kind):
+    monkeypatch.chdir(tmp_path)  # a socket's path must be short
+    place = tmp_path / "place"
+    if kind == "folder":
+        place.mkdir()
+    else:
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind("place")
+    before = stat.S_IFMT(place.stat().st_mode)
+    with pytest.raises(MMError, match="cannot be written"):
+        write_text(place, "new")
+    assert stat.S_IFMT(place.stat().st_mode) == before
+    assert [each.name for each in tmp_path.iterdir()] == ["place"]
 
 
 def test_the_errors_that_pages_name_come_from_the_package():

@@ -278,8 +278,8 @@ class PretrainedTask(TaskModule):
         raise ContractError(
             "a Transformers model generates no clips",
             where="task.type",
-            hint="remove validation.samples; `mm eval` evaluates the run; `mm sample` prints answers of models"
-            " that generate text",
+            hint="remove validation.samples; `mm eval` evaluates the run; `mm sample` prints answers of"
+            " models that generate text",
         )
 
 
