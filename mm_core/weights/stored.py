@@ -51,8 +51,8 @@ def open_stored(path: Path, stem: str | None = None) -> StoredTensors:
 
     Args:
         path: file or folder.
-        stem: in a folder, take `<stem>.safetensors` or the files of `<stem>.safetensors.index.json`; None
-            takes the only index, or all files.
+        stem: in a folder, take `<stem>.safetensors` or the files of `<stem>.safetensors.index.json` (see
+            `set_of`); None takes the only index, or the file beside it, or all files.
 
     Raises:
         CheckpointError: there is no weights file, it cannot be read, or it needs more than tensors.
@@ -73,19 +73,35 @@ def open_stored(path: Path, stem: str | None = None) -> StoredTensors:
     )
 
 
+def set_of(folder: Path, stem: str) -> Path | None:
+    """The file or index of a folder's weights, if it has such; of both, the one that their library loads.
+
+    Transformers, whose files are called `model`, takes the file; Diffusers and other users of its
+    `from_pretrained` the index.
+    """
+    index, single = folder / f"{stem}{INDEX}", folder / f"{stem}.safetensors"
+    order = (single, index) if stem == "model" else (index, single)
+    return next((path for path in order if path.is_file()), None)
+
+
 def _in_folder(folder: Path, stem: str | None) -> list[Path]:
-    if stem is not None and (folder / f"{stem}{INDEX}").is_file():
-        return indexed(folder / f"{stem}{INDEX}")
-    if stem is not None and (folder / f"{stem}.safetensors").is_file():
-        return [folder / f"{stem}.safetensors"]
-    indexes = sorted(folder.glob(f"*{INDEX}"))
-    if len(indexes) > 1:
-        raise CheckpointError(
-            f"this folder has several indexes: {', '.join(path.name for path in indexes)}",
-            where=str(folder),
-            hint="give the path of one index instead of the folder",
-        )
-    return indexed(indexes[0]) if indexes else sorted(folder.glob("*.safetensors"))
+    chosen = None if stem is None else set_of(folder, stem)
+    if chosen is None:
+        indexes = sorted(folder.glob(f"*{INDEX}"))
+        if len(indexes) > 1:
+            raise CheckpointError(
+                f"this folder has several indexes: {', '.join(path.name for path in indexes)}",
+                where=str(folder),
+                hint="give the path of one index instead of the folder",
+            )
+        chosen = set_of(folder, _stem(indexes[0])) if indexes else None
+    if chosen is None:
+        return sorted(folder.glob("*.safetensors"))
+    return indexed(chosen) if chosen.name.endswith(INDEX) else [chosen]
+
+
+def _stem(index: Path) -> str:
+    return index.name.removesuffix(INDEX)
 
 
 class SafetensorsFiles:
@@ -178,7 +194,9 @@ def missing_at(path: Path) -> list[str]:
     """Missing weights files at a path: the file or folder itself, or files listed in its index."""
     if not path.exists():
         return [str(path)]
-    found = path.glob(f"*{INDEX}") if path.is_dir() else [path] if path.name.endswith(INDEX) else []
+    found = [path] if path.name.endswith(INDEX) else []
+    if path.is_dir():
+        found = [index for index in path.glob(f"*{INDEX}") if set_of(path, _stem(index)) == index]
     missing = []
     for index in sorted(found):
         with suppress(*_DAMAGED):  # reading reports a damaged index

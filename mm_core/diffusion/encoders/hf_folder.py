@@ -135,9 +135,9 @@ class ModelFolder:
         return model.eval().requires_grad_(False)
 
     def _weight_files(self) -> list[str]:
-        """The safetensors files listed in the folder's index, or the single file of a small model."""
+        """The single safetensors file of a small model, which Transformers prefers, or those in the index."""
         index = self.path / "model.safetensors.index.json"
-        if not index.is_file():
+        if self.has("model.safetensors") or not index.is_file():
             return ["model.safetensors"]
         try:
             return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))

@@ -52,8 +52,9 @@ def locate(task: TaskModule, path: str, linear: Mapping[str, Sequence[str]], for
             found |= _named(layout, linear[root], opened[place])
         parts = " and ".join(f"{root}.{layout.part}".rstrip(".") for layout, _ in chosen)
         if len(found) > len(best.modules):
-            best, alike = Located(root, found), {}
-        if found and len(found) == len(best.modules):
+            best, alike = Located(root, found), {parts: None}
+        same = (root, found.keys()) == (best.root, best.modules.keys())  # by another format
+        if found and len(found) == len(best.modules) and not same:
             alike[parts] = None
     files = list({id(file): file for file, _ in best.modules.values()}.values())
     files = files or [*opened.values()] or [open_adapter(Path(path))]
@@ -78,21 +79,25 @@ def locate(task: TaskModule, path: str, linear: Mapping[str, Sequence[str]], for
 def _candidates(
     task: TaskModule, path: Path, linear: Iterable[str], formats: Formats
 ) -> list[tuple[str, list[Placed]]]:
-    """(component, parts to read together): all files of its parts, or one file as any of them."""
+    """(component, parts to read together): all files of its parts, or one file as any of them.
+
+    Of a part that is trained alone, the folder may hold the other's file too.
+    """
     together, alone = [], []
     for root in linear:
         component = task.get_submodule(root)
         for form in formats.values():
             layouts = of_component(form.adapter(root, component))
             held = [(layout, path / layout.file) for layout in layouts if (path / layout.file).is_file()]
-            if held and len(layouts) > 1:
+            if held and held[0][0].part:
                 together.append((root, held))
                 continue
             tail = path.absolute().as_posix()
             named = [layout for layout in layouts if path.is_file() and tail.endswith(f"/{layout.file}")]
             alone += [(root, [(layout, path)]) for layout in (named if len(named) == 1 else layouts)]
-    own = path.is_file() or is_adapter(path)
-    return together + alone if own or not together else together
+    sure = {root for root, _ in together}
+    alone = [one for one in alone if one[0] not in sure]  # a file that has the part's name is no guess
+    return together + alone if is_adapter(path) or not together else together
 
 
 def _named(

@@ -215,10 +215,16 @@ def of_component(found: AnyLayout | Sequence[AnyLayout] | None) -> tuple[AnyLayo
             f" in {', '.join(map(repr, places))}",
             accepted="parts that do not overlap, each in its own folder or file",
         )
-    return tuple(
-        replace(one, keys=replace(one.keys, prefix=start + one.keys.prefix))
-        for one, start in zip(given, parts, strict=True)
-    )
+    return tuple(_below(start, one) for start, one in zip(parts, given, strict=True))
+
+
+def _below(start: str, one: AnyLayout) -> AnyLayout:
+    """A layout whose key maps take names that begin with `start`."""
+    keys = replace(one.keys, prefix=start + one.keys.prefix)
+    if isinstance(one, Layout):
+        return replace(one, keys=keys)
+    others = tuple(replace(other, prefix=start + other.prefix) for other in one.others)
+    return replace(one, keys=keys, others=others)
 
 
 def divided(layouts: Sequence[AnyLayout], names: Iterable[str]) -> list[list[str]]:

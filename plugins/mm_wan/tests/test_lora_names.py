@@ -8,6 +8,7 @@ import pytest
 import torch
 from mm_wan.formats import ORIGINAL_KEYS
 from mm_wan.predictor.transformer import WanTransformer
+from mm_wan.predictor.two_expert import TwoExpert
 from safetensors.torch import save_file
 from torch import nn
 
@@ -34,18 +35,19 @@ MODULES = {  # path here -> alpha; None: the file holds none, and the adapter co
     "blocks.1.ffn.net.0.proj": 0.5,
     "condition_embedder.time_proj": None,
 }
+LOW = "pytorch_lora_weights_2.safetensors"
 RANKS = dict(zip(MODULES, (4, 2, 3, 5), strict=True))
 
 
 class Task(nn.Module):
     trainable, frozen = ("predictor",), ()
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(self, path: Path | None = None, train: str | None = None) -> None:
         super().__init__()
         formats = formats_of(get_registry(()))
         adapters = [AdapterConfig(from_=str(path))] if path else []
         with torch.device("meta"):
-            self.predictor = WanTransformer(**TINY)
+            self.predictor = TwoExpert(train=train, **TINY) if train else WanTransformer(**TINY)
         add_adapters(self, adapters, formats)
         weights = AdapterWeights(self, adapters, formats)
         self.predictor.to_empty(device="cpu")
@@ -113,6 +115,41 @@ def test_the_same_lora_changes_the_weights_alike_under_all_names(style, factors,
         x = torch.linspace(-1, 1, weight.shape[1])
         bias = bare.get_submodule(module).bias.double()
         torch.testing.assert_close(layer(x).double(), expected @ x.double() + bias, rtol=0, atol=1e-5)
+
+
+def read_by(train, path: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """Module of a two-expert task -> the factors that it took from `path`."""
+    found = adapted_layers(Task(path, train).predictor)
+    return {
+        name: {part: getattr(layer, part)["default"].weight.detach() for part in ("lora_A", "lora_B")}
+        for name, layer in found.items()
+    }
+
+
+def same(found, expected) -> bool:
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[name]["lora_A"], first) and torch.equal(found[name]["lora_B"], second)
+        for name, (first, second) in expected.items()
+    )
+
+
+@pytest.mark.parametrize("style", NAMES)
+def test_an_expert_takes_a_lora_under_all_names(style, factors, tmp_path):
+    high, low = (tmp_path / name for name in ("pytorch_lora_weights.safetensors", LOW))
+    written(high, style, factors)
+    fewer = {name: (a * 2, b * 2) for name, (a, b) in list(factors.items())[1:]}
+    written(low, style, fewer)
+    lows = {f"low.{name}": pair for name, pair in fewer.items()}
+    highs = {f"high.{name}": pair for name, pair in factors.items()}
+    single = written(tmp_path / "style.safetensors", style, factors)
+    assert same(read_by("high", single), highs)
+    assert same(read_by("low", single), {f"low.{name}": pair for name, pair in factors.items()})
+    for train, expected in (("both", highs | lows), ("high", highs), ("low", lows)):
+        assert same(read_by(train, tmp_path), expected)
+    assert same(read_by("both", low), lows)
+    with pytest.raises(CheckpointError, match="fits several components equally well") as fault:
+        Task(single, "both")
+    assert "predictor.high, predictor.low\n" in str(fault.value)
 
 
 def test_bf16_files_are_read_too(factors, tmp_path):
