@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mm_core.cli.main import main
+from mm_core.cli.options import print_json
 from mm_core.errors import MMError
 from mm_core.runtime.launch.rank_logs import log_path, rank_log
 from mm_core.runtime.output import BestEffort, Required
@@ -76,7 +77,10 @@ def test_characters_that_the_stream_lacks_are_escapes_and_the_next_lines_come(ki
 )
 def test_a_result_that_is_only_printed_must_be_written(monkeypatch, words, required):
     def printing(arguments, program):
-        print("the result")
+        if "--json" in arguments:
+            print_json({"the": "result"})
+        else:
+            print("the result")
         return 0
 
     monkeypatch.setattr("mm_core.cli.main._run", printing)

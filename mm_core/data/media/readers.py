@@ -144,7 +144,7 @@ class DecordReader(_Reader):
             reader = decord.VideoReader(_name(path), ctx=decord.cpu(0), num_threads=1)
             spans = np.asarray(reader.get_frame_timestamp(range(len(reader))), dtype=np.float64)
             if len(spans) != info.num_frames:
-                raise ValueError(f"it finds {len(spans)} frames, not {info.num_frames}")
+                raise ValueError(f"it finds {plural(len(spans), 'frame')}, not {info.num_frames}")
             starts = (spans[:, 0] - spans[0, 0]).tolist()
             end = starts[-1] + max(float(spans[-1, 1] - spans[-1, 0]), 1.0 / info.fps)
             if times and max(times) >= end + _EPSILON:
