@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -138,6 +140,64 @@ def determinism(probe: DatasetProbe) -> None:
     probe.expect(equal(batch, again), "collate makes different batches of the same samples")
 
 
+def each_index(probe: DatasetProbe) -> None:
+    """Samples are those of their index, not one and the same row.
+
+    Rows may be equal, and a sample may be all drawn: what shows the fault is a common id, or files whose rows
+    make other samples in another order.
+    """
+    size = min(len(probe.dataset), 8)
+    if size < 2 or not _one_sample(found := _drawn_alike(probe, probe.dataset, size)):
+        return
+    these = f"samples 0 to {size - 1} are all the same one"
+    hint = "return the sample of the index, with an `id` of its own, or with none: then the index is its id"
+    ids = {str(probe.batch(rows=[index])[0].ids) for index in range(size)}
+    probe.expect(len(ids) > 1, f"{these}, with the id {', '.join(ids)}", hint=hint)
+    for names, contents in _other_orders(probe.files, len(probe.dataset)):
+        with ExitStack() as stack:
+            for path, content in contents.items():
+                stack.enter_context(damaged(path, content))
+            try:
+                moved = _drawn_alike(probe, probe.build(), size)
+            except Exception:  # the files hold no rows in this way
+                continue
+        follows = _one_sample(moved) and not equal(moved[0], found[0])
+        probe.expect(not follows, f"{these}, though {names} holds different rows", hint=hint)
+    raise NotApplicable(
+        f"{these}, which may be right: let `tiny` write different rows, to show that they depend on the index"
+    )
+
+
+def _drawn_alike(probe: DatasetProbe, dataset: Any, size: int) -> list[Any]:
+    """The first samples, each with the random draws of the first one, and without their ids."""
+    found = [probe.sample(index, dataset=dataset, drawn=0) for index in range(size)]
+    return [{name: value for name, value in sample.items() if name != "id"} for sample in found]
+
+
+def _one_sample(samples: Sequence[Any]) -> bool:
+    return all(equal(samples[0], other) for other in samples[1:])
+
+
+def _other_orders(files: Sequence[Path], size: int) -> Iterator[tuple[str, dict[Path, bytes]]]:
+    """Files with their rows in another order: the lines of one, or the contents of several of a kind.
+
+    Args:
+        files: of a dataset.
+        size: its number of samples.
+    """
+    for path in files:
+        lines = path.read_bytes().splitlines()
+        head = lines[: len(lines) - size]
+        if len(head) in (0, 1) and len(lines) >= size:
+            rows = lines[len(head) :]
+            yield path.name, {path: b"\n".join([*head, *rows[1:], rows[0], b""])}
+    for folder, suffix in dict.fromkeys((path.parent, path.suffix) for path in files):
+        alike = [path for path in files if (path.parent, path.suffix) == (folder, suffix)]
+        if len(alike) >= size:
+            contents = [path.read_bytes() for path in alike]
+            yield f"*{suffix}", dict(zip(alike, [*contents[1:], contents[0]], strict=True))
+
+
 def given_randomness(probe: DatasetProbe) -> None:
     """sample_at draws from `rng` alone: the process's own generators change nothing."""
     dataset, size = probe.dataset, len(probe.dataset)
@@ -266,8 +326,8 @@ def _tensors(batch: Batch) -> Iterator[Tensor]:
 
 KIT = Kit(
     by_name(
-        *(schema, batches, determinism, given_randomness, new_samples_each_epoch, resume, picklable),
-        *(bad_samples, lengths, micro_batches, evaluation, class_names, questions, workers),
+        *(schema, batches, determinism, each_index, given_randomness, new_samples_each_epoch, resume),
+        *(picklable, bad_samples, lengths, micro_batches, evaluation, class_names, questions, workers),
     ),
     probe=DatasetProbe,
     ranks=("workers",),
