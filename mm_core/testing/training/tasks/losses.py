@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +14,14 @@ from mm_core.contracts import Batch, Frozen, Randomness
 from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.errors import MMError, PlanError, first_line
 from mm_core.loading.frozen import load_frozen
+from mm_core.modules.shards import gathered
+from mm_core.plugin.registry import Registry
 from mm_core.runtime.process_group import process_group
 from mm_core.runtime.ranks import Ranks
 from mm_core.testing.data.reading import equal, expect_no_weights
 from mm_core.testing.kit import NotApplicable, sentence_of
-from mm_core.testing.training.tasks.probe import TaskProbe, near, state_of, total_of
+from mm_core.testing.ranks import ComponentBuild, on_ranks
+from mm_core.testing.training.tasks.probe import TaskProbe, loss_of_batch, near, state_of, total_of
 
 _STEPS = 8
 """Steps in which each trained parameter must have a gradient: a task may train one expert a step."""
@@ -224,17 +230,13 @@ def gradients(probe: TaskProbe) -> None:
 
 def sharded_modules(probe: TaskProbe) -> None:
     """The loss is computed in an engine that shards the trained modules: they are called as modules."""
-    task, engine = probe.on_meta(), FSDP2Engine()
+    task = probe.on_meta()
     expected = total_of(probe.loss(probe.batch(range(probe.data.rows)), probe.ready()))
     with process_group():
         try:
-            plan = engine.plan(task, Ranks.current().count, 1.0)
+            _in_engine(task, probe.probe.registry)
         except PlanError as fault:
             raise NotApplicable(f"the engine cannot plan it: {fault.what}") from fault
-        for name in task.frozen:
-            load_frozen(getattr(task, name), "cpu", probe.probe.registry)
-        engine.prepare(task, plan, lambda named: torch.optim.SGD(named.values()), Randomness(0), None)
-        task.eval()
         batch = probe.batch(range(probe.data.rows), task=task)
         try:
             found = total_of(probe.loss(batch, task))
@@ -250,6 +252,79 @@ def sharded_modules(probe: TaskProbe) -> None:
             near(found, expected),
             f"with its modules sharded, the loss is {found:.7g} instead of {expected:.7g}",
         )
+
+
+def _in_engine(task: Any, registry: Registry | None = None) -> FSDP2Engine:
+    """An engine that has sharded a task's modules, on the ranks of the process group."""
+    engine = FSDP2Engine()
+    plan = engine.plan(task, Ranks.current().count, 1.0)
+    for name in task.frozen:
+        load_frozen(getattr(task, name), "cpu", registry)
+    engine.prepare(task, plan, lambda named: torch.optim.SGD(named.values()), Randomness(0), None)
+    task.eval()
+    return engine
+
+
+@dataclass(frozen=True)
+class _Shares:
+    """What the ranks do: each computes the loss of its batch.
+
+    Attributes:
+        build: builds the task.
+        batches: pickled, since their classes may be the plugin's: one for each rank.
+        weight: of all batches.
+    """
+
+    build: ComponentBuild
+    batches: bytes
+    weight: float
+
+
+def over_ranks(probe: TaskProbe) -> None:
+    """Two ranks with a sample each have the loss and the gradients of one rank with both."""
+    rows = probe.pair
+    halves, whole = [probe.batch([row]) for row in rows], probe.batch(rows)
+    if near(sum(total_of(probe.loss(half)) for half in halves), total_of(probe.loss(whole))):
+        raise NotApplicable("samples are not compared: the loss is the sum over them, on any number of ranks")
+    found = []
+    for batches in (halves, [whole]):
+        work = _Shares(ComponentBuild(probe.probe), pickle.dumps(batches), probe.task.weight(whole))
+        try:
+            ranks = on_ranks(len(batches), _train_share, work)
+        except PlanError as fault:
+            raise NotApplicable(f"the engine cannot plan it: {fault.what}") from fault
+        found.append((sum(rank["loss"] for rank in ranks), ranks[0]["gradients"]))
+    (two, parts), (one, wanted) = found
+    hint = "compare with the samples of all ranks, with their gradients: `mm_core.parallel.gather_samples`"
+    probe.expect(
+        near(two, one),
+        f"on 2 ranks with a sample each, the loss is {two:.7g}, and {one:.7g} on one with both",
+        accepted="the same loss on any number of ranks",
+        hint=hint,
+    )
+    largest = max(float(grad.abs().max()) for grad in wanted.values())
+    other = [
+        name
+        for name, grad in wanted.items()
+        if name not in parts or float((parts[name] - grad).abs().max()) > 1e-4 * largest
+    ]
+    probe.expect(
+        not other,
+        f"on 2 ranks with a sample each, other gradients than on one come out for {', '.join(other[:8])}",
+        hint=hint,
+    )
+
+
+def _train_share(work: _Shares) -> dict[str, Any]:
+    """Run by each rank: the loss of its batch, and the gradients over all ranks."""
+    ranks = Ranks.current()
+    with torch.device("meta"):
+        task = work.build()
+    engine, batch = _in_engine(task), pickle.loads(work.batches)[ranks.rank]
+    scale = ranks.count / work.weight
+    found = engine.micro_step(lambda: loss_of_batch(task, batch), last=True, scale=scale)
+    grads = {name: gathered(p.grad) for name, p in engine.named_parameters() if p.grad is not None}
+    return {"loss": total_of(found), "gradients": grads}
 
 
 def bins(probe: TaskProbe) -> None:

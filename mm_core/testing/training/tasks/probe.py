@@ -124,13 +124,7 @@ class TaskProbe:
             step: of the training.
             stray: seed of the process's own generators.
         """
-        task = self.task if task is None else task
-        if isinstance(task, SupportsBeginStep):
-            task.begin_step(step)
-        with seeded(Randomness(SEED).at("model", stray)):
-            with torch.no_grad():
-                inputs = task.prepare(batch.to(torch.device("cpu")), Randomness(SEED))
-            return loss_of(task, inputs)
+        return loss_of_batch(self.task if task is None else task, batch, step, stray)
 
     def evaluation(self, batch: Batch, task: Any = None, stray: int = 0) -> Evaluation:
         """The evaluation of a batch, as the validator calls it; `stray` as in `loss`."""
@@ -138,6 +132,16 @@ class TaskProbe:
         with torch.no_grad(), seeded(Randomness(SEED).at("stray", stray)):
             found: Evaluation = task.evaluate(batch.to(torch.device("cpu")), Randomness(SEED), _QUANTILES)
         return found
+
+
+def loss_of_batch(task: Any, batch: Batch, step: int = 0, stray: int = 0) -> Loss:
+    """See `TaskProbe.loss`."""
+    if isinstance(task, SupportsBeginStep):
+        task.begin_step(step)
+    with seeded(Randomness(SEED).at("model", stray)):
+        with torch.no_grad():
+            inputs = task.prepare(batch.to(torch.device("cpu")), Randomness(SEED))
+        return loss_of(task, inputs)
 
 
 def state_of(task: Any) -> dict[str, Tensor]:
