@@ -216,8 +216,8 @@ def _excuse_torch(probe: PredictorProbe, device: torch.device) -> None:
         without = any(fails() for _ in range(_TRIES))
     if not without:
         raise NotApplicable(
-            "torch's oneDNN makes gradients that are not finite in bf16 on this CPU, also for the module alone,"
-            " and not without oneDNN: the check may work with ONEDNN_MAX_CPU_ISA=AVX2"
+            "torch's oneDNN makes gradients that are not finite in bf16 on this CPU, also for the module"
+            " alone, and not without oneDNN: the check may work with ONEDNN_MAX_CPU_ISA=AVX2"
         )
 
 
