@@ -321,7 +321,7 @@ def test_datasets_of_equal_rows_are_not_blamed() -> None:
     ):
         outcome = of.run("each_index")
         assert outcome.status == "not applicable", outcome
-        assert "which may be right: let `tiny` write different rows" in outcome.reason
+        assert "which may be right: let `tiny` write different rows to" in outcome.reason
 
 
 @pytest.mark.slow

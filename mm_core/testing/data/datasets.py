@@ -143,8 +143,7 @@ def determinism(probe: DatasetProbe) -> None:
 def each_index(probe: DatasetProbe) -> None:
     """Samples are those of their index, not one and the same row.
 
-    Rows may be equal, and a sample may be all drawn: what shows the fault is a common id, or files whose rows
-    make other samples in another order.
+    Rows may be equal: what shows the fault is a common id, or files that make other samples in another order.
     """
     size = min(len(probe.dataset), 8)
     if size < 2 or not _one_sample(found := _drawn_alike(probe, probe.dataset, size)):
@@ -163,15 +162,12 @@ def each_index(probe: DatasetProbe) -> None:
                 continue
         follows = _one_sample(moved) and not equal(moved[0], found[0])
         probe.expect(not follows, f"{these}, though {names} holds different rows", hint=hint)
-    raise NotApplicable(
-        f"{these}, which may be right: let `tiny` write different rows, to show that they depend on the index"
-    )
+    raise NotApplicable(f"{these}, which may be right: let `tiny` write different rows to have them compared")
 
 
 def _drawn_alike(probe: DatasetProbe, dataset: Any, size: int) -> list[Any]:
     """The first samples, each with the random draws of the first one, and without their ids."""
-    found = [probe.sample(index, dataset=dataset, drawn=0) for index in range(size)]
-    return [{name: value for name, value in sample.items() if name != "id"} for sample in found]
+    return [{**probe.sample(index, dataset=dataset, drawn=0), "id": None} for index in range(size)]
 
 
 def _one_sample(samples: Sequence[Any]) -> bool:
@@ -179,22 +175,16 @@ def _one_sample(samples: Sequence[Any]) -> bool:
 
 
 def _other_orders(files: Sequence[Path], size: int) -> Iterator[tuple[str, dict[Path, bytes]]]:
-    """Files with their rows in another order: the lines of one, or the contents of several of a kind.
-
-    Args:
-        files: of a dataset.
-        size: its number of samples.
-    """
+    """Files with their rows in another order: the lines of one, or the contents of several of a kind."""
     for path in files:
         lines = path.read_bytes().splitlines()
-        head = lines[: len(lines) - size]
-        if len(head) in (0, 1) and len(lines) >= size:
-            rows = lines[len(head) :]
-            yield path.name, {path: b"\n".join([*head, *rows[1:], rows[0], b""])}
+        if (first := len(lines) - size) in (0, 1):  # 1: a line of names
+            moved = [*lines[:first], *lines[first + 1 :], lines[first], b""]
+            yield path.name, {path: b"\n".join(moved)}
     for folder, suffix in dict.fromkeys((path.parent, path.suffix) for path in files):
         alike = [path for path in files if (path.parent, path.suffix) == (folder, suffix)]
+        contents = [path.read_bytes() for path in alike]
         if len(alike) >= size:
-            contents = [path.read_bytes() for path in alike]
             yield f"*{suffix}", dict(zip(alike, [*contents[1:], contents[0]], strict=True))
 
 

@@ -82,14 +82,8 @@ class DatasetProbe:
             return self.probe.build(**changes)
 
     def sample(self, index: int, epoch: int = 0, dataset: Any = None, drawn: int | None = None) -> Any:
-        """A sample as the loader reads it: what it draws depends on the seed, the epoch and the index.
-
-        Args:
-            index: of the sample.
-            epoch: in which it is read.
-            dataset: None: that of all checks.
-            drawn: the index that what it draws depends on; None: its own.
-        """
+        """A sample as the loader reads it: what it draws depends on the seed, the epoch and the index, or on
+        another index (`drawn`)."""
         dataset, rng = self.dataset if dataset is None else dataset, Randomness(SEED)
         drawn = index if drawn is None else drawn
         with seeded(rng.at("draws", epoch, drawn)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from mm_core.contracts import Loss, Randomness, SupportsExperts, TaskModule, seeded
 from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.errors import ContractError, PlanError
-from mm_core.modules.full_tensors import keep_local_part
 from mm_core.modules.shards import gathered
 from mm_core.parallel.activation_checkpointing import recompute
 from mm_core.parallel.layout import decide_layout
@@ -21,9 +20,7 @@ from mm_core.runtime.ranks import Ranks
 from mm_core.testing.kit import NotApplicable, sentence_of
 from mm_core.testing.predictors.forward import Inputs, distance
 from mm_core.testing.predictors.probe import PredictorProbe
-
-_TRIES = 40
-"""Runs with and without oneDNN: its fault came in 4 of 60 runs, in more with memory full of NaN."""
+from mm_core.testing.training.engines.task import Values
 
 
 class Training(TaskModule):
@@ -46,24 +43,6 @@ class Training(TaskModule):
         return Loss(self.losses(inputs, rng).sum(), float(len(inputs["timestep"])))
 
 
-class Shaken:
-    """The weights of `PredictorProbe.trained` as initial weights of an engine."""
-
-    def __init__(self, probe: PredictorProbe) -> None:
-        self._values = {f"predictor.{name}": t for name, t in probe.trained().state_dict().items()}
-
-    @property
-    def names(self) -> Collection[str]:
-        """The parameters and buffers, by path in the task."""
-        return self._values
-
-    def fill(self, state: Mapping[str, Tensor]) -> None:
-        """Fills the engine's tensors."""
-        with torch.no_grad():
-            for name, tensor in state.items():
-                keep_local_part(tensor, self._values[name])
-
-
 def prepared(probe: PredictorProbe, **fields: Any) -> tuple[Training, FSDP2Engine]:
     """The probe's predictor in an engine, with the weights of `PredictorProbe.trained`, on the group's ranks.
 
@@ -73,13 +52,12 @@ def prepared(probe: PredictorProbe, **fields: Any) -> tuple[Training, FSDP2Engin
     """
     task, engine = Training(probe.on_meta()), FSDP2Engine(**fields)
     plan = engine.plan(task, Ranks.current().count, 1.0)
-    engine.prepare(
-        task,
-        plan,
-        lambda named: torch.optim.SGD(named.values(), lr=0.05, momentum=0.9),
-        Randomness(0),
-        Shaken(probe),
-    )
+    values = Values({f"predictor.{name}": t for name, t in probe.trained().state_dict().items()})
+
+    def optimizer(named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(named.values(), lr=0.05, momentum=0.9)
+
+    engine.prepare(task, plan, optimizer, Randomness(0), values)
     return task, engine
 
 
@@ -210,15 +188,15 @@ def _excuse_torch(probe: PredictorProbe, device: torch.device) -> None:
         return bool(_not_finite(module))
 
     onednn: Any = torch.backends.mkldnn
-    if device.type != "cpu" or not onednn.enabled or not any(fails() for _ in range(_TRIES)):
+    if device.type != "cpu" or not onednn.enabled or not any(fails() for _ in range(40)):
         return
     with warnings.catch_warnings(action="ignore"), onednn.flags(enabled=False):
-        without = any(fails() for _ in range(_TRIES))
-    if not without:
-        raise NotApplicable(
-            "torch's oneDNN makes gradients that are not finite in bf16 on this CPU, also for the module"
-            " alone, and not without oneDNN: the check may work with ONEDNN_MAX_CPU_ISA=AVX2"
-        )
+        if any(fails() for _ in range(40)):
+            return
+    raise NotApplicable(
+        "torch's oneDNN makes gradients that are not finite in bf16 on this CPU, also for the module alone,"
+        " and not without oneDNN: the check may work with ONEDNN_MAX_CPU_ISA=AVX2"
+    )
 
 
 def _expect_near(probe: PredictorProbe, found: float, exact: float, when: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -265,66 +264,38 @@ def _in_engine(task: Any, registry: Registry | None = None) -> FSDP2Engine:
     return engine
 
 
-@dataclass(frozen=True)
-class _Shares:
-    """What the ranks do: each computes the loss of its batch.
-
-    Attributes:
-        build: builds the task.
-        batches: pickled, since their classes may be the plugin's: one for each rank.
-        weight: of all batches.
-    """
-
-    build: ComponentBuild
-    batches: bytes
-    weight: float
-
-
 def over_ranks(probe: TaskProbe) -> None:
-    """Two ranks with a sample each have the loss and the gradients of one rank with both."""
+    """Two ranks with a sample each have the gradients of one rank with both."""
     rows = probe.pair
     halves, whole = [probe.batch([row]) for row in rows], probe.batch(rows)
     if near(sum(total_of(probe.loss(half)) for half in halves), total_of(probe.loss(whole))):
         raise NotApplicable("samples are not compared: the loss is the sum over them, on any number of ranks")
-    found = []
-    for batches in (halves, [whole]):
-        work = _Shares(ComponentBuild(probe.probe), pickle.dumps(batches), probe.task.weight(whole))
-        try:
-            ranks = on_ranks(len(batches), _train_share, work)
-        except PlanError as fault:
-            raise NotApplicable(f"the engine cannot plan it: {fault.what}") from fault
-        found.append((sum(rank["loss"] for rank in ranks), ranks[0]["gradients"]))
-    (two, parts), (one, wanted) = found
-    hint = "compare with the samples of all ranks, with their gradients: `mm_core.parallel.gather_samples`"
+    build, weight = ComponentBuild(probe.probe), probe.task.weight(whole)
+    try:
+        two, one = (  # pickled, since a batch's class may be the plugin's
+            on_ranks(len(batches), _gradients_over_ranks, (build, weight, pickle.dumps(batches)))[0]
+            for batches in (halves, [whole])
+        )
+    except PlanError as fault:
+        raise NotApplicable(f"the engine cannot plan it: {fault.what}") from fault
+    most = 1e-4 * max(float(grad.abs().max()) for grad in one.values())
+    wrong = [name for name in one if name not in two or float((two[name] - one[name]).abs().max()) > most]
     probe.expect(
-        near(two, one),
-        f"on 2 ranks with a sample each, the loss is {two:.7g}, and {one:.7g} on one with both",
-        accepted="the same loss on any number of ranks",
-        hint=hint,
-    )
-    largest = max(float(grad.abs().max()) for grad in wanted.values())
-    other = [
-        name
-        for name, grad in wanted.items()
-        if name not in parts or float((parts[name] - grad).abs().max()) > 1e-4 * largest
-    ]
-    probe.expect(
-        not other,
-        f"on 2 ranks with a sample each, other gradients than on one come out for {', '.join(other[:8])}",
-        hint=hint,
+        not wrong,
+        f"on 2 ranks with a sample each, other gradients than on one come out for {', '.join(wrong[:8])}",
+        accepted="those of one rank with both samples",
+        hint="compare with the samples of all ranks, with their gradients: `mm_core.parallel.gather_samples`",
     )
 
 
-def _train_share(work: _Shares) -> dict[str, Any]:
-    """Run by each rank: the loss of its batch, and the gradients over all ranks."""
-    ranks = Ranks.current()
+def _gradients_over_ranks(work: tuple[ComponentBuild, float, bytes]) -> dict[str, Tensor]:
+    """Run by each rank: the gradients over all ranks, each of which has its batch."""
+    (build, weight, batches), ranks = work, Ranks.current()
     with torch.device("meta"):
-        task = work.build()
-    engine, batch = _in_engine(task), pickle.loads(work.batches)[ranks.rank]
-    scale = ranks.count / work.weight
-    found = engine.micro_step(lambda: loss_of_batch(task, batch), last=True, scale=scale)
-    grads = {name: gathered(p.grad) for name, p in engine.named_parameters() if p.grad is not None}
-    return {"loss": total_of(found), "gradients": grads}
+        task = build()
+    engine, batch = _in_engine(task), pickle.loads(batches)[ranks.rank]
+    engine.micro_step(lambda: loss_of_batch(task, batch), last=True, scale=ranks.count / weight)
+    return {name: gathered(p.grad) for name, p in engine.named_parameters() if p.grad is not None}
 
 
 def bins(probe: TaskProbe) -> None:
