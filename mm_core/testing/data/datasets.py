@@ -10,14 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mm_core.contracts import (
-    Batch,
-    Randomness,
-    SupportsSampleAt,
-    TextBatch,
-    VideoTextBatch,
-    seeded,
-)
+from mm_core.contracts import Batch, Randomness, SupportsSampleAt, TextBatch, VideoTextBatch, seeded
 from mm_core.errors import DataError, MMError, first_line, plural
 from mm_core.testing.data.capabilities import class_names, evaluation, lengths, micro_batches, questions
 from mm_core.testing.data.reading import SEED, DatasetProbe, damaged, equal

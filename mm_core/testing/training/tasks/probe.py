@@ -9,14 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mm_core.contracts import (
-    Batch,
-    Evaluation,
-    Loss,
-    Randomness,
-    SupportsBeginStep,
-    seeded,
-)
+from mm_core.contracts import Batch, Evaluation, Loss, Randomness, SupportsBeginStep, seeded
 from mm_core.contracts.bases.task_module import loss_of
 from mm_core.errors import ContractError, MMError
 from mm_core.loading.frozen import load_frozen
