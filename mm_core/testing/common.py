@@ -21,6 +21,7 @@ import torch
 
 from mm_core.config.dump import plain
 from mm_core.device import ACCELERATOR_NAMES
+from mm_core.plugin.checks.effects import effects_of_import, named_devices
 from mm_core.plugin.checks.inspection import component_faults
 from mm_core.plugin.checks.locate import find_module, source_file
 from mm_core.schema.checking import check_component
@@ -28,16 +29,6 @@ from mm_core.testing.kit import NotApplicable, Probe, by_name, kit_of
 
 _WATCHED = (torch, torch.nn, torch.nn.functional, torch.Tensor, torch.nn.Module, builtins, os, random, np)
 """Namespaces in which a component may replace nothing."""
-
-_SHARED: tuple[str, ...] = ("torch", "os", "random", "numpy", "builtins", "transformers", "diffusers")
-"""Packages of which importing a plugin changes nothing."""
-
-_CHANGING: tuple[str, ...] = (
-    *("torch.manual_seed", "torch.set_default_dtype", "torch.set_default_device", "torch.set_num_threads"),
-    *("torch.set_grad_enabled", "torch.use_deterministic_algorithms", "random.seed", "numpy.random.seed"),
-    *("os.environ.update", "os.environ.setdefault", "os.environ.pop", "os.putenv", "os.chdir"),
-)
-"""Functions that change the process."""
 
 _HEAVY = 33
 """Exit code of a process in which torch was imported."""
@@ -120,7 +111,7 @@ def picklable_config(probe: Probe) -> None:
 def no_side_effects(probe: Probe) -> None:
     """Importing and building leave random numbers, defaults, environment and libraries as they were."""
     for path in _files(probe):
-        for line, text in _effects_of_import(ast.parse(path.read_bytes())):
+        for line, text in effects_of_import(ast.parse(path.read_bytes())):
             probe.expect(False, f"importing {path} changes the process (line {line}): {text}")
     changed = probe.first_changes or _changes_of_building(probe)
     probe.expect(
@@ -133,7 +124,7 @@ def no_side_effects(probe: Probe) -> None:
 def no_device_names(probe: Probe) -> None:
     """The author's files name no device: the engine chooses it."""
     for path in _files(probe):
-        for line, name in _device_names(ast.parse(path.read_bytes())):
+        for line, name in named_devices(ast.parse(path.read_bytes()), ACCELERATOR_NAMES):
             probe.expect(
                 False,
                 f"the code names the device {name!r} ({path}, line {line})",
@@ -194,36 +185,6 @@ def _set_member(space: object, name: str, value: object) -> None:
         setattr(space, name, value)
 
 
-def _effects_of_import(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Statements that run when a module is imported and change the process: line and code."""
-    known: dict[str, str] = {}
-    for node in tree.body:
-        if isinstance(node, ast.Import):
-            known |= {each.asname or each.name.partition(".")[0]: each.name for each in node.names}
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            known |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
-    waiting: list[ast.AST] = [*tree.body]
-    while waiting:
-        each = waiting.pop()
-        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            continue
-        waiting += ast.iter_child_nodes(each)
-        if isinstance(each, ast.Attribute | ast.Subscript) and not isinstance(each.ctx, ast.Load):
-            name, changing = _full_name(each.value, known).partition(".")[0], _SHARED
-        elif isinstance(each, ast.Call):
-            name, changing = _full_name(each.func, known), _CHANGING
-        else:
-            continue
-        if name in changing:
-            yield each.lineno, ast.unparse(each)
-
-
-def _full_name(node: ast.expr, known: Mapping[str, str]) -> str:
-    """`numpy.random.seed` of `np.random.seed`, from what a module imports under which names."""
-    first, _, rest = ast.unparse(node).partition(".")
-    return f"{known.get(first, '')}.{rest}".strip(".")
-
-
 def _files(probe: Probe) -> Iterator[Path]:
     """The Python files of the author's package; the file of the target where it is not a package."""
     registered = probe.registered
@@ -240,21 +201,3 @@ def _files(probe: Probe) -> Iterator[Path]:
                 yield path
     if not folders and (origin := source_file(module)):
         yield Path(origin)
-
-
-def _device_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Names of devices in code: strings such as "cuda:0", and members such as `tensor.cuda`."""
-    docs = {
-        id(node.body[0].value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        and node.body
-        and isinstance(node.body[0], ast.Expr)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr in ACCELERATOR_NAMES:
-            yield node.lineno, node.attr
-        if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or id(node) in docs:
-            continue
-        if node.value.partition(":")[0] in ACCELERATOR_NAMES:
-            yield node.lineno, node.value

@@ -16,7 +16,7 @@ def examined(
     name: str,
     faulty: type | None = None,
     *,
-    tiny: Mapping[str, object] | None = None,
+    tiny: Mapping[str, object] | str | None = None,
     config: str | None = "",
     ranks: bool = True,
     capabilities: Mapping[str, object] | None = None,

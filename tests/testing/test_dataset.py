@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 import threading
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from mm_core.builtin.tiny import text_rows
+from mm_core.contracts import DatasetBase
 from mm_core.data.datasets.text_rows import TextRowsDataset
 from mm_core.data.datasets.video_text import VideoTextDataset
 from mm_core.errors import ContractError, DataError
@@ -51,6 +54,36 @@ def sampled(change) -> type:
 
 def collated(change, base: type = VideoTextDataset) -> type:
     return type("Faulty", (base,), {"collate": lambda self, samples: change(base.collate(self, samples))})
+
+
+class FirstRow(VideoTextDataset):
+    """Row 0 for each index, cut at random places."""
+
+    def sample_at(self, index, rng):
+        return super().sample_at(0, rng)
+
+
+class NamedFirstRow(FirstRow):
+    def sample_at(self, index, rng):
+        return {**super().sample_at(index, rng), "id": f"{index}.mp4"}
+
+
+class NamedFirstText(TextRowsDataset):
+    def __getitem__(self, index):
+        return {**super().__getitem__(0), "id": f"row {index}"}
+
+
+class Drawn(DatasetBase):
+    """Samples that are drawn, whatever their index."""
+
+    def __init__(self, size: int = 6) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def sample_at(self, index, rng):
+        return {"noise": rng.normal((3,), "noise")}
 
 
 class Remembering(VideoTextDataset):
@@ -183,6 +216,12 @@ VIDEO_FAULTS = [
         clips(sample_at=lambda self, index, rng: self[index]),
         "sample_at returns the same samples in each epoch: it uses nothing of `rng`",
     ),
+    ("each_index", FirstRow, "samples 0 to 3 are all the same one, with the id ['0.mp4']; hint: return the"),
+    (
+        "each_index",
+        NamedFirstRow,
+        "samples 0 to 3 are all the same one, though *.mp4 holds different rows; hint",
+    ),
     ("resume", Growing, "the batches from step 1 on are different after a resume"),
     ("picklable", Locked, "the dataset cannot be sent to data workers: cannot pickle '_thread.lock' object"),
     ("bad_samples", Blank, "with 0.mp4 damaged, sample 0 is a different one, without an error"),
@@ -259,6 +298,30 @@ TEXT_FAULTS = [
 @pytest.mark.parametrize(("faulty", "sentence"), TEXT_FAULTS)
 def test_a_faulty_batch_of_texts_is_refused(faulty: type, sentence: str) -> None:
     assert sentence in refusal("core/text_rows", "batches", faulty)
+
+
+def test_the_first_line_for_each_index_is_found_by_the_lines_that_the_file_has() -> None:
+    reason = refusal("core/text_rows", "each_index", NamedFirstText)
+    assert "are all the same one, though rows.jsonl holds different rows" in reason
+
+
+def equal_rows(folder: Path) -> dict:
+    """Writes four lines of one text: their order changes nothing."""
+    fields = text_rows(folder)
+    table = Path(str(fields["file"]))
+    table.write_text(table.read_text().partition("\n")[0].join(["", "\n"]) * 4)
+    return dict(fields)
+
+
+def test_datasets_of_equal_rows_are_not_blamed() -> None:
+    equal = f"{__name__}:equal_rows"
+    for of in (
+        examined("core/text_rows", NamedFirstText, tiny=equal),
+        examined("core/text_rows", Drawn, tiny={}, config=None),
+    ):
+        outcome = of.run("each_index")
+        assert outcome.status == "not applicable", outcome
+        assert "which may be right: let `tiny` write different rows to" in outcome.reason
 
 
 @pytest.mark.slow

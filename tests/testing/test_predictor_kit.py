@@ -137,6 +137,18 @@ def test_a_wrong_line_fails_the_check_that_is_for_it(check: str, tmp_path: Path)
     assert found.keys() - ALSO.get(check, set()) <= {check}
 
 
+RETURN = "return x.reshape(b, c, t, h, w).to(latents.dtype).clone()"
+BROKEN = """
+        class Broken(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, grad):
+                return grad * float("nan") if grad.dtype == torch.bfloat16 and CONDITION else grad
+
+        return Broken.apply(x.reshape(b, c, t, h, w)).to(latents.dtype)"""
 KEPT = (
     'self.register_buffer("waves", torch.empty(8))',
     'self.register_buffer("waves", torch.empty(8)); self.tables = [torch.empty(8)]',
@@ -157,6 +169,12 @@ KEPT = (
             "inputs_unchanged",
             "the predictor changes its input `text`",
         ),
+        (
+            RETURN,
+            BROKEN.replace("CONDITION", "True"),
+            "mixed_precision",
+            "in bf16, gradients are not finite: stem.weight, stem.bias, head.weight, ",
+        ),
     ],
 )
 def test_a_fault_of_the_same_check_is_found(
@@ -164,6 +182,16 @@ def test_a_fault_of_the_same_check_is_found(
 ) -> None:
     of = examination(tmp_path, old, new)
     assert sentence in of.run(check).reason
+
+
+def test_gradients_that_torch_s_onednn_breaks_are_not_the_predictor_s_fault(tmp_path: Path) -> None:
+    """A stand-in: oneDNN's convolutions do so on some CPUs in some runs; here a function does so in all."""
+    outcome = examination(tmp_path, RETURN, BROKEN.replace("CONDITION", "torch.backends.mkldnn.enabled")).run(
+        "mixed_precision"
+    )
+    assert outcome.status == "not applicable"
+    assert "torch's oneDNN makes gradients that are not finite in bf16 on this CPU" in outcome.reason
+    assert "ONEDNN_MAX_CPU_ISA=AVX2" in outcome.reason
 
 
 def test_a_predictor_that_hardly_reacts_to_the_timestep_does_not_round_it(tmp_path: Path) -> None:

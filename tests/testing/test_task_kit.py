@@ -17,6 +17,8 @@ from support import pretrained_models as models
 from support.conformance import edited, failed, shortcomings
 
 GOOD = Path(__file__).with_name("good_task.py")
+CONTRASTIVE = Path(__file__).with_name("contrastive_task.py")
+ALONE = [name for name in KIT.checks if name not in KIT.ranks]
 
 FAULTS = {
     "modules": (
@@ -121,7 +123,8 @@ def test_the_good_task_passes(tmp_path: Path) -> None:
     assert [
         (outcome.check, outcome.status, outcome.reason) for outcome in of if outcome.status == "failed"
     ] == []
-    assert {outcome.status for outcome in map(of.run, KIT.checks)} == {"passed"}
+    assert {outcome.status for outcome in map(of.run, ALONE)} == {"passed"}
+    assert of.run("over_ranks").reason.startswith("samples are not compared: the loss is the sum over them")
 
 
 @pytest.mark.parametrize("check", FAULTS)
@@ -193,8 +196,43 @@ def test_the_answers_of_a_model_of_transformers_keep_the_contract(tmp_path: Path
     questions(task.data)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ("", "", ""),
+        (
+            "counted = gather_samples(right), gather_samples(batch.sample_weights) > 0",
+            "counted, first = right, batch.sample_weights > 0, 0",
+            "on 2 ranks with a sample each, other gradients than on one come out for towers.left.weight, ",
+        ),
+        (
+            "        logits =",
+            "        others = gather_samples(right.detach())\n"
+            "        others[first : first + len(batch)] = right\n"
+            "        logits =",
+            "on 2 ranks with a sample each, other gradients than on one come out for towers.right.weight, ",
+        ),
+        (
+            "first + torch.arange(len(batch))",
+            "torch.arange(len(batch))",
+            "accepted: those of one rank with both samples",
+        ),
+    ],
+)
+def test_samples_are_compared_with_those_of_all_ranks(
+    old: str, new: str, sentence: str, tmp_path: Path
+) -> None:
+    of = edited(CONTRASTIVE, tmp_path, "task", old, new)
+    found = failed(of, KIT.checks)
+    assert found.keys() == ({"over_ranks"} if old else set()), found
+    if old:
+        assert sentence in found["over_ranks"].reason
+        assert str(tmp_path / CONTRASTIVE.name) in found["over_ranks"].reason, "the author's file"
+
+
 def test_every_check_has_a_fault() -> None:
-    assert FAULTS.keys() == KIT.checks.keys()
+    assert {*FAULTS} == {*ALONE}
 
 
 def test_shipped_tasks_pass() -> None:

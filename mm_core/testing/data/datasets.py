@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mm_core.contracts import (
-    Batch,
-    Randomness,
-    SupportsSampleAt,
-    TextBatch,
-    VideoTextBatch,
-    seeded,
-)
+from mm_core.contracts import Batch, Randomness, SupportsSampleAt, TextBatch, VideoTextBatch, seeded
 from mm_core.errors import DataError, MMError, first_line, plural
 from mm_core.testing.data.capabilities import class_names, evaluation, lengths, micro_batches, questions
 from mm_core.testing.data.reading import SEED, DatasetProbe, damaged, equal
@@ -136,6 +131,54 @@ def determinism(probe: DatasetProbe) -> None:
     with seeded(Randomness(SEED).at("collate")):
         again = probe.dataset.collate(samples)
     probe.expect(equal(batch, again), "collate makes different batches of the same samples")
+
+
+def each_index(probe: DatasetProbe) -> None:
+    """Samples are those of their index, not one and the same row.
+
+    Rows may be equal: what shows the fault is a common id, or files that make other samples in another order.
+    """
+    size = min(len(probe.dataset), 8)
+    if size < 2 or not _one_sample(found := _drawn_alike(probe, probe.dataset, size)):
+        return
+    these = f"samples 0 to {size - 1} are all the same one"
+    hint = "return the sample of the index, with an `id` of its own, or with none: then the index is its id"
+    ids = {str(probe.batch(rows=[index])[0].ids) for index in range(size)}
+    probe.expect(len(ids) > 1, f"{these}, with the id {', '.join(ids)}", hint=hint)
+    for names, contents in _other_orders(probe.files, len(probe.dataset)):
+        with ExitStack() as stack:
+            for path, content in contents.items():
+                stack.enter_context(damaged(path, content))
+            try:
+                moved = _drawn_alike(probe, probe.build(), size)
+            except Exception:  # the files hold no rows in this way
+                continue
+        follows = _one_sample(moved) and not equal(moved[0], found[0])
+        probe.expect(not follows, f"{these}, though {names} holds different rows", hint=hint)
+    raise NotApplicable(f"{these}, which may be right: let `tiny` write different rows to have them compared")
+
+
+def _drawn_alike(probe: DatasetProbe, dataset: Any, size: int) -> list[Any]:
+    """The first samples, each with the random draws of the first one, and without their ids."""
+    return [{**probe.sample(index, dataset=dataset, drawn=0), "id": None} for index in range(size)]
+
+
+def _one_sample(samples: Sequence[Any]) -> bool:
+    return all(equal(samples[0], other) for other in samples[1:])
+
+
+def _other_orders(files: Sequence[Path], size: int) -> Iterator[tuple[str, dict[Path, bytes]]]:
+    """Files with their rows in another order: the lines of one, or the contents of several of a kind."""
+    for path in files:
+        lines = path.read_bytes().splitlines()
+        if (first := len(lines) - size) in (0, 1):  # 1: a line of names
+            moved = [*lines[:first], *lines[first + 1 :], lines[first], b""]
+            yield path.name, {path: b"\n".join(moved)}
+    for folder, suffix in dict.fromkeys((path.parent, path.suffix) for path in files):
+        alike = [path for path in files if (path.parent, path.suffix) == (folder, suffix)]
+        contents = [path.read_bytes() for path in alike]
+        if len(alike) >= size:
+            yield f"*{suffix}", dict(zip(alike, [*contents[1:], contents[0]], strict=True))
 
 
 def given_randomness(probe: DatasetProbe) -> None:
@@ -266,8 +309,8 @@ def _tensors(batch: Batch) -> Iterator[Tensor]:
 
 KIT = Kit(
     by_name(
-        *(schema, batches, determinism, given_randomness, new_samples_each_epoch, resume, picklable),
-        *(bad_samples, lengths, micro_batches, evaluation, class_names, questions, workers),
+        *(schema, batches, determinism, each_index, given_randomness, new_samples_each_epoch, resume),
+        *(picklable, bad_samples, lengths, micro_batches, evaluation, class_names, questions, workers),
     ),
     probe=DatasetProbe,
     ranks=("workers",),

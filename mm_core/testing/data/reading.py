@@ -81,12 +81,14 @@ class DatasetProbe:
         with seeded(Randomness(SEED).at("dataset")):
             return self.probe.build(**changes)
 
-    def sample(self, index: int, epoch: int = 0, dataset: Any = None) -> Any:
-        """A sample as the loader reads it: what it draws depends on the seed, the epoch and the index."""
+    def sample(self, index: int, epoch: int = 0, dataset: Any = None, drawn: int | None = None) -> Any:
+        """A sample as the loader reads it: what it draws depends on the seed, the epoch and the index, or on
+        another index (`drawn`)."""
         dataset, rng = self.dataset if dataset is None else dataset, Randomness(SEED)
-        with seeded(rng.at("draws", epoch, index)):
+        drawn = index if drawn is None else drawn
+        with seeded(rng.at("draws", epoch, drawn)):
             if isinstance(dataset, SupportsSampleAt):
-                return dataset.sample_at(index, rng.at("data", epoch, index))
+                return dataset.sample_at(index, rng.at("data", epoch, drawn))
             return dataset[index]
 
     @cached_property

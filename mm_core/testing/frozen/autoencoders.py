@@ -15,7 +15,7 @@ from torch.nn.functional import interpolate
 from mm_core.contracts import Randomness
 from mm_core.errors import ContractError, first_line
 from mm_core.testing.frozen.components import FROZEN, FrozenProbe, check_pure, differ, tolerance
-from mm_core.testing.kit import Kit, NotApplicable, Probe, by_name
+from mm_core.testing.kit import Kit, NotApplicable, by_name
 
 _ROWS = 3
 _DRAWS = 32
@@ -26,14 +26,7 @@ _SEAMS = 0.75
 
 
 class AutoencoderProbe(FrozenProbe):
-    """An autoencoder under test, with clips of sizes that it encodes.
-
-    Args:
-        probe: builds new small instances without weights.
-    """
-
-    def __init__(self, probe: Probe) -> None:
-        super().__init__(probe)
+    """An autoencoder under test, with clips of sizes that it encodes."""
 
     @cached_property
     def sizes(self) -> list[tuple[int, int, int]]:

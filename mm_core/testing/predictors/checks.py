@@ -38,17 +38,8 @@ _ON_RANKS = by_name(sharded_training, sharded_checkpoint)
 PREDICTOR_CHECKS: Mapping[str, Check] = by_name(
     *(attributes, meta_build, initialisation, output, odd_sizes, one_frame, gradients, determinism),
     *(independence, inputs_unchanged, text_padding, timestep_precision, unknown_conditions),
-    *(
-        missing_conditions,
-        given_frames,
-        experts,
-        flops,
-        sharding_plan,
-        recomputation,
-        mixed_precision,
-        compiles,
-    ),
-    *_ON_RANKS.values(),
+    *(missing_conditions, given_frames, experts, flops, sharding_plan, recomputation, mixed_precision),
+    *(compiles, *_ON_RANKS.values()),
 )
 """Each conformance check by its name, to run one test per check. The last two start several processes."""
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from mm_core.checkpoint.store import CheckpointStore
 from mm_core.contracts import Randomness
 from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.errors import ContractError, MMError
@@ -21,6 +20,8 @@ from mm_core.testing.kit import NotApplicable
 from mm_core.testing.predictors.probe import PredictorProbe
 from mm_core.testing.predictors.training import Training, prepared, routed
 from mm_core.testing.ranks import on_ranks
+from mm_core.testing.training.engines.probe import differing
+from mm_core.testing.training.engines.sharded import loaded, saved
 
 STEPS, RANKS, ROWS = 2, 2, 4
 Tensors = dict[str, Tensor]
@@ -81,9 +82,7 @@ def sharded_checkpoint(probe: PredictorProbe) -> None:
             accepted="buffers that are the same on all ranks",
             hint="let no buffer depend on the samples of a rank, or register it with persistent=False",
         )
-    saved, loaded = two[0]["state"], one[0]["loaded"]
-    lost = [name for name in saved.keys() | loaded.keys() if name not in saved or name not in loaded]
-    lost += [name for name in saved if name in loaded and not torch.equal(saved[name], loaded[name])]
+    lost = differing(two[0]["state"], one[0]["loaded"])
     probe.expect(
         not lost,
         f"a checkpoint of {RANKS} ranks, loaded on one, gives other values of {', '.join(sorted(lost)[:4])}",
@@ -122,26 +121,16 @@ def _train_and_save(work: _Work) -> dict[str, Any]:
     """Run by each of two ranks: trains, then saves."""
     task, engine = prepared(work.probe)
     found = _train(work.probe, task, engine)
-    state = engine.state_dict()
-    store = CheckpointStore(work.folder, keep=1)
-    store.begin(0)
-    store.save(STEPS, state, {}, "run: {}\n")
-    store.close()
-    own = {name: t for name, t in state["model"].items() if not isinstance(t, DTensor)}
-    return {**found, "state": _named(state), "whole": {name: t.detach() for name, t in own.items()}}
+    model = engine.state_dict()["model"]
+    own = {name: t.detach() for name, t in model.items() if not isinstance(t, DTensor)}
+    return {**found, "state": saved(engine, work.folder), "whole": own}
 
 
 def _train_and_load(work: _Work) -> dict[str, Any]:
     """Run by one rank: trains, then loads into a new engine what the two have saved."""
     found = _train(work.probe, *prepared(work.probe))
     _, engine = prepared(work.probe)
-    store = CheckpointStore(work.folder, keep=1)
-    checkpoint, _ = store.open("auto")
-    assert checkpoint is not None
-    stepped = {name.removeprefix("optimizer.") for name in checkpoint.metadata.state_dict_metadata}
-    state = engine.state_template({name.rpartition(".")[0] for name in stepped})
-    store.load(checkpoint, state, verified=True)
-    return {**found, "loaded": _named(state)}
+    return {**found, "loaded": loaded(engine, work.folder)}
 
 
 def _train(probe: PredictorProbe, task: Training, engine: FSDP2Engine) -> dict[str, Any]:
@@ -171,9 +160,3 @@ def _train(probe: PredictorProbe, task: Training, engine: FSDP2Engine) -> dict[s
         gradients.append({n: gathered(p.grad) for n, p in engine.named_parameters() if p.grad is not None})
         engine.step(engine.grad_norm(), None)
     return {"losses": losses, "gradients": gradients}
-
-
-def _named(state: Any) -> Tensors:
-    return {
-        f"{part}.{name}": gathered(tensor) for part, named in state.items() for name, tensor in named.items()
-    }

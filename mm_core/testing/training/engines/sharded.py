@@ -17,7 +17,7 @@ from mm_core.errors import ContractError, MMError
 from mm_core.runtime.ranks import Ranks
 from mm_core.testing.kit import NotApplicable, sentence_of
 from mm_core.testing.ranks import ComponentBuild, on_ranks
-from mm_core.testing.training.engines.probe import EngineProbe
+from mm_core.testing.training.engines.probe import EngineProbe, differing
 from mm_core.testing.training.engines.task import ROWS, Tensors, Trial, poisoned, task_on_meta, whole
 
 STEPS, RANKS, CLIP = 2, 2, 0.5
@@ -74,9 +74,7 @@ def sharded_checkpoint(probe: EngineProbe) -> None:
         f"one rank cannot load a checkpoint of {RANKS}: {one[0].get('fault')}",
         hint=hint,
     )
-    saved, loaded = two[0]["state"], one[0]["loaded"]
-    lost = saved.keys() ^ loaded.keys()
-    lost |= {name for name in saved.keys() & loaded.keys() if not saved[name].equal(loaded[name])}
+    lost = differing(two[0]["state"], one[0]["loaded"])
     probe.expect(
         not lost,
         f"a checkpoint of {RANKS} ranks, loaded on one, gives other values of {', '.join(sorted(lost)[:4])}",
@@ -131,12 +129,7 @@ def _outcomes(probe: EngineProbe) -> tuple[list[Any], list[Any]]:
 def _train_and_save(work: _Work) -> dict[str, Any]:
     """Run by each of two ranks: trains, saves, and goes on."""
     trial, found = _trained(work)
-    state = trial.engine.state_dict()
-    store = CheckpointStore(work.folder, keep=1)
-    store.begin(0)
-    store.save(STEPS, state, {}, "run: {}\n")
-    store.close()
-    found["state"] = _named(state)
+    found["state"] = saved(trial.engine, work.folder)
     trial.step(STEPS, ROWS, clip=CLIP)
     return {**found, "resumed": trial.weights()}
 
@@ -153,14 +146,9 @@ def _train_and_load(work: _Work) -> dict[str, Any]:
 def _resumed(work: _Work) -> dict[str, Any]:
     """The state that a new engine loads, and its weights after a step."""
     trial = Trial(work.build(), seed=9)
-    store = CheckpointStore(work.folder, keep=1)
-    checkpoint, _ = store.open("auto")
-    assert checkpoint is not None
-    state = trial.engine.state_template({n.rpartition(".")[0] for n in checkpoint.names("optimizer")})
-    store.load(checkpoint, state, verified=True)
-    loaded = _named(state)
+    state = loaded(trial.engine, work.folder)
     trial.step(STEPS, ROWS, clip=CLIP)
-    return {"loaded": loaded, "resumed": trial.weights()}
+    return {"loaded": state, "resumed": trial.weights()}
 
 
 def _trained(work: _Work) -> tuple[Trial, dict[str, Any]]:
@@ -176,6 +164,26 @@ def _trained(work: _Work) -> tuple[Trial, dict[str, Any]]:
     found = {"losses": [loss for loss, _ in taken], "norms": [norm for _, norm in taken]}
     found["evaluated"] = evaluated
     return trial, {**found, "weights": trial.weights(), "poisoned": norm}
+
+
+def saved(engine: Any, folder: Path) -> Tensors:
+    """Saves a checkpoint of an engine; returns its tensors by name. Called by all ranks."""
+    state = engine.state_dict()
+    store = CheckpointStore(folder, keep=1)
+    store.begin(0)
+    store.save(STEPS, state, {}, "run: {}\n")
+    store.close()
+    return _named(state)
+
+
+def loaded(engine: Any, folder: Path) -> Tensors:
+    """Loads what `saved` has saved; returns the template's tensors by name."""
+    store = CheckpointStore(folder, keep=1)
+    checkpoint, _ = store.open("auto")
+    assert checkpoint is not None
+    state = engine.state_template({n.rpartition(".")[0] for n in checkpoint.names("optimizer")})
+    store.load(checkpoint, state, verified=True)
+    return _named(state)
 
 
 def _named(state: Mapping[str, Mapping[str, Tensor]]) -> Tensors:

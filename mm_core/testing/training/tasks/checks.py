@@ -13,6 +13,7 @@ from mm_core.testing.training.tasks.losses import (
     inputs_unchanged,
     loss,
     modules,
+    over_ranks,
     sharded_modules,
     sums,
     transforms,
@@ -25,8 +26,9 @@ KIT = Kit(
     by_name(
         *(modules, initialisation, accepts_its_data, transforms, loss, weights, sums, determinism),
         *(inputs_unchanged, gradients, sharded_modules, bins, evaluation, clips),
-        *(answers, notes, sample_flops),
+        *(answers, notes, sample_flops, over_ranks),
     ),
     probe=TaskProbe,
+    ranks=("over_ranks",),
 )
 """The conformance checks of tasks."""

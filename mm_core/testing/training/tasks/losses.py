@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +13,14 @@ from mm_core.contracts import Batch, Frozen, Randomness
 from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.errors import MMError, PlanError, first_line
 from mm_core.loading.frozen import load_frozen
+from mm_core.modules.shards import gathered
+from mm_core.plugin.registry import Registry
 from mm_core.runtime.process_group import process_group
 from mm_core.runtime.ranks import Ranks
 from mm_core.testing.data.reading import equal, expect_no_weights
 from mm_core.testing.kit import NotApplicable, sentence_of
-from mm_core.testing.training.tasks.probe import TaskProbe, near, state_of, total_of
+from mm_core.testing.ranks import ComponentBuild, on_ranks
+from mm_core.testing.training.tasks.probe import TaskProbe, loss_of_batch, near, state_of, total_of
 
 _STEPS = 8
 """Steps in which each trained parameter must have a gradient: a task may train one expert a step."""
@@ -224,17 +229,13 @@ def gradients(probe: TaskProbe) -> None:
 
 def sharded_modules(probe: TaskProbe) -> None:
     """The loss is computed in an engine that shards the trained modules: they are called as modules."""
-    task, engine = probe.on_meta(), FSDP2Engine()
+    task = probe.on_meta()
     expected = total_of(probe.loss(probe.batch(range(probe.data.rows)), probe.ready()))
     with process_group():
         try:
-            plan = engine.plan(task, Ranks.current().count, 1.0)
+            _in_engine(task, probe.probe.registry)
         except PlanError as fault:
             raise NotApplicable(f"the engine cannot plan it: {fault.what}") from fault
-        for name in task.frozen:
-            load_frozen(getattr(task, name), "cpu", probe.probe.registry)
-        engine.prepare(task, plan, lambda named: torch.optim.SGD(named.values()), Randomness(0), None)
-        task.eval()
         batch = probe.batch(range(probe.data.rows), task=task)
         try:
             found = total_of(probe.loss(batch, task))
@@ -250,6 +251,51 @@ def sharded_modules(probe: TaskProbe) -> None:
             near(found, expected),
             f"with its modules sharded, the loss is {found:.7g} instead of {expected:.7g}",
         )
+
+
+def _in_engine(task: Any, registry: Registry | None = None) -> FSDP2Engine:
+    """An engine that has sharded a task's modules, on the ranks of the process group."""
+    engine = FSDP2Engine()
+    plan = engine.plan(task, Ranks.current().count, 1.0)
+    for name in task.frozen:
+        load_frozen(getattr(task, name), "cpu", registry)
+    engine.prepare(task, plan, lambda named: torch.optim.SGD(named.values()), Randomness(0), None)
+    task.eval()
+    return engine
+
+
+def over_ranks(probe: TaskProbe) -> None:
+    """Two ranks with a sample each have the gradients of one rank with both."""
+    rows = probe.pair
+    halves, whole = [probe.batch([row]) for row in rows], probe.batch(rows)
+    if near(sum(total_of(probe.loss(half)) for half in halves), total_of(probe.loss(whole))):
+        raise NotApplicable("samples are not compared: the loss is the sum over them, on any number of ranks")
+    build, weight = ComponentBuild(probe.probe), probe.task.weight(whole)
+    try:
+        two, one = (  # pickled, since a batch's class may be the plugin's
+            on_ranks(len(batches), _gradients_over_ranks, (build, weight, pickle.dumps(batches)))[0]
+            for batches in (halves, [whole])
+        )
+    except PlanError as fault:
+        raise NotApplicable(f"the engine cannot plan it: {fault.what}") from fault
+    most = 1e-4 * max(float(grad.abs().max()) for grad in one.values())
+    wrong = [name for name in one if name not in two or float((two[name] - one[name]).abs().max()) > most]
+    probe.expect(
+        not wrong,
+        f"on 2 ranks with a sample each, other gradients than on one come out for {', '.join(wrong[:8])}",
+        accepted="those of one rank with both samples",
+        hint="compare with the samples of all ranks, with their gradients: `mm_core.parallel.gather_samples`",
+    )
+
+
+def _gradients_over_ranks(work: tuple[ComponentBuild, float, bytes]) -> dict[str, Tensor]:
+    """Run by each rank: the gradients over all ranks, each of which has its batch."""
+    (build, weight, batches), ranks = work, Ranks.current()
+    with torch.device("meta"):
+        task = build()
+    engine, batch = _in_engine(task), pickle.loads(batches)[ranks.rank]
+    engine.micro_step(lambda: loss_of_batch(task, batch), last=True, scale=ranks.count / weight)
+    return {name: gathered(p.grad) for name, p in engine.named_parameters() if p.grad is not None}
 
 
 def bins(probe: TaskProbe) -> None:

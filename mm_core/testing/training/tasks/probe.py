@@ -9,14 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mm_core.contracts import (
-    Batch,
-    Evaluation,
-    Loss,
-    Randomness,
-    SupportsBeginStep,
-    seeded,
-)
+from mm_core.contracts import Batch, Evaluation, Loss, Randomness, SupportsBeginStep, seeded
 from mm_core.contracts.bases.task_module import loss_of
 from mm_core.errors import ContractError, MMError
 from mm_core.loading.frozen import load_frozen
@@ -124,13 +117,7 @@ class TaskProbe:
             step: of the training.
             stray: seed of the process's own generators.
         """
-        task = self.task if task is None else task
-        if isinstance(task, SupportsBeginStep):
-            task.begin_step(step)
-        with seeded(Randomness(SEED).at("model", stray)):
-            with torch.no_grad():
-                inputs = task.prepare(batch.to(torch.device("cpu")), Randomness(SEED))
-            return loss_of(task, inputs)
+        return loss_of_batch(self.task if task is None else task, batch, step, stray)
 
     def evaluation(self, batch: Batch, task: Any = None, stray: int = 0) -> Evaluation:
         """The evaluation of a batch, as the validator calls it; `stray` as in `loss`."""
@@ -138,6 +125,16 @@ class TaskProbe:
         with torch.no_grad(), seeded(Randomness(SEED).at("stray", stray)):
             found: Evaluation = task.evaluate(batch.to(torch.device("cpu")), Randomness(SEED), _QUANTILES)
         return found
+
+
+def loss_of_batch(task: Any, batch: Batch, step: int = 0, stray: int = 0) -> Loss:
+    """See `TaskProbe.loss`."""
+    if isinstance(task, SupportsBeginStep):
+        task.begin_step(step)
+    with seeded(Randomness(SEED).at("model", stray)):
+        with torch.no_grad():
+            inputs = task.prepare(batch.to(torch.device("cpu")), Randomness(SEED))
+        return loss_of(task, inputs)
 
 
 def state_of(task: Any) -> dict[str, Tensor]:
