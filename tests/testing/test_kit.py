@@ -128,6 +128,15 @@ def test_checks_that_do_not_fail_are_only_counted_by_default(
     assert lines and all("  failed: " in line for line in lines)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rotary", "embedded", "convolved", "lumina"])
+def test_a_sound_predictor_passes_in_a_new_process(name: str) -> None:
+    path = Path(__file__).with_name("sound_predictors.py")
+    words = ["-m", "mm_core.cli.main", "plugins", "test", f"local/{name}", "--path", path]
+    done = run(words, anew=True, timeout=120)
+    assert done.returncode == 0 and " 30 checks, 0 failures" in done.stdout, done.stdout + done.stderr
+
+
 COLD = """
 import sys
 from mm_core.plugin.registry import get_registry

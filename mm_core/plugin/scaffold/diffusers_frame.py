@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import keyword
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from importlib import import_module
 from importlib.metadata import version
@@ -219,19 +220,22 @@ def _init_weights(name: str, cls: Any, tiny: Mapping[str, object]) -> Iterator[s
         names = ", ".join(f'"{suffix}"' for suffix in suffixes)
         yield f"    if name.endswith({f'({names})' if len(suffixes) > 1 else names}):"
         yield f"        {call}"
-    if found[1]:
+    if found[1] or found[2]:
         yield "with empty_parameters():"
         yield f"    tables = {name}.from_config(self.config)"
+    if found[1]:
         yield "for name, table in tables.named_buffers():"
         yield "    self.get_buffer(name).copy_(table)"
+    for path in (re.sub(r"\.(\d+)", r"[\1]", path) for path in found[2]):
+        yield f"self.{path} = tables.{path}  # tensors that are neither parameters nor buffers"
 
 
-def _uninitialised(cls: Any, tiny: Mapping[str, object]) -> tuple[dict[str, str], bool] | None:
+def _uninitialised(cls: Any, tiny: Mapping[str, object]) -> tuple[dict[str, str], bool, list[str]] | None:
     """Parameters of the class that `reset_parameters` leaves unset, from a small instance.
 
     Returns:
-        The ends of their names with the calls that fill them as the library's constructor does, and whether
-        the class has buffers; None if no small instance of it can be built.
+        The ends of their names with the calls that fill them as the library's constructor does, whether the
+        class has buffers, and attributes with lists of tensors; None if no small instance can be built.
     """
     torch, reset_parameters = import_module("torch"), import_module("mm_core.contracts").reset_parameters
     try:
@@ -248,7 +252,13 @@ def _uninitialised(cls: Any, tiny: Mapping[str, object]) -> tuple[dict[str, str]
         return None
     left = [name for name, parameter in model.named_parameters() if parameter.isnan().any()]
     found = {_suffix(name, values.keys() - set(left)): _filling(values[name]) for name in left}
-    return found, any(True for _ in model.buffers())
+    lists = [
+        f"{path}.{attribute}".lstrip(".")
+        for path, module in model.named_modules()
+        for attribute, value in vars(module).items()
+        if isinstance(value, list | tuple) and any(isinstance(each, torch.Tensor) for each in value)
+    ]
+    return found, any(True for _ in model.buffers()), lists
 
 
 def _suffix(name: str, others: Iterable[str]) -> str:
