@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from mm_core.builtin.tiny import text_rows
-from mm_core.contracts import DatasetBase
+from mm_core.contracts import DatasetBase, Randomness
 from mm_core.data.datasets.text_rows import TextRowsDataset
 from mm_core.data.datasets.video_text import VideoTextDataset
 from mm_core.errors import ContractError, DataError
 from mm_core.testing.data.datasets import KIT
+from mm_core.testing.data.reading import SEED
 from support.conformance import examined, refusal
 
 SHIPPED = ("core/video_text", "core/text_rows", "internvl/conversations")
@@ -322,6 +323,21 @@ def test_datasets_of_equal_rows_are_not_blamed() -> None:
         outcome = of.run("each_index")
         assert outcome.status == "not applicable", outcome
         assert "which may be right: let `tiny` write different rows to" in outcome.reason
+
+
+def test_a_random_choice_that_is_the_same_in_two_epochs_is_one() -> None:
+    """Each of its samples is mirrored in a tenth of the epochs, and none is in the first two."""
+    drawn = [
+        [Randomness(SEED).at("data", epoch, i).uniform("coin") < 0.1 for i in range(4)] for epoch in (0, 1)
+    ]
+    assert not any(map(any, drawn))
+
+    def sample_at(self, index, rng):
+        sample = self[index]
+        return sample | {"pixels": sample["pixels"].flip(-1)} if rng.uniform("coin") < 0.1 else sample
+
+    found = examined("core/video_text", clips(sample_at=sample_at)).run("new_samples_each_epoch")
+    assert found.status == "passed", found
 
 
 @pytest.mark.slow
