@@ -11,6 +11,7 @@ import secrets
 import shutil
 import socket
 import stat
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -33,14 +34,17 @@ def replacing(path: Path) -> Iterator[Path]:
     """Replaces a file in one step: yields a temporary path beside it, renamed when the block succeeds.
 
     A reader sees the old file or the new one. After an error the old file is still there. A symbolic link
-    stays, its target is replaced. A pipe or a device is written into.
+    stays, its target is replaced. A pipe, a device or a descriptor (`/dev/stdout`) is written into.
     """
-    if _is_special(path):
+    descriptor = _descriptor(path)
+    if descriptor is not None or _is_special(path):
         with tempfile.TemporaryDirectory() as folder:
             staged = Path(folder) / "staged"
             yield staged
+            sys.stdout.flush()
             # Not created: what is no file has no content to truncate, and may be gone by now.
-            with os.fdopen(os.open(path, os.O_WRONLY), "wb") as out, staged.open("rb") as content:
+            opened = os.open(path, os.O_WRONLY) if descriptor is None else os.dup(descriptor)
+            with os.fdopen(opened, "wb") as out, staged.open("rb") as content:
                 shutil.copyfileobj(content, out)
         return
     path = Path(os.path.realpath(path)) if path.is_symlink() else path
@@ -53,6 +57,21 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             staged.unlink(missing_ok=True)
+
+
+def _descriptor(path: Path) -> int | None:
+    """The descriptor of this process that a path such as `/dev/stdout` names, though it leads to a file."""
+    for _ in range(40):  # as many links as Linux follows
+        if path.name.isdigit() and str(path.parent) in (
+            "/dev/fd",
+            "/proc/self/fd",
+            f"/proc/{os.getpid()}/fd",
+        ):
+            return int(path.name)
+        if not path.is_symlink():
+            return None
+        path = path.parent / path.readlink()
+    return None
 
 
 def _is_special(path: Path) -> bool:

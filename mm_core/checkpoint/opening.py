@@ -46,10 +46,13 @@ def newest_whole(folder: Path) -> tuple[OpenedCheckpoint | None, list[Checkpoint
             continue
         return checkpoint, refused
     if refused:
+        newer = {fault.hint for fault in refused} == {files.UPGRADE}
         raise CheckpointError(
-            f"every checkpoint of this run is damaged: {refused[0].what}",
+            f"every checkpoint of this run is {'unreadable' if newer else 'damaged'}: {refused[0].what}",
             where=str(folder),
-            hint="start a new run under another run.name, for example from another run's weights (init_from)",
+            hint=files.UPGRADE
+            if newer
+            else "start a new run under another run.name, for example from another run's weights (init_from)",
         )
     return None, []
 

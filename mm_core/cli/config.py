@@ -135,10 +135,10 @@ def _schema(args: argparse.Namespace) -> int:
     schema, faults = run_schema(get_registry(tuple(args.path)))
     for fault in faults:
         print(f"warning: these keys are not checked: {fault.render()}", file=sys.stderr)
-    text = json.dumps(schema, indent=1, ensure_ascii=False)
     if args.out is None:
-        print(text)
+        print_json(schema, indent=1)
         return 0
+    text = json.dumps(schema, indent=1, ensure_ascii=False)
     from mm_core.files import replace_text
 
     path = Path(args.out)

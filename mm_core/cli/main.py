@@ -116,7 +116,7 @@ def _guarded(arguments: list[str], program: str) -> int:
     required = asked not in COMMANDS or asked in PRINTING or _asks_for_output(asked, arguments)
     with standard_streams(required=required):
         try:
-            with redirect_stdout(Aside(sys.stdout)) if "--json" in arguments else nullcontext():
+            with redirect_stdout(Aside(sys.stdout)) if _prints_json(arguments) else nullcontext():
                 code = _reported(arguments, program)
             sys.stdout.flush()  # a closed pipe shows here, not at interpreter exit
         except BrokenPipeError:
@@ -125,6 +125,12 @@ def _guarded(arguments: list[str], program: str) -> int:
             print(f"mm: error: {error.render()}", file=sys.stderr)
             return 1
         return code
+
+
+def _prints_json(arguments: Sequence[str]) -> bool:
+    """Whether a command prints one JSON document, with `--json` or always."""
+    options = {argument.partition("=")[0] for argument in arguments}
+    return "--json" in options or (list(arguments[:2]) == ["config", "schema"] and "--out" not in options)
 
 
 def _asks_for_output(asked: str, arguments: Sequence[str]) -> bool:

@@ -221,6 +221,8 @@ class Scaled(Clips):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         sample = super().__getitem__(index)
+        if self.factor == 0:
+            return sample | {"pixels": (sample["pixels"] * 100).byte()}
         return sample | {"pixels": sample["pixels"] * self.factor} if index == 2 else sample
 
 

@@ -176,6 +176,20 @@ def test_a_frame_has_the_fields_and_arguments_of_the_library_s_class(
     assert [name for name, tensor in tensors if tensor.isnan().any()] == []
 
 
+@pytest.mark.parametrize(
+    ("name", "small"), [("ZImageTransformer2DModel", True), ("ChromaTransformer2DModel", False)]
+)
+def test_a_class_that_no_usual_fields_make_small_is_never_built_large(
+    name: str, small: bool, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Z-Image has 6 billion parameters, and other names for its sizes; Chroma has one more for its width."""
+    assert new("my-wrap", "--from-diffusers", name) == 0
+    declared, config = (here / "my-wrap/my_wrap" / each for each in ("plugin.py", "configs/predictor.yaml"))
+    assert ('tiny={"TODO": "fields of a small instance"}' in declared.read_text()) != small
+    assert ("TODO: with small values" in config.read_text()) != small
+    assert ('"dim": 32' in declared.read_text()) == small
+
+
 def test_a_full_disk_leaves_no_part_of_a_plugin_and_the_next_try_works(here, monkeypatch, capsys):
     import resource
     import signal

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -51,6 +53,22 @@ def test_a_full_device_is_an_error_and_stays_a_device(tmp_path):
     with pytest.raises(MMError, match="No space left"):
         write_text(tmp_path / "full", "new")
     assert stat.S_ISCHR((tmp_path / "full").stat().st_mode)
+
+
+@pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1", "a link"])
+@pytest.mark.parametrize("mode", [">", ">>"])
+def test_standard_output_that_is_a_file_keeps_what_it_holds(tmp_path, name, mode):
+    log, place = tmp_path / "log", name
+    log.write_text("kept\n")
+    if name == "a link":
+        (tmp_path / "link").symlink_to("/dev/stdout")
+        place = tmp_path / "link"
+    program = f"from mm_core.files import write_text; print(1); write_text({str(place)!r}, '2\\n'); print(3)"
+    program = program.replace("write_text('", "write_text(__import__('pathlib').Path('").replace(
+        "', '2", "'), '2"
+    )
+    subprocess.run(["sh", "-c", f'"$1" -c "$2" {mode} "$3"', "sh", sys.executable, program, log], check=True)
+    assert log.read_text() == ("kept\n" if mode == ">>" else "") + "1\n2\n3\n"
 
 
 @pytest.mark.parametrize("kind", ["folder", "socket"])

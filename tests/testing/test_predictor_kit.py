@@ -149,17 +149,28 @@ BROKEN = """
                 return grad * float("nan") if grad.dtype == torch.bfloat16 and CONDITION else grad
 
         return Broken.apply(x.reshape(b, c, t, h, w)).to(latents.dtype)"""
-KEPT = (
-    'self.register_buffer("waves", torch.empty(8))',
-    'self.register_buffer("waves", torch.empty(8)); self.tables = [torch.empty(8)]',
-)
+WAVES = 'self.register_buffer("waves", torch.empty(8))'
+
+
+def kept(tables: str, used: str) -> str:
+    """A constructor that keeps tensors which are neither parameters nor buffers, and their use."""
+    hook = f"self.register_forward_pre_hook(lambda module, _: [{used}] and None)"
+    return f"{WAVES}; self.tables = {tables}; {hook}"
 
 
 @pytest.mark.parametrize(
     ("old", "new", "check", "sentence"),
     [
         (
-            *KEPT,
+            WAVES,
+            kept("[torch.empty(8)]", "module.tables[0].to(module.waves.device)"),
+            "initialisation",
+            "tensors of tables are neither parameters nor buffers, and stay on the meta",
+        ),
+        (
+            WAVES,
+            kept('type("Rope", (), {})()', "module.tables.angles.to(module.waves.device)")
+            + "; self.tables.angles = torch.empty(8)",
             "initialisation",
             "tensors of tables are neither parameters nor buffers, and stay on the meta",
         ),
@@ -182,6 +193,11 @@ def test_a_fault_of_the_same_check_is_found(
 ) -> None:
     of = examination(tmp_path, old, new)
     assert sentence in of.run(check).reason
+
+
+def test_tensors_that_the_forward_makes_again_may_stay_on_meta(tmp_path: Path) -> None:
+    again = kept("[torch.empty(8)]", 'setattr(module, "tables", [torch.ones(8, device=module.waves.device)])')
+    assert examination(tmp_path, WAVES, again).run("initialisation").status == "passed"
 
 
 def test_gradients_that_torch_s_onednn_breaks_are_not_the_predictor_s_fault(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """Exceptions raised by opening a file that does not exist."""
 
 _AGAIN = "try again when the file system responds; if it does not, resume from another: --resume PATH"
-_UPGRADE = "load it with the version of mm-core that wrote it, or a newer one"
+UPGRADE = "load it with the version of mm-core that wrote it, or a newer one"
 
 _CHUNK = 1 << 22
 _LARGEST = 1 << 26  # bytes of a JSON file
@@ -109,7 +109,7 @@ def read_checksums(folder: Path) -> dict[str, Checksum]:
             f"this checkpoint has format {version}",
             where=str(folder),
             accepted=f"format {FORMAT}",
-            hint=_UPGRADE,
+            hint=UPGRADE,
         )
     odd = [name for name in files if Path(name).name != name or name in {"", ".", ".."}]
     needed = {METADATA, FACTS, CONFIG} - files.keys()

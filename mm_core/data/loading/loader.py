@@ -260,17 +260,20 @@ class _Reading(TorchDataset[Batch | _Fault]):
         )
 
     def _check_pixels(self, batch: Batch) -> None:
-        """CodeError if float pixels of clips leave [-1, 1]: they would train without any other sign."""
-        if not isinstance(batch, VideoTextBatch) or not batch.pixels.is_floating_point():
+        """CodeError if pixels of clips are no floats or leave [-1, 1]: they would train without any sign."""
+        if not isinstance(batch, VideoTextBatch) or not batch.pixels.numel():
             return
+        scale = "scale them in the dataset, such as by `pixels / 127.5 - 1` from 0 to 255"
         for sample, pixels in zip(batch.ids, batch.pixels, strict=False):
             least, most = map(float, pixels.aminmax())
-            if not (least >= -_MOST and most <= _MOST):  # also for NaN
+            of = "" if pixels.is_floating_point() else f" of {pixels.dtype}"
+            if of or not (least >= -_MOST and most <= _MOST):  # also for NaN
+                overshoots = not of and max(-least, most) < 2
                 raise CodeError(
-                    f"the pixels of sample {sample} are from {least:.4g} to {most:.4g}",
+                    f"the pixels of sample {sample} are from {least:.4g} to {most:.4g}{of}",
                     where=self._place,
-                    accepted="-1 (black) to 1 (white)",
-                    hint="scale them in the dataset, such as by `pixels / 127.5 - 1` from 0 to 255",
+                    accepted="floats from -1 (black) to 1 (white)",
+                    hint="a bicubic resize overshoots: end it with `.clamp(-1, 1)`" if overshoots else scale,
                 )
 
     @property

@@ -147,6 +147,8 @@ class DecordReader(_Reader):
                 raise ValueError(f"it finds {plural(len(spans), 'frame')}, not {info.num_frames}")
             starts = (spans[:, 0] - spans[0, 0]).tolist()
             end = starts[-1] + max(float(spans[-1, 1] - spans[-1, 0]), 1.0 / info.fps)
+            if end < info.duration - 1.5 / info.fps:
+                raise ValueError("it gets the times in this container wrong")
             if times and max(times) >= end + _EPSILON:
                 raise _too_short(path, max(times), end)
             indices = [bisect.bisect_right(starts, time + _EPSILON) - 1 for time in times]

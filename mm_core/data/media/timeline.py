@@ -102,7 +102,7 @@ def peek(container: InputContainer, stream: VideoStream) -> tuple[list[Packet[Vi
     """The first packets, and whether frames may be trusted to have their own times.
 
     AVI has only times of decoding, and so has an MP4 copied from it: they ascend although the decoder changes
-    the order of the frames.
+    the order of the frames. Elsewhere frames are shown later than they are decoded.
     """
     packets: list[Packet[VideoStream]] = []
     for packet in container.demux(stream):
@@ -113,6 +113,8 @@ def peek(container: InputContainer, stream: VideoStream) -> tuple[list[Packet[Vi
             return packets, True
         if not _presented(container) or len(packets) == _PEEKED:
             break
+        if packet.pts is not None and packet.dts is not None and packet.pts != packet.dts:
+            return packets, True
         if packet.pts is not None and packet.pts < max(p.pts for p in packets if p.pts is not None):
             return packets, True
     return packets, _presented(container) and all(packet.is_keyframe for packet in packets if packet.size)

@@ -142,7 +142,7 @@ def each_index(probe: DatasetProbe) -> None:
     if size < 2 or not _one_sample(found := _drawn_alike(probe, probe.dataset, size)):
         return
     these = f"samples 0 to {size - 1} are all the same one"
-    hint = "return the sample of the index, with an `id` of its own, or with none: then the index is its id"
+    hint = "return the sample of the index, with an `id` of its own"
     ids = {str(probe.batch(rows=[index])[0].ids) for index in range(size)}
     probe.expect(len(ids) > 1, f"{these}, with the id {', '.join(ids)}", hint=hint)
     for names, contents in _other_orders(probe.files, len(probe.dataset)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -69,7 +69,7 @@ def initialisation(probe: PredictorProbe) -> None:
         if name not in ("_parameters", "_buffers", "_modules") and _holds_meta(value)
     ]
     probe.expect(
-        not kept,
+        not kept or not _fails_on_meta(probe, first),
         f"tensors of {', '.join(kept[:8])} are neither parameters nor buffers, and stay on the meta device",
         hint="compute them in init_weights",
     )
@@ -94,13 +94,26 @@ def initialisation(probe: PredictorProbe) -> None:
     )
 
 
-def _holds_meta(value: object) -> bool:
-    """Whether an attribute is a tensor on the meta device, or a list, tuple or dict with one."""
-    if isinstance(value, Mapping):
-        return any(map(_holds_meta, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(_holds_meta, value))
-    return isinstance(value, Tensor) and value.device.type == "meta"
+def _fails_on_meta(probe: PredictorProbe, module: Any) -> bool:
+    """Whether the forward uses tensors on the meta device: one may also make them again, where it is."""
+    try:
+        with torch.no_grad():
+            return bool(module(**probe.inputs(module)).is_meta)
+    except Exception as error:
+        return "meta" in str(error)
+
+
+def _holds_meta(value: object, seen: tuple[int, ...] = ()) -> bool:
+    """Whether an attribute is a tensor on the meta device, or holds one: a list, a dict, a plain object."""
+    if isinstance(value, Tensor):
+        return value.is_meta
+    if isinstance(value, nn.Module | type) or id(value) in seen:
+        return False
+    held: Iterable[object] = (
+        value if isinstance(value, list | tuple) else getattr(value, "__dict__", {}).values()
+    )
+    held = value.values() if isinstance(value, Mapping) else held
+    return any(_holds_meta(each, (*seen, id(value))) for each in held)
 
 
 def compiles(probe: PredictorProbe) -> None:
