@@ -131,7 +131,7 @@ def _size(cls: Any, fields: Mapping[str, object]) -> int | None:
     """Number of parameters of an instance, built without memory; None if it cannot be built."""
     try:
         with import_module("torch").device("meta"):
-            return sum(parameter.numel() for parameter in cls(**fields).parameters())
+            return sum(int(parameter.numel()) for parameter in cls(**fields).parameters())
     except Exception:  # the class needs other fields
         return None
 
