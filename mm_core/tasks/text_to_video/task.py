@@ -187,10 +187,8 @@ class TextToVideo(TaskModule):
         experts, scheduler = self.schedule_of(shape)
         # Every rank and micro-batch must train the same expert, so clips of data.train choose it.
         expert, _ = self._trained_schedule[0].of_step(rng, self._step)
-        timestep = experts.trained_on(expert).sample_timesteps(
-            [rng.generator("timestep", *key) for key in keys]
-        )
-        timestep = timestep.to(device)
+        drawn = [rng.generator("timestep", *key) for key in keys]
+        timestep = experts.trained_on(expert).sample_timesteps(drawn).to(device)
         text, mask, given = clips.drawn_text(rng, self.caption_dropout)
         weights = clips.sample_weights.to(device)
         return TextToVideoInputs(
