@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import sys
 import tomllib
 from pathlib import Path
 
@@ -194,6 +195,7 @@ def test_a_full_disk_leaves_no_part_of_a_plugin_and_the_next_try_works(here, mon
     import resource
     import signal
 
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # the limit would cut off compiled modules too
     limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))  # files end after 64 bytes, as on a full disk
     try:
