@@ -58,8 +58,7 @@ CONTRACTS: Mapping[str, Contract] = MappingProxyType(
             ),
         ),
         "autoencoder": Contract(
-            "mm_core.contracts:Autoencoder",
-            optional=(*_LOADING, *_capabilities("SupportsDoSample", "SupportsPosterior")),
+            "mm_core.contracts:Autoencoder", optional=(*_LOADING, *_capabilities("SupportsDoSample"))
         ),
         "text_encoder": Contract(
             "mm_core.contracts:TextEncoder", optional=(*_LOADING, *_capabilities("SupportsConditionShapes"))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -39,27 +40,39 @@ class Captions:
 
     encoder: TextEncoder
     padding: str | tuple[str, int]
-    _empty: Encoded | None = field(default=None, init=False)
 
-    def encoded(self, batch: VideoTextBatch) -> Encoded:
-        """Text states, mask and conditions of a batch's captions, tokenized or not, on the device of its
-        pixels."""
+    def encoded(self, batch: VideoTextBatch, dropped: Sequence[bool] = ()) -> Encoded:
+        """Text states, mask and conditions of a batch's captions, on the device of its pixels.
+
+        Args:
+            batch: the clips and their captions, tokenized or not.
+            dropped: for each row, whether to encode the empty caption in place of its own.
+        """
         ids, mask = batch.text_ids, batch.text_mask
         if ids is None or mask is None:
             ids, mask = self.encoder.tokenizer()(batch.captions)
         device = batch.pixels.device
-        return self._encode(ids.to(device), mask.to(device))
-
-    def empty(self, device: torch.device) -> Encoded:
-        """Text states, mask and conditions of the empty caption, one row; encoded once."""
-        if self._empty is None or self._empty[0].device != device:
-            self._empty = self.encoded_texts([""], device)
-        return self._empty
+        return self._encode(*self._without(dropped, ids.to(device), mask.to(device)))
 
     def encoded_texts(self, captions: Sequence[str], device: torch.device) -> Encoded:
         """Text states, mask and conditions of captions given as strings."""
         ids, mask = self.encoder.tokenizer()(captions)
         return self._encode(ids.to(device), mask.to(device))
+
+    def _without(self, dropped: Sequence[bool], ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens of a batch, with those of the empty caption in the `dropped` rows."""
+        if not any(dropped):
+            return ids, mask
+        empty_ids, empty_mask = self._empty
+        length = max(ids.shape[1], empty_ids.shape[1])
+        ids, mask = _pad(ids, length), _pad(mask, length)
+        rows = torch.tensor(dropped, device=ids.device)[:, None]
+        empty_ids, empty_mask = _pad(empty_ids, length).to(ids), _pad(empty_mask, length).to(mask)
+        return torch.where(rows, empty_ids, ids), torch.where(rows, empty_mask, mask)
+
+    @cached_property
+    def _empty(self) -> tuple[Tensor, Tensor]:
+        return self.encoder.tokenizer()([""])
 
     def _encode(self, ids: Tensor, mask: Tensor) -> Encoded:
         """Hidden states in float32 (the engine casts them), padded as the predictor expects."""
@@ -75,24 +88,8 @@ class Captions:
         return text, mask, conditions
 
 
-def chosen(own: Encoded, empty: Encoded, dropped: Sequence[bool]) -> Encoded:
-    """Text states, mask and conditions with those of the empty caption (one row) in the `dropped` rows."""
-    if not any(dropped):
-        return own
-    rows = torch.tensor(dropped, device=own[0].device)
-
-    def each(mine: Tensor, other: Tensor) -> Tensor:
-        if mine.dim() > 1:
-            length = max(mine.shape[1], other.shape[1])
-            mine, other = _pad(mine, length), _pad(other, length)
-        return torch.where(rows.view(-1, *[1] * (mine.dim() - 1)), other, mine)
-
-    conditions = {name: each(value, empty[2][name]) for name, value in own[2].items()}
-    return each(own[0], empty[0]), each(own[1], empty[1]), conditions
-
-
 def _pad(tensor: Tensor, length: int) -> Tensor:
-    """[B,L,...], padded at the end with zeros to `length` tokens."""
+    """[B,L] or [B,L,D], padded at the end with zeros to `length` tokens."""
     missing = length - tensor.shape[1]
     if missing <= 0:
         return tensor

@@ -82,7 +82,7 @@ def _encode(
 ) -> GivenFrames:
     predictor = task.predictor
     assert isinstance(predictor, SupportsFrames)
-    latents = encoded(task.autoencoder, predictor.frames_clip(frames, num_frames)).latents()
+    latents = encoded(task.autoencoder, predictor.frames_clip(frames, num_frames))
     features = None
     if predictor.image_dim is not None:
         encoder = task.image_encoder

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mm_core.contracts import (
-    Autoencoder,
-    ImageEncoder,
-    NoiseScheduler,
-    Posterior,
-    SupportsForTokens,
-    TextEncoder,
-)
+from mm_core.contracts import Autoencoder, ImageEncoder, NoiseScheduler, SupportsForTokens, TextEncoder
 from mm_core.errors import ContractError, MMError, first_line
 from mm_core.plugin.checks.places import place_of_object
 
@@ -44,39 +36,24 @@ def expect(found: Tensor, shape: Sequence[int], component: str, what: str, owner
     return found
 
 
-@dataclass(frozen=True)
-class EncodedPixels:
-    """Clips as the autoencoder encodes them: a distribution of latents.
+def encoded(
+    autoencoder: Autoencoder, pixels: Tensor, generators: Sequence[torch.Generator] | None = None
+) -> Tensor:
+    """Clips encoded by the autoencoder, with their shape checked: latents [B,C,T,H,W] in float32.
 
-    Attributes:
+    Args:
         autoencoder: the task's autoencoder.
-        posterior: what its `encode` returned.
-        shape: [B,C,T,H,W] of the latents.
+        pixels: [B,3,F,Y,X].
+        generators: one for each clip, to draw a sample of the posterior; None takes its mode.
     """
-
-    autoencoder: Autoencoder
-    posterior: Posterior
-    shape: tuple[int, ...]
-
-    def latents(self, generators: Sequence[torch.Generator] | None = None) -> Tensor:
-        """Latents [B,C,T,H,W] in float32: a sample of the posterior with one generator for each clip; without
-        generators its mode.
-
-        Raises:
-            ContractError: the autoencoder made another shape, or no posterior.
-        """
-        # A tensor has a `mode` of its own.
-        needed = "moments" if generators is None else "sample"
-        if not hasattr(self.posterior, needed):
-            raise wrong_type("autoencoder", "encode", self.posterior, _POSTERIOR, self.autoencoder)
-        latents = self.posterior.mode() if generators is None else self.posterior.sample(generators)
-        return expect(latents, self.shape, "autoencoder", "encode", self.autoencoder).float()
-
-
-def encoded(autoencoder: Autoencoder, pixels: Tensor) -> EncodedPixels:
-    """Clips [B,3,F,Y,X] encoded by the task's autoencoder."""
+    posterior = autoencoder.encode(pixels)
+    # A tensor has a `mode` of its own.
+    needed = "moments" if generators is None else "sample"
+    if not hasattr(posterior, needed):
+        raise wrong_type("autoencoder", "encode", posterior, _POSTERIOR, autoencoder)
+    latents = posterior.mode() if generators is None else posterior.sample(generators)
     shape = (len(pixels), *autoencoder.latent_shape(*pixels.shape[2:]))
-    return EncodedPixels(autoencoder, autoencoder.encode(pixels), shape)
+    return expect(latents, shape, "autoencoder", "encode", autoencoder).float()
 
 
 def expect_text(found: Any, rows: int, encoder: TextEncoder) -> tuple[Any, ...]:
