@@ -126,8 +126,8 @@ def test_all_that_a_step_runs_is_read_in_an_afternoon(reading):
     assert {"training", "tasks", "data", "engines", "telemetry"} <= rooms
     entered = sorted((code.co_filename.rpartition("/mm_core/")[2], code.co_qualname) for code in found)
     docstrings = docstring_lines(found)  # a line for each argument
-    # 100 lines are the conditions, the token-dependent noise levels and the checks of what authors return; 130
-    # the times at which containers show frames, their geometry and the check of pixels.
+    # 100 lines are the conditions, the token-dependent noise levels and the checks of what authors return;
+    # 130 the times at which containers show frames, their geometry and the check of pixels.
     assert lines(found) - docstrings <= 1430 and docstrings <= 460, entered
 
 
