@@ -66,6 +66,10 @@ def main(out: str, fields: str, begin: str | None = None) -> None:
         task = Task(net=Contrast())
     given = json.loads(fields)
     build = OPTIMIZERS[given.pop("optimizer", "adamw")]
+    if build is OPTIMIZERS["muon"]:
+        # torch's Muon rounds to bfloat16: a gradient that two ranks sum to another last bit may round to
+        # another neighbour, 4e-3 away. Its steps in float32 leave only what the ranks do.
+        torch.Tensor.bfloat16 = torch.Tensor.clone
     engine = FSDP2Engine(**given)
 
     def optimizer(parameters):
