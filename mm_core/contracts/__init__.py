@@ -62,6 +62,7 @@ from mm_core.contracts.data import (
 from mm_core.contracts.dtypes import torch_dtype
 from mm_core.contracts.empty import empty_parameters
 from mm_core.contracts.engine import (
+    DataRanks,
     Engine,
     EnginePlan,
     FrozenPlan,
@@ -112,6 +113,7 @@ __all__ = [
     "Clip",
     "ConditionShapes",
     "Conversing",
+    "DataRanks",
     "Dataset",
     "DatasetBase",
     "Decoding",

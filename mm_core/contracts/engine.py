@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -76,11 +76,10 @@ class EnginePlan:
 
     Attributes:
         world: number of ranks.
-        data_parallel: number of ranks with different samples.
+        data_parallel: number of shares of the data (`DataRanks.count`).
         mesh: dimension name -> size.
-        wrapped: paths of modules that are gathered one at a time, in order.
         recomputed: paths of modules whose activations are recomputed.
-        ignored: paths of modules that are not sharded.
+        ignored: paths of modules that the engine leaves as they are: not sharded, not cast.
         parameter_bytes: trained parameters.
         gradient_bytes: their gradients.
         optimizer_bytes: state of the optimizer.
@@ -88,17 +87,16 @@ class EnginePlan:
         offloaded_bytes: the part of `parameter_bytes` in host memory; above 0, all gradients and optimizer
             states are there too.
         gathered_bytes: largest size of gathered copies of parameters on the device at a time.
-        forward_prefetch: path of a wrapped module -> wrapped modules that are gathered while its forward
-            computes.
-        backward_prefetch: the same for the backward.
-        decided_by: `wrapped`, `recomputed` and `prefetched` -> who decided, the model's plan or the config;
-            empty if no trained component brings a plan.
+        compute_dtype: dtype in which trained modules compute; None for that of their weights.
+        cast_inputs: paths of modules whose floating-point inputs are cast to `compute_dtype`.
+        details: label -> paths of modules, to be shown with the plan.
+        decided_by: label in `details` -> who decided, the model's plan or the config; empty if no trained
+            component brings a plan.
     """
 
     world: int
     data_parallel: int
     mesh: Mapping[str, int]
-    wrapped: tuple[str, ...]
     recomputed: tuple[str, ...]
     ignored: tuple[str, ...]
     parameter_bytes: int
@@ -107,18 +105,54 @@ class EnginePlan:
     frozen: tuple[FrozenPlan, ...] = ()
     offloaded_bytes: int = 0
     gathered_bytes: int = 0
-    forward_prefetch: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    backward_prefetch: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    compute_dtype: str | None = None
+    cast_inputs: tuple[str, ...] = ()
+    details: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     decided_by: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class DataRanks:
+    """Which share of the data a process reads. Processes that compute the same samples have the same share.
+
+    Attributes:
+        rank: number of the share.
+        count: number of shares.
+        leads: whether this process is the one of its share that counts and writes what all of them have.
+    """
+
+    rank: int = 0
+    count: int = 1
+    leads: bool = True
+
+
 class Engine(Protocol):
-    """An engine, which spreads a task over devices and owns its gradients and the optimizer."""
+    """An engine, which spreads a task over devices and owns its gradients and the optimizer.
+
+    Attributes:
+        device: of this process.
+        data_ranks: which share of the data this process reads; known after `prepare`.
+    """
 
     device: torch.device
+    data_ranks: DataRanks
 
-    def plan(self, task: TaskModule, world: int, optimizer_state_tensors: float) -> EnginePlan:
-        """Plans how the engine spreads a task built on meta over `world` ranks; uses no device."""
+    def plan(
+        self,
+        task: TaskModule,
+        world: int,
+        optimizer_state_tensors: float,
+        purpose: Literal["train", "sample"] = "train",
+    ) -> EnginePlan:
+        """Plans how the engine spreads a task built on meta over `world` ranks; uses no device.
+
+        Args:
+            task: the task.
+            world: number of ranks.
+            optimizer_state_tensors: tensors of optimizer state per parameter.
+            purpose: `sample` for a stored run that is sampled or evaluated: on any number of ranks, and in
+                float32 on a CPU.
+        """
 
     def prepare(
         self,
@@ -154,7 +188,8 @@ class Engine(Protocol):
         Args:
             compute: the forward.
             last: this is the last micro-batch of the step, on which gradients are reduced over ranks.
-            scale: factor of the loss before backward.
+            scale: factor of the loss before backward: number of shares of the data / total weight. The engine
+                averages over the shares.
         """
 
     def grad_norm(self) -> float:

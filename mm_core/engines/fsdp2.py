@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from mm_core.builtin.configs.engines import FSDP2Config
 from mm_core.contracts import (
+    DataRanks,
     EnginePlan,
     InitialWeights,
     Loss,
@@ -44,12 +45,13 @@ from mm_core.modules.tying import state_of, tie, tied_names
 from mm_core.parallel.activation_checkpointing import recompute
 from mm_core.parallel.frozen_placement import place, plan_frozen
 from mm_core.parallel.gloo_averaging import average_by_sum, check_replicas
-from mm_core.parallel.layout import decide_layout, gathered_bytes, mesh_shape
+from mm_core.parallel.layout import ShardedPlan, decide_layout, gathered_bytes, mesh_shape
 from mm_core.parallel.prefetch import set_prefetch
 from mm_core.parallel.scalar_parameters import ScalarParameters, scalars_of
 from mm_core.parallel.unused_modules import UnusedModules
 from mm_core.plugin.checks.places import place_of_object
 from mm_core.runtime.groups import device_mesh
+from mm_core.runtime.ranks import Ranks
 
 
 class FSDP2Engine:
@@ -61,6 +63,8 @@ class FSDP2Engine:
     def __init__(self, **fields: Any) -> None:
         self.config = FSDP2Config(**fields)
         self.device = current_device()
+        self.data_ranks = DataRanks()
+        self._compute_dtype: str | None = None
         self._trained: dict[str, nn.Module] = {}
         self._tied: dict[str, dict[str, str]] = {}
         self._roots: list[FSDPModule] = []
@@ -73,18 +77,26 @@ class FSDP2Engine:
 
     # -- plan ----------------------------------------------------------------------------------
 
-    def plan(self, task: TaskModule, world: int, optimizer_state_tensors: float) -> EnginePlan:
+    def plan(
+        self,
+        task: TaskModule,
+        world: int,
+        optimizer_state_tensors: float,
+        purpose: Literal["train", "sample"] = "train",
+    ) -> ShardedPlan:
         """Plans the engine's sharding for `world` ranks, with the bytes of rank 0, whose shards are largest.
 
         Args:
             task: on the meta device.
             world: number of ranks.
             optimizer_state_tensors: tensors of optimizer state per parameter, in parameter sizes.
+            purpose: with `sample`, a sharding size that does not divide `world` becomes `auto`, and a CPU
+                computes in float32.
 
         Raises:
             PlanError: a setting of the engine that does not fit the task or the number of ranks.
         """
-        config = self.config
+        config = self.config if purpose == "train" else self._for_samples(world)
         replicas, shards = mesh_shape(world, config.sharding_size)
         check_replicas(self.device, replicas)
         layout = decide_layout(
@@ -106,11 +118,11 @@ class FSDP2Engine:
                 own += size
                 left_alone += size if whole else 0
                 trained += size if parameter.requires_grad else 0
-        return EnginePlan(
+        roots = (*layout.wrapped, *task.trainable)
+        return ShardedPlan(
             world=world,
             data_parallel=world,
             mesh={"replicate": replicas, "shard": shards},
-            wrapped=layout.wrapped,
             recomputed=layout.recomputed,
             ignored=layout.ignored,
             parameter_bytes=own,
@@ -121,9 +133,21 @@ class FSDP2Engine:
             gathered_bytes=gathered_bytes(
                 task, layout, _dtype(config.param_dtype), config.reshard_after_forward
             ),
+            compute_dtype=config.param_dtype,
+            cast_inputs=roots if config.param_dtype is not None and config.cast_forward_inputs else (),
+            details=layout.shown(),
+            decided_by=layout.decided_by,
+            wrapped=layout.wrapped,
             forward_prefetch=layout.forward_prefetch,
             backward_prefetch=layout.backward_prefetch,
-            decided_by=layout.decided_by,
+        )
+
+    def _for_samples(self, world: int) -> FSDP2Config:
+        size, on_cpu = self.config.sharding_size, self.device.type == "cpu"
+        return replace(
+            self.config,
+            sharding_size="auto" if size == "auto" or world % size else size,
+            param_dtype="fp32" if on_cpu else self.config.param_dtype,
         )
 
     # -- prepare -------------------------------------------------------------------------------
@@ -137,7 +161,7 @@ class FSDP2Engine:
     def prepare(
         self,
         task: TaskModule,
-        plan: EnginePlan,
+        plan: ShardedPlan,
         optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer] | None,
         rng: Randomness,
         weights: WeightPlan | None = None,
@@ -154,6 +178,8 @@ class FSDP2Engine:
             weights: initial weights; None initialises everything randomly.
         """
         names = task.trainable
+        self.data_ranks = DataRanks(Ranks.current().rank, plan.data_parallel)
+        self._compute_dtype = plan.compute_dtype
         self._trained = {name: task.get_submodule(name) for name in names}
         self._tied = {name: tied_names(module) for name, module in self._trained.items()}
         for path in plan.recomputed:
@@ -196,8 +222,8 @@ class FSDP2Engine:
     def _sharding_mesh(self, plan: EnginePlan) -> DeviceMesh:
         return self._mesh(plan)["shard"] if plan.mesh["replicate"] == 1 else self._mesh(plan)
 
-    def _shard(self, task: TaskModule, plan: EnginePlan) -> None:
-        config, param_dtype = self.config, _dtype(self.config.param_dtype)
+    def _shard(self, task: TaskModule, plan: ShardedPlan) -> None:
+        config, param_dtype = self.config, _dtype(plan.compute_dtype)
         policy = MixedPrecisionPolicy(
             param_dtype,
             _dtype(config.reduce_dtype),
@@ -217,9 +243,9 @@ class FSDP2Engine:
             shard(task.get_submodule(path), mp_policy=policy)
         for root in self._trained.values():
             shard(root, mp_policy=replace(policy, output_dtype=_dtype(config.output_dtype)))
-        if param_dtype is not None and config.cast_forward_inputs:
-            for module in (*(task.get_submodule(p) for p in inner), *self._trained.values()):
-                cast_inputs(module, param_dtype)
+        for path in plan.cast_inputs:
+            assert param_dtype is not None
+            cast_inputs(task.get_submodule(path), param_dtype)
         self._roots = [root for root in self._trained.values() if isinstance(root, FSDPModule)]
         chain = [m for p in plan.wrapped if isinstance(m := task.get_submodule(p), FSDPModule)]
         average_by_sum(self.device, [*chain, *self._roots])
@@ -254,10 +280,9 @@ class FSDP2Engine:
         return replace(loss, total=loss.total.detach())
 
     def _uncast_inputs(self) -> AbstractContextManager[None]:
-        config = self.config
-        if config.param_dtype is None or config.cast_forward_inputs:
+        if self._compute_dtype is None or self.config.cast_forward_inputs:
             return nullcontext()
-        return uncast_inputs(config.param_dtype)
+        return uncast_inputs(self._compute_dtype)
 
     def grad_norm(self) -> float:
         """The global L2 norm of the engine's averaged gradients, equal on all ranks. Waits for the device."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mm_core.config.sections import LoaderSection
-from mm_core.contracts import Batch, Dataset, Randomness, SampleKey
+from mm_core.contracts import Batch, DataRanks, Dataset, Randomness, SampleKey
 from mm_core.data.loading.loader import MicroBatchLoader
 from mm_core.data.loading.sampler import BatchPlan, SlotSpec
 from mm_core.data.loading.skipped import UnreadableError
@@ -32,7 +32,7 @@ class EvenRows(BatchPlan):
 class EvaluationData:
     """The batches of one rank in an evaluation.
 
-    Micro-batch m contains the same rows at any world size, and belongs to rank m % world; every rank has
+    Micro-batch m contains the same rows at any world size, and belongs to share m % count; every rank has
     equally many. A row that cannot be read gets weight 0: `MicroBatchLoader` replaces it by another one,
     which keeps the shapes, and lists it in `Batch.failures`.
 
@@ -41,8 +41,7 @@ class EvaluationData:
         where: config path of the dataset, for error messages.
         rows: number of rows to use, evenly spaced; None, or more than the dataset has, uses all.
         micro_batch_size: rows in a batch.
-        rank: this rank's number among those with different rows.
-        world: number of ranks with different rows.
+        ranks: which share of the rows this rank reads.
         transform: `Task.batch_transform()`.
         seed: the run's.
         loader: settings of the data loader, as in training.
@@ -59,8 +58,7 @@ class EvaluationData:
         where: str,
         rows: int | None,
         micro_batch_size: int,
-        rank: int,
-        world: int,
+        ranks: DataRanks,
         transform: Callable[[Batch], Batch] | None,
         seed: int,
         loader: LoaderSection,
@@ -70,12 +68,12 @@ class EvaluationData:
             raise DataError("the dataset has no rows to evaluate", where=where, hint="check its file")
         self.rows = len(dataset) if rows is None else min(rows, len(dataset))
         self._dataset, self._where, self._transform = dataset, where, transform
-        self._rank, self._world = rank, world
+        self._ranks = ranks
         self._seed, self._loader, self._device = seed, loader, device
         self._plan = EvenRows(
             num_samples=self.rows,
             micro_batch_size=micro_batch_size,
-            global_batch_size=micro_batch_size * world,
+            global_batch_size=micro_batch_size * ranks.count,
             seed=seed,
             order="sequential",
             drop_last=False,
@@ -94,8 +92,8 @@ class EvaluationData:
             self._plan,
             batch_transform=self._transform,
             rng=Randomness(self._seed),
-            rank=self._rank,
-            data_parallel=self._world,
+            rank=self._ranks.rank,
+            data_parallel=self._ranks.count,
             start_step=0,
             end_step=self.batches * passes,
             workers=self._loader.workers,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mm_core.config.sections import RunConfig
-from mm_core.contracts import Clip, SampleRequest
+from mm_core.contracts import Clip, DataRanks, SampleRequest
 from mm_core.data.media.video_files import (
     SHEET,
     clip_name,
@@ -64,7 +64,7 @@ def share_prompts(prompts: Sequence[T], rank: int, count: int) -> tuple[int, tup
     return first, mine + (prompts[0],) * (block - len(mine)), len(mine)
 
 
-def share_of(request: SampleRequest, ranks: Ranks) -> tuple[SampleRequest, int]:
+def share_of(request: SampleRequest, ranks: DataRanks) -> tuple[SampleRequest, int]:
     """A rank's part of a sampling request, filled up to a common length, and its number of real clips.
 
     Clip i is identical to the one that a single process samples.

@@ -17,6 +17,7 @@ from mm_core.config.sections import RunConfig, ValidationSection
 from mm_core.contracts import (
     Batch,
     Clip,
+    DataRanks,
     Dataset,
     Evaluation,
     Metric,
@@ -43,6 +44,7 @@ class EvaluatedEngine(Protocol):
     """The parts of an engine that an evaluation needs."""
 
     device: torch.device
+    data_ranks: DataRanks
 
     def evaluating(self) -> AbstractContextManager[None]: ...
 
@@ -111,7 +113,7 @@ class Validator:
         self._task, self._engine, self._ema, self._metrics = task, engine, ema, metrics
         self._stop, self._enter, self._note, self._seen = stop, enter, note, seen
         self._log, self._show = log, show
-        self._ranks = Ranks.current()
+        self._ranks, self._leads = Ranks.current(), engine.data_ranks.leads
         self._rng = Randomness(config.run.seed)
         self._reported: set[tuple[str, int]] = set()
         self._data: EvaluationData | None = None
@@ -121,8 +123,7 @@ class Validator:
                 where=f"data.{split}",
                 rows=self.settings.rows,
                 micro_batch_size=config.train.micro_batch_size,
-                rank=self._ranks.rank,
-                world=self._ranks.count,
+                ranks=engine.data_ranks,
                 transform=task.batch_transform(),
                 seed=config.run.seed,
                 loader=config.data.loader,
@@ -183,7 +184,7 @@ class Validator:
             self._seen(batch, evaluation)
         names = sorted(totals)
         own = [counted, weight, parts, *(totals[name] for name in names)]
-        counted, weight, parts, *sums = sum_rows(own).tolist()
+        counted, weight, parts, *sums = self._sum(torch.tensor(own, dtype=torch.float64)).tolist()
         if counted < rows or parts:
             self._report(failures, rows - int(counted), rows)
         if weight <= 0:
@@ -242,12 +243,16 @@ class Validator:
         figures: dict[str, float] = {}
         for name, metric in self._metrics:
             sums = returned(Metric.sums, metric.sums(), metric)
-            found = returned(Metric.result, metric.result(sum_rows(sums.double())), metric)
+            found = returned(Metric.result, metric.result(self._sum(sums.double())), metric)
             twice = sorted(found.keys() & (taken | figures.keys()))
             if twice or not all(isinstance(value, int | float) for value in found.values()):
                 raise _wrong_figure(name, metric, found, twice)
             figures |= found
         return figures
+
+    def _sum(self, own: Tensor) -> Tensor:
+        """Sums over all samples: those that several ranks have computed count once."""
+        return sum_rows(own if self._leads else torch.zeros_like(own))
 
     # -- sampled clips -------------------------------------------------------------------------
 
@@ -263,7 +268,7 @@ class Validator:
         Returns:
             The folder `samples/step_N`, or None if a stop was requested.
         """
-        request, real = share_of(self._request, self._ranks)
+        request, real = share_of(self._request, self._engine.data_ranks)
         applied = nullcontext if self._ema is None else self._ema.applied
         try:
             with applied(), self._engine.evaluating(), self._agreeing_forwards():
@@ -272,9 +277,10 @@ class Validator:
             self._note(f"sampling after step {step} was abandoned because a stop was requested")
             return None
         folder = self.run_dir / "samples" / f"step_{step:08d}"
+        made, clips = len(clips), clips if self._leads else []
         fault = write_own(clips, request.first, folder)
-        if len(clips) < real:
-            fault = no_clips(type(self._task).__name__, len(clips), real).what
+        if made < real:
+            fault = no_clips(type(self._task).__name__, made, real).what
         previews, faults = gather_previews(self._ranks, clips, fault, folder)
         if faults:
             self._note(f"warning: the clips after step {step} could not be written: {'; '.join(faults)}")

@@ -17,6 +17,7 @@ from mm_core.checkpoint.reading import StoredRun, Weights, Which, stored_run
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import (
     Conversing,
+    DataRanks,
     Decoding,
     OnText,
     Question,
@@ -24,7 +25,6 @@ from mm_core.contracts import (
     SupportsConversing,
     Turn,
 )
-from mm_core.device import current_device
 from mm_core.errors import ContractError, DataError, MMError, PeerError, plural
 from mm_core.inference.sample import among_ranks, load_as_rank
 from mm_core.loading.run_adapters import task_of
@@ -77,6 +77,7 @@ class AnswerSession:
     conversing: Conversing
     device: torch.device
     ranks: Ranks
+    data_ranks: DataRanks = field(default_factory=DataRanks)
     _answering: bool = field(default=False, init=False)
 
     # -- one conversation ----------------------------------------------------------------------
@@ -169,13 +170,14 @@ class AnswerSession:
                 where=str(file),
                 hint="add rows in the format of the run's dataset, or use --prompt",
             )
-        count = self.ranks.count
-        pool = count * batch_size * (_POOL if batch_size > 1 else 1)
+        shares = self.data_ranks
+        pool = shares.count * batch_size * (_POOL if batch_size > 1 else 1)
         for first in range(0, len(questions), pool):
             numbers = range(first, min(first + pool, len(questions)))
-            rounds = math.ceil(len(numbers) / (count * batch_size))
-            mine = self._share(questions, numbers[self.ranks.rank :: count], decoding, batch_size, rounds)
-            found = [answer for answers in self.ranks.gather_first(mine) for answer in answers]
+            rounds = math.ceil(len(numbers) / (shares.count * batch_size))
+            mine = self._share(questions, numbers[shares.rank :: shares.count], decoding, batch_size, rounds)
+            everyone = self.ranks.gather_first(mine if shares.leads else [])
+            found = [answer for answers in everyone for answer in answers]
             yield from sorted(found, key=lambda answer: answer.row)
 
     def _share(
@@ -265,8 +267,9 @@ def answer_session(
         task, ranks = task_of(config, source), Ranks.current()
         assert isinstance(task, SupportsAnswer)
         task.check_answers()
-        with load_as_rank(task, config, source, weights).evaluating():
-            yield AnswerSession(task, conversing, current_device(), ranks)
+        engine = load_as_rank(task, config, source, weights)
+        with engine.evaluating():
+            yield AnswerSession(task, conversing, engine.device, ranks, engine.data_ranks)
 
 
 def answer(

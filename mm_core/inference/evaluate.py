@@ -167,7 +167,7 @@ def _pass(
         settings=settings,
         metrics=metrics,
         note=note,
-        seen=found.batch if predictions else lambda batch, evaluation: None,
+        seen=found.batch if predictions and engine.data_ranks.leads else lambda batch, evaluation: None,
     )
     figures = validator.run(step)
     assert figures is not None, "this evaluation has no stop requests"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +17,9 @@ from mm_core.checkpoint.run_manifest import check_plugins
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import (
     Clip,
+    DataRanks,
     Engine,
+    EnginePlan,
     Randomness,
     SampleRequest,
     SupportsCheckRequest,
@@ -46,7 +48,6 @@ from mm_core.modules.tying import state_of, tie, tied_names
 from mm_core.plan import build_frozen
 from mm_core.runtime.process_group import process_group
 from mm_core.runtime.ranks import Ranks
-from mm_core.schema.fields import ComponentConfig
 
 
 def sample(
@@ -154,7 +155,7 @@ def _sample(
     engine = load_as_rank(task, config, source, weights)
     if out is not None:
         make_folder(out)  # fails early, before hours of work
-    share, real = share_of(request, ranks)
+    share, real = share_of(request, engine.data_ranks)
     kept: list[Clip] = []
     previews: list[Clip] = []
     with engine.evaluating():
@@ -162,7 +163,7 @@ def _sample(
         made = 0
         for number, clip in enumerate(clips or ()):
             made = number + 1
-            if number >= real:
+            if number >= real or not engine.data_ranks.leads:
                 continue  # only generated because other ranks need this rank's forwards
             if out is not None:
                 _write(clip, out / clip_name(share.first + number, clip.prompt))
@@ -215,6 +216,7 @@ class SingleProcess:
     """The parts of an engine that evaluating a stored run needs, for a task that is not sharded."""
 
     device: torch.device
+    data_ranks: DataRanks = field(default_factory=DataRanks)
 
     def evaluating(self) -> AbstractContextManager[None]:
         """A context without gradients; a loaded task is already in evaluation mode."""
@@ -254,9 +256,11 @@ def load_alone(task: TaskModule, config: RunConfig, checkpoint: OpenedCheckpoint
     """
     device = current_device()
     _undo_base_dtype(task, config)
-    if _is_lowered(config, device):
-        compute_as_trained(task, config)  # before parameters have memory
-    load_frozen_alone(task, device, config)
+    build_frozen(task)
+    engine: Engine = config.registry.build("engine", config.engine)
+    plan = engine.plan(task, 1, 0, "sample")
+    compute_as_planned(task, plan)  # before parameters have memory
+    load_frozen_alone(task, device, plan, config)
     stored = CheckpointWeights(checkpoint, config, task, weights)
     state: dict[str, torch.Tensor] = {}
     for name in task.trainable:
@@ -288,12 +292,10 @@ def load_sharded(
     """
     check_plugins(config)
     _undo_base_dtype(task, config)
-    world, lowered = Ranks.current().count, _is_lowered(config, current_device())
-    engine: Engine = config.registry.build("engine", _engine_of(config, world, lowered))
     build_frozen(task)
-    plan = engine.plan(task, world, 0)
-    if lowered:
-        _cast_parameters(task, plan.ignored, torch_dtype(config.engine.options["param_dtype"]))
+    engine: Engine = config.registry.build("engine", config.engine)
+    plan = engine.plan(task, Ranks.current().count, 0, "sample")
+    _cast_parameters(task, plan)
     load_frozen_of(task, engine, plan, config)
     stored = CheckpointWeights(checkpoint, config, task, weights)
     engine.prepare(task, plan, None, Randomness(config.run.seed), stored)
@@ -314,27 +316,18 @@ def _round_base_weights(task: TaskModule, config: RunConfig) -> None:
         quantise_frozen_values(task, torch_dtype(config.train.base_dtype))
 
 
-def _is_lowered(config: RunConfig, device: torch.device) -> bool:
-    """Whether to compute in the engine's `param_dtype`; a CPU computes in float32."""
-    return device.type != "cpu" and config.engine.options.get("param_dtype") not in (None, "fp32")
+def _lowered(plan: EnginePlan) -> torch.dtype | None:
+    """The dtype below float32 in which the engine computes; None if there is none."""
+    return torch_dtype(plan.compute_dtype) if plan.compute_dtype not in (None, "fp32") else None
 
 
-def _engine_of(config: RunConfig, world: int, lowered: bool) -> ComponentConfig:
-    """The run's engine for `world` ranks, which may not be a multiple of the run's shards."""
-    options = dict(config.engine.options)
-    size = options.get("sharding_size")
-    if isinstance(size, int) and world % size:
-        options["sharding_size"] = "auto"
-    if "param_dtype" in options and not lowered:
-        options["param_dtype"] = "fp32"
-    return replace(config.engine, options=options)
-
-
-def _cast_parameters(task: TaskModule, ignored: Sequence[str], dtype: torch.dtype) -> None:
+def _cast_parameters(task: TaskModule, plan: EnginePlan) -> None:
     """Casts the parameters that the engine would cast; ignored modules and buffers keep their dtype."""
+    if (dtype := _lowered(plan)) is None:
+        return
     for root in task.trainable:
         for path, parameter in task.get_submodule(root).named_parameters(prefix=root):
-            if not any(path.startswith(part + ".") for part in ignored):
+            if not any(path.startswith(part + ".") for part in plan.ignored):
                 parameter.data = parameter.data.to(dtype)
 
 
@@ -345,16 +338,10 @@ def stored_weights(checkpoint: OpenedCheckpoint, weights: Weights) -> Literal["m
     return weights
 
 
-def compute_as_trained(task: TaskModule, config: RunConfig) -> None:
-    """Casts parameters and inputs of a stored run's task to the engine's `param_dtype`, as in sharded
-    training; tables and timesteps keep their precision."""
-    options = config.engine.options
-    name = options.get("param_dtype")
-    if name in (None, "fp32"):
-        return
-    dtype = torch_dtype(name)
-    plan = config.registry.build("engine", _engine_of(config, 1, True)).plan(task, 1, 0)
-    _cast_parameters(task, plan.ignored, dtype)
-    if options.get("cast_forward_inputs", True):
-        for path in (*plan.wrapped, *task.trainable):
+def compute_as_planned(task: TaskModule, plan: EnginePlan) -> None:
+    """Casts parameters and inputs of a task that is not sharded to the plan's `compute_dtype`, as its engine
+    does; tables and timesteps keep their precision."""
+    _cast_parameters(task, plan)
+    if (dtype := _lowered(plan)) is not None:
+        for path in plan.cast_inputs:
             cast_inputs(task.get_submodule(path), dtype)

@@ -13,7 +13,7 @@ from mm_core.device import current_device
 from mm_core.errors import ContractError
 from mm_core.loading.left_out import ExternalWeights
 from mm_core.loading.matching import WeightMatch
-from mm_core.parallel.frozen_placement import place, plan_frozen
+from mm_core.parallel.frozen_placement import place
 from mm_core.plugin.registry import Registry, get_registry
 from mm_core.weights.fitting import Formats, formats_of
 from mm_core.weights.formats.part_of import FormatOfPart
@@ -66,19 +66,19 @@ def load_frozen_of(task: TaskModule, engine: Engine, plan: EnginePlan, config: R
     engine.place_frozen(task, plan, files)
 
 
-def load_frozen_alone(task: TaskModule, device: torch.device, config: RunConfig) -> None:
+def load_frozen_alone(task: TaskModule, device: torch.device, plan: EnginePlan, config: RunConfig) -> None:
     """Loads the weights of a run's frozen components in a single process, unsharded.
 
     Args:
         task: the run's task.
         device: where the components compute.
-        config: the run's config; components that it offloads are offloaded.
+        plan: an engine's plan for one rank, with the placement of each component.
+        config: the run's config.
     """
     streamed = _prepared(task, device)
     files = FrozenFiles(streamed, config.registry)
-    placements: Mapping[str, str] = config.engine.options.get("frozen", {})
-    for plan in plan_frozen(task, placements, (), shards=1):
-        place(streamed[plan.name], plan, device, files)
+    for part in plan.frozen:
+        place(streamed[part.name], part, device, files)
 
 
 def load_frozen(

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from mm_core.contracts import TaskModule
+from mm_core.contracts import EnginePlan, TaskModule
 from mm_core.errors import PlanError, plural
 from mm_core.modules.patterns import match
 from mm_core.parallel.shard_plans import ModelPlan, Prefetch, backwards, in_order, model_plans
@@ -39,6 +39,22 @@ class Layout:
     forward_prefetch: Prefetch = field(default_factory=dict)
     backward_prefetch: Prefetch = field(default_factory=dict)
     decided_by: Mapping[str, str] = field(default_factory=dict)
+
+    def shown(self) -> dict[str, tuple[str, ...]]:
+        """The layout's paths by label, for display."""
+        found = {"wrapped": self.wrapped, "recomputed": self.recomputed, "ignored": self.ignored}
+        if self.decided_by and (ahead := {*self.forward_prefetch, *self.backward_prefetch}):
+            found["prefetched"] = tuple(path for path in self.wrapped if path in ahead)
+        return found
+
+
+@dataclass(frozen=True)
+class ShardedPlan(EnginePlan):
+    """The plan of an engine that shards a task by a `Layout`, whose attributes these are."""
+
+    wrapped: tuple[str, ...] = ()
+    forward_prefetch: Prefetch = field(default_factory=dict)
+    backward_prefetch: Prefetch = field(default_factory=dict)
 
 
 Patterns = Literal["auto"] | Sequence[str]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch.distributed.fsdp import FSDPModule
 
-from mm_core.contracts import EnginePlan, TaskModule
+from mm_core.contracts import TaskModule
+from mm_core.parallel.layout import ShardedPlan
 
 
-def set_prefetch(task: TaskModule, plan: EnginePlan) -> None:
+def set_prefetch(task: TaskModule, plan: ShardedPlan) -> None:
     """Sets a plan's prefetching on the sharded modules of a task."""
 
     def sharded(path: str) -> FSDPModule:

@@ -183,7 +183,7 @@ def _check_base_dtype(config: RunConfig, task: TaskModule, layout: EnginePlan) -
     """Raises PlanError if one computation would use weights of two dtypes."""
     if (name := config.train.base_dtype) is None:
         return
-    if config.engine.options.get("param_dtype") is None:
+    if layout.compute_dtype is None:
         raise PlanError(
             f"adapters are fp32 but the weights under them would be {name}, and no dtype is set for the"
             " computation",

@@ -115,10 +115,7 @@ class RunPlan:
         for component in dict.fromkeys(f.component for f in self.missing if f.component not in named):
             lines += [f"  {component}", *self._missing_of(component)]
         lines += ["", "sharding"]
-        sharding = {"wrapped": engine.wrapped, "recomputed": engine.recomputed, "ignored": engine.ignored}
-        if engine.decided_by and (ahead := {*engine.forward_prefetch, *engine.backward_prefetch}):
-            sharding["prefetched"] = tuple(path for path in engine.wrapped if path in ahead)
-        for label, paths in sharding.items():
+        for label, paths in engine.details.items():
             origin = f"  (by {engine.decided_by[label]})" if paths and engine.decided_by.get(label) else ""
             lines.append(f"  {label:<11} {len(paths):>4}  {_abridged(paths)}{origin}".rstrip())
         for frozen in engine.frozen:

@@ -201,7 +201,7 @@ def equip(
     )
     reporter = make_reporter(run, parts, restored, watchdog)
     undo.callback(reporter.close, "failed")
-    order, loader = make_loader(config, plan, parts.datasets["train"], task, restored.step, engine.device)
+    order, loader = make_loader(config, plan, parts.datasets["train"], task, engine, restored.step)
     ledger = SkipLedger(run.folder, config.data.loader.max_failed_share)
     guard = make_guard(config, parts, restored, reporter)
     callbacks = CallbackList([(c.type, config.registry.build("callback", c)) for c in config.callbacks])
@@ -258,6 +258,7 @@ def make_reporter(run: OpenedRun, parts: RunParts, restored: Restored, watchdog:
         parts.plan,
         restored.step,
         restored.facts.get("samples", 0.0),
+        counts=parts.engine.data_ranks.leads,
         bins=parts.task.bins,
         watch=watchdog.enter,
     )

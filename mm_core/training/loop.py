@@ -19,7 +19,7 @@ from mm_core.contracts import Batch, Engine, Loss, LRSchedule, Randomness, Suppo
 from mm_core.contracts.bases.task_module import loss_of
 from mm_core.errors import CheckpointError, MMError, PeerError, TrainingError
 from mm_core.plan import RunPlan
-from mm_core.runtime.ranks import Ranks, gather_rows
+from mm_core.runtime.ranks import gather_rows
 
 if TYPE_CHECKING:
     from mm_core.telemetry.reporter import RunReporter
@@ -88,7 +88,7 @@ def run_steps(training: Training, start: int) -> int:
         reporter.enter("wait")
         agreed = agree(training, batches, weights, fault)
         lr = engine.scale_lr(training.lr_schedule.factor(step))
-        scale = plan.engine.data_parallel / agreed.weight  # the engine averages over ranks
+        scale = engine.data_ranks.count / agreed.weight  # the engine averages over the shares of the data
         losses: list[Loss] = []
         for index, batch in enumerate(batches):
             seed_model(training, step, index)
@@ -145,7 +145,7 @@ def recompute(training: Training, step: int, batches: Sequence[Batch]) -> Iterat
 
 def seed_model(training: Training, step: int, index: int) -> None:
     """Seeds dropout in the model for a micro-batch, from the run's seed, the step and the micro-batch."""
-    micro = index * training.plan.engine.data_parallel + Ranks.current().rank
+    micro = index * training.engine.data_ranks.count + training.engine.data_ranks.rank
     torch.manual_seed(training.rng.seed32("model", step, micro))
 
 
@@ -166,7 +166,8 @@ def agree(
     samples = sum(float((batch.sample_weights > 0).sum()) for batch in batches)
     stop, save = training.between.stop, training.between.save_due
     bad = 0.0 if fault is None else 2.0 if isinstance(fault, CheckpointError) else 1.0
-    rows = gather_rows([sum(weights), samples, float(stop), float(save), bad])
+    counts = training.engine.data_ranks.leads  # samples that several ranks compute count once
+    rows = gather_rows([sum(weights) * counts, samples * counts, float(stop), float(save), bad])
     culprits = rows[:, 4].nonzero().flatten().tolist()
     if culprits:
         raised = fault or PeerError(f"rank {culprits[0]} failed to read its samples or to save a checkpoint")

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from mm_core.config.sections import RunConfig
-from mm_core.contracts import Dataset, Randomness, SupportsLengths, Task, TaskModule, seeded
+from mm_core.contracts import Dataset, Engine, Randomness, SupportsLengths, Task, TaskModule, seeded
 from mm_core.data.loading.loader import MicroBatchLoader
 from mm_core.data.loading.sampler import BatchPlan
 from mm_core.errors import ContractError, PlanError, plural
 from mm_core.plan import RunPlan, sample_order
 from mm_core.plugin.checks.values import returned
-from mm_core.runtime.ranks import Ranks
 
 
 def sample_lengths(config: RunConfig, dataset: Dataset) -> Tensor | None:
@@ -39,17 +37,17 @@ def sample_lengths(config: RunConfig, dataset: Dataset) -> Tensor | None:
 
 
 def make_loader(
-    config: RunConfig, plan: RunPlan, dataset: Dataset, task: TaskModule, start: int, device: torch.device
+    config: RunConfig, plan: RunPlan, dataset: Dataset, task: TaskModule, engine: Engine, start: int
 ) -> tuple[BatchPlan, MicroBatchLoader]:
     """The order of the training samples, and the loader of this rank's micro-batches.
 
     Args:
         config: the run's config.
-        plan: the run's plan: steps, global batch and data-parallel ranks.
+        plan: the run's plan: steps and global batch.
         dataset: the training samples.
         task: makes the transform of a batch.
+        engine: prepared: its device, and the share of the data that this rank reads.
         start: first step, from 0.
-        device: the engine's device, for pinned memory.
     """
     section = config.data.loader
     order = sample_order(config, plan.global_batch_size, len(dataset), sample_lengths(config, dataset))
@@ -58,12 +56,12 @@ def make_loader(
         order,
         batch_transform=returned(Task.batch_transform, task.batch_transform(), task),
         rng=Randomness(config.run.seed),
-        rank=Ranks.current().rank,
-        data_parallel=plan.engine.data_parallel,
+        rank=engine.data_ranks.rank,
+        data_parallel=engine.data_ranks.count,
         start_step=start,
         end_step=plan.steps,
         workers=section.workers,
         prefetch=section.prefetch,
         pin_memory=section.pin_memory,
-        device_type=device.type,
+        device_type=engine.device.type,
     )

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from mm_core.contracts import Batch, Randomness, seeded
+from mm_core.contracts import Batch, DataRanks, Randomness, seeded
 from mm_core.data.loading.loader import CodeError, MicroBatchLoader
 from mm_core.data.loading.sampler import BatchPlan
 from mm_core.data.loading.seeding import build_dataset
@@ -185,8 +185,7 @@ def test_an_evaluation_draws_the_same_in_every_pass_and_at_any_world_size() -> N
             where="data.validation",
             rows=8,
             micro_batch_size=2,
-            rank=rank,
-            world=world,
+            ranks=DataRanks(rank, world),
             transform=transform,
             seed=seed,
             loader=Section(),  # type: ignore[arg-type]

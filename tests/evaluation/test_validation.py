@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 
 from mm_core.config.load import load_config
 from mm_core.config.sections import LoaderSection
-from mm_core.contracts import Clip, Evaluation, Randomness, SampleKey, SampleRequest, VideoTextBatch
+from mm_core.contracts import (
+    Clip,
+    DataRanks,
+    Evaluation,
+    Randomness,
+    SampleKey,
+    SampleRequest,
+    VideoTextBatch,
+)
 from mm_core.errors import ContractError, DataError
 from mm_core.evaluation import LatentPSNR
 from mm_core.evaluation.batches import EvaluationData, EvenRows
@@ -58,8 +66,7 @@ def data(dataset, **fields) -> EvaluationData:
         "where": "data.validation",
         "rows": None,
         "micro_batch_size": 4,
-        "rank": 0,
-        "world": 1,
+        "ranks": DataRanks(),
         "transform": None,
         "seed": 1,
         "loader": LoaderSection(workers=0),

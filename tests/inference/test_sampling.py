@@ -16,12 +16,14 @@ from mm_core.checkpoint.store import CheckpointStore
 from mm_core.cli.main import main
 from mm_core.config.dump import to_yaml
 from mm_core.config.load import load_config
-from mm_core.contracts import Clip, Randomness, SampleRequest
+from mm_core.contracts import Clip, EnginePlan, Randomness, SampleRequest
 from mm_core.data.media.video_files import write_clips
 from mm_core.data.rows.prompts import Prompt, read_prompts
+from mm_core.engines import fsdp2
+from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.errors import CheckpointError, DataError, MMError
 from mm_core.inference import sample as sampling
-from mm_core.inference.sample import compute_as_trained, load_task, sample
+from mm_core.inference.sample import compute_as_planned, load_task, sample
 from mm_core.loading import initial_weights
 from mm_core.loading.run_adapters import task_of
 from mm_core.modules.initialise import initialise
@@ -126,6 +128,13 @@ def test_an_average_that_is_not_there_is_a_readable_error(run, capsys):
     assert "this run has recorded no best checkpoint" in capsys.readouterr().err
 
 
+def on_accelerator(task: TextToVideo, **fields) -> EnginePlan:
+    """The plan of one process that samples on an accelerator."""
+    engine = FSDP2Engine(**fields)
+    engine.device = torch.device("cuda")
+    return engine.plan(task, 1, 0, "sample")
+
+
 def test_a_lone_process_computes_in_bf16_what_the_engine_computes(run):
     """Sharded modules cast parameters and inputs, and spare the timestep: so does sampling."""
     config = load_config(run / "config.yaml", ["engine.param_dtype=bf16"])
@@ -133,9 +142,7 @@ def test_a_lone_process_computes_in_bf16_what_the_engine_computes(run):
     lone = load_task(config, run / "checkpoints/step_00000007")
     weights = {name: tensor.clone() for name, tensor in lone.predictor.named_parameters(prefix="predictor")}
     full = lone.sample(request)[0].pixels
-    compute_as_trained(
-        lone, load_config(run / "config.yaml", ["engine={param_dtype: bf16, sharding_size: 4}"])
-    )
+    compute_as_planned(lone, on_accelerator(lone, param_dtype="bf16", sharding_size=4))
     found = lone.sample(request)[0].pixels
     with process_group():
         sharded, engine = build_task(config), config.registry.build("engine", config.engine)
@@ -348,8 +355,8 @@ def test_weights_are_read_in_the_dtype_that_computes(run, monkeypatch):
     config = load_config(run / "config.yaml", ["engine.param_dtype=bf16"])
     checkpoint = run / "checkpoints/step_00000007"
     later = sampling.load_task(config, checkpoint)  # a CPU computes in float32: cast afterwards
-    sampling.compute_as_trained(later, config)
-    monkeypatch.setattr(sampling, "_is_lowered", lambda *_: True)
+    compute_as_planned(later, on_accelerator(later, param_dtype="bf16"))
+    monkeypatch.setattr(fsdp2, "current_device", lambda: torch.device("cuda"))
     read = {}
 
     def reading(path, state, weights, load=initial_weights.load_model_only):

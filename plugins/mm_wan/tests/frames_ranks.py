@@ -17,7 +17,7 @@ from mm_core.contracts import Randomness, SampleKey, VideoTextBatch, dtypes
 from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.loading.frozen import load_frozen_alone
 from mm_core.loading.initial_weights import FileWeights
-from mm_core.plan import build_task
+from mm_core.plan import build_frozen, build_task
 from mm_core.runtime.groups import start_process_group
 from mm_core.runtime.launch.rank_process import leave
 from support.tensors import all_whole, whole
@@ -42,7 +42,8 @@ def main() -> None:
     place.mkdir()
     config = config_at(place, Path(folder), variant)
     task = build_task(config)
-    load_frozen_alone(task, torch.device("cpu"), config)
+    build_frozen(task)
+    load_frozen_alone(task, torch.device("cpu"), FSDP2Engine().plan(task, 1, 0), config)
     pair = variant.endswith("high_low")
     blocks = ("predictor.{*}.blocks.{*}",) if pair else BLOCKS
     wrapped = (*blocks, "predictor.{*}") if pair else blocks

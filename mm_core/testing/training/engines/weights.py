@@ -47,13 +47,8 @@ def plans(probe: EngineProbe) -> None:
             f" {plan.data_parallel} and the mesh {dict(plan.mesh)}",
             accepted="world as given, data_parallel that divides it, and a mesh of that many ranks",
         )
-        named = (
-            *plan.wrapped,
-            *plan.recomputed,
-            *plan.ignored,
-            *plan.forward_prefetch,
-            *plan.backward_prefetch,
-        )
+        shown = (path for paths in plan.details.values() for path in paths)
+        named = (*plan.recomputed, *plan.ignored, *plan.cast_inputs, *shown)
         unknown = set(named) - paths
         probe.expect(not unknown, f"the plan names modules that the task has not: {names(unknown)}")
     _expect_bytes(probe, task, one, two, engine.plan(task, 1, 4.0))
