@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from math import prod
 from typing import Any, Literal
 
 import torch
@@ -45,7 +44,7 @@ from mm_core.modules.tying import state_of, tie, tied_names
 from mm_core.parallel.activation_checkpointing import recompute
 from mm_core.parallel.frozen_placement import place, plan_frozen
 from mm_core.parallel.gloo_averaging import average_by_sum, check_replicas
-from mm_core.parallel.layout import ShardedPlan, decide_layout, gathered_bytes, mesh_shape
+from mm_core.parallel.layout import ShardedPlan, decide_layout, gathered_bytes, mesh_shape, parameter_bytes
 from mm_core.parallel.prefetch import set_prefetch
 from mm_core.parallel.scalar_parameters import ScalarParameters, scalars_of
 from mm_core.parallel.unused_modules import UnusedModules
@@ -109,15 +108,7 @@ class FSDP2Engine:
             backward_prefetch=config.num_to_backward_prefetch,
         )
         check_dtypes(task, layout.roots)
-        own = trained = left_alone = 0
-        for root in layout.roots:
-            for name, parameter in task.get_submodule(root).named_parameters(prefix=root):
-                whole = parameter.dim() == 0 or any(name.startswith(path + ".") for path in layout.ignored)
-                rows, *others = parameter.shape or (1,)
-                size = (rows if whole else -(-rows // shards)) * prod(others) * parameter.element_size()
-                own += size
-                left_alone += size if whole else 0
-                trained += size if parameter.requires_grad else 0
+        own, trained, left_alone = parameter_bytes(task, layout, shards)
         roots = (*layout.wrapped, *task.trainable)
         return ShardedPlan(
             world=world,

@@ -68,7 +68,7 @@ class EvaluationData:
             raise DataError("the dataset has no rows to evaluate", where=where, hint="check its file")
         self.rows = len(dataset) if rows is None else min(rows, len(dataset))
         self._dataset, self._where, self._transform = dataset, where, transform
-        self._ranks = ranks
+        self._share = ranks
         self._seed, self._loader, self._device = seed, loader, device
         self._plan = EvenRows(
             num_samples=self.rows,
@@ -92,8 +92,8 @@ class EvaluationData:
             self._plan,
             batch_transform=self._transform,
             rng=Randomness(self._seed),
-            rank=self._ranks.rank,
-            data_parallel=self._ranks.count,
+            rank=self._share.rank,
+            data_parallel=self._share.count,
             start_step=0,
             end_step=self.batches * passes,
             workers=self._loader.workers,

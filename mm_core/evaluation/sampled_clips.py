@@ -64,13 +64,13 @@ def share_prompts(prompts: Sequence[T], rank: int, count: int) -> tuple[int, tup
     return first, mine + (prompts[0],) * (block - len(mine)), len(mine)
 
 
-def share_of(request: SampleRequest, ranks: DataRanks) -> tuple[SampleRequest, int]:
+def share_of(request: SampleRequest, data_ranks: DataRanks) -> tuple[SampleRequest, int]:
     """A rank's part of a sampling request, filled up to a common length, and its number of real clips.
 
     Clip i is identical to the one that a single process samples.
     """
     rows = list(zip(request.prompts, request.images or [()] * len(request.prompts), strict=True))
-    first, mine, real = share_prompts(rows, ranks.rank, ranks.count)
+    first, mine, real = share_prompts(rows, data_ranks.rank, data_ranks.count)
     prompts, images = zip(*mine, strict=True)
     given = images if request.images else ()
     return dataclasses.replace(request, prompts=prompts, images=given, first=first), real

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Literal
 
 import torch
@@ -236,6 +237,26 @@ def gathered_bytes(task: TaskModule, layout: Layout, dtype: torch.dtype | None, 
         windows += [(path, *ahead) for path, ahead in prefetch.items()]
     held = [{path for w in window for path in _inside(f"{w}.", layout.wrapped)} for window in windows]
     return whole + max((sum(own[path] for path in paths) for paths in held), default=0)
+
+
+def parameter_bytes(task: TaskModule, layout: Layout, shards: int) -> tuple[int, int, int]:
+    """Bytes of the parameters on the rank with the largest shards: all, those that train, and whole ones.
+
+    Args:
+        task: the task.
+        layout: its sharding layout.
+        shards: ranks in a shard group.
+    """
+    own = trained = left_alone = 0
+    for root in layout.roots:
+        for name, parameter in task.get_submodule(root).named_parameters(prefix=root):
+            whole = parameter.dim() == 0 or bool(_inside(name, layout.ignored))
+            rows, *others = parameter.shape or (1,)
+            size = (rows if whole else -(-rows // shards)) * prod(others) * parameter.element_size()
+            own += size
+            left_alone += size if whole else 0
+            trained += size if parameter.requires_grad else 0
+    return own, trained, left_alone
 
 
 def _inside(name: str, modules: Iterable[str]) -> list[str]:

@@ -225,6 +225,58 @@ def test_torch_distributed_is_called_by_the_rooms_of_ranks_engines_and_layouts_a
     assert found == []
 
 
+DATA_ROOMS = ("data", "training", "evaluation", "inference", "telemetry", "tasks")
+MAY_KNOW_THE_RANK = {"rank_log", "Watchdog", "ProfileWindow", "make_progress"}
+"""Logs, displays and the watchdog, which each process has."""
+
+
+def layout_faults(source: str) -> list[str]:
+    """Where a source reads the options of an engine, or takes a number of a process for one of a data share."""
+    tree = ast.parse(source)
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    found = []
+    for node in ast.walk(tree):
+        text = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+        if text.endswith("engine.options"):
+            found.append(text)
+        if text.split(".")[-2:] not in (["ranks", "rank"], ["_ranks", "rank"], ["current()", "rank"]):
+            continue
+        parent = parents[node]
+        parent = parents[parent] if isinstance(parent, ast.keyword) else parent
+        asks = isinstance(parent, ast.Compare | ast.BoolOp | ast.UnaryOp)
+        asks |= isinstance(parent, ast.If | ast.IfExp) and parent.test is node
+        shown = isinstance(parent, ast.Call) and ast.unparse(parent.func) in MAY_KNOW_THE_RANK
+        if not asks and not shown:
+            found.append(ast.unparse(parent))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("source", "faults"),
+    [
+        ("config.engine.options.get('param_dtype')", 1),
+        ("micro = index * count + Ranks.current().rank", 1),
+        ("loader(dataset, rank=self._ranks.rank)", 1),
+        ("mine = numbers[ranks.rank :: count]", 1),
+        ("micro = index * count + engine.data_ranks.rank", 0),
+        ("if ranks.rank == 0 and not run.ranks.rank:\n    write()", 0),
+        ("note if ranks.rank else None\nmake_progress(steps, ranks.rank, 0)", 0),
+    ],
+)
+def test_readers_of_the_layout_are_found(source: str, faults: int) -> None:
+    assert len(layout_faults(source)) == faults
+
+
+def test_an_engine_alone_reads_its_options_and_gives_the_shares_of_the_data() -> None:
+    found = {
+        str(file.relative_to(ROOT)): faults
+        for file in PACKAGE.rglob("*.py")
+        if (faults := layout_faults(file.read_text(encoding="utf-8")))
+        and (file.relative_to(PACKAGE).parts[0] in DATA_ROOMS or any("options" in text for text in faults))
+    }
+    assert found == {}
+
+
 def test_no_room_holds_more_than_15_percent_of_the_lines() -> None:
     lines = {file: len(file.read_text().splitlines()) for file in PACKAGE.rglob("*.py")}
     rooms = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}

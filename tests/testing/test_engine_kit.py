@@ -29,8 +29,8 @@ class Good(FSDP2Engine):
 def planned(name: str, change) -> type:
     """An engine with other values in its plan."""
 
-    def plan(self, task, world, optimizer_state_tensors):
-        found = FSDP2Engine.plan(self, task, world, optimizer_state_tensors)
+    def plan(self, task, world, optimizer_state_tensors, purpose="train"):
+        found = FSDP2Engine.plan(self, task, world, optimizer_state_tensors, purpose)
         return replace(found, **change(found, task, world, optimizer_state_tensors))
 
     return type(name, (Good,), {"plan": plan})
@@ -295,7 +295,7 @@ FAULTS = [
     ("plans", faulty("OnDevice", plan=plan_on_device), "plan changes the task: net."),
     (
         "plans",
-        planned("Other", lambda plan, *_: {"wrapped": ("net.layers.0",)}),
+        planned("Other", lambda plan, *_: {"details": {"wrapped": ("net.layers.0",)}}),
         "the plan names modules that the task has not: net.layers.0",
     ),
     (
@@ -469,6 +469,8 @@ def test_an_engine_for_accelerators_alone_is_not_checked_on_the_cpu() -> None:
 # -- on two ranks ------------------------------------------------------------------------------
 
 PLUGIN = """
+from dataclasses import replace
+
 import torch
 
 from mm_core import Component, hookimpl
@@ -514,6 +516,15 @@ SHARDED = {
         return float(torch.nn.utils.get_total_norm([local(g) for g in self._gradients()]))
 """,
         "in step 1 on 2 ranks, grad_norm of rank 0 is ",
+    ),
+    "same share": (
+        "sharded_training",
+        """
+    def prepare(self, task, plan, *given):
+        super().prepare(task, plan, *given)
+        self.data_ranks = replace(self.data_ranks, rank=0)
+""",
+        "in step 1 on 2 ranks, ",
     ),
     "own seed": (
         "sharded_training",

@@ -258,9 +258,9 @@ class Trial:
             micros: micro-batches over all ranks.
             change: makes another loss of that of a micro-batch, from its number over all ranks.
         """
-        ranks, size = Ranks.current(), ROWS // micros
+        ranks, size = self.engine.data_ranks, ROWS // micros
         own = range(ranks.rank, micros, ranks.count)
-        scale = self.plan.data_parallel / sum(WEIGHTS)
+        scale = ranks.count / sum(WEIGHTS)
 
         def forward(micro: int) -> Loss:
             return change(micro, self.compute(step, slice(micro * size, (micro + 1) * size)))

@@ -1,0 +1,96 @@
+"""Ranks that read the same samples count once: four ranks in pairs train and write what two ranks do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from support import pretrained_models as models
+from support import token_rows
+from support.checkpoints import state_of
+from support.logs import log_of
+
+pytestmark = pytest.mark.slow
+
+HERE = Path(__file__).parent
+WORLDS = {"two": (2, "fsdp2"), "pairs": (4, "local/paired")}
+TIMES = ("step_time", "data_wait", "memory", "time/", "_per_second", "mfu")
+
+
+def close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys() and one
+    for name, tensor in one.items():
+        bound = 1e-6 * float(tensor.abs().max())
+        torch.testing.assert_close(
+            other[name], tensor, rtol=1e-6, atol=bound, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def compare(two: Path, pairs: Path) -> list[dict]:
+    """Asserts that the lines of both logs are equal; returns them."""
+    rows, others = log_of(two), log_of(pairs)
+    for row, other in zip(rows, others, strict=True):
+        timed = {name for name in row if name.startswith(TIMES) or name.endswith(TIMES)}
+        assert row.keys() == other.keys()
+        for name in row.keys() - timed - {"time"}:
+            assert other[name] == pytest.approx(row[name], rel=1e-6), name
+        if "tokens_per_second" in row:  # one step in each line
+            one, four = (line["tokens_per_second"] * line["step_time"] for line in (row, other))
+            assert four == pytest.approx(one) and one == pytest.approx(round(one))
+    return rows
+
+
+def both(mm, config: Path, folder: Path, plugin: str | Path, *more: str) -> tuple[Path, Path]:
+    """The folders of a run on two ranks, and on four in pairs."""
+    plugins = f"plugins.path=[{plugin}, {HERE / 'paired_engine.py'}]"
+    for name, (world, engine) in WORLDS.items():
+        own = (f"run.dir={folder}", f"run.name={name}", f"engine.type={engine}", "log.every=1")
+        done = mm("train", "--config", config, "--nproc", world, plugins, *own, *more)
+        assert done.code == 0, done.out + done.err
+    return folder / "two", folder / "pairs"
+
+
+def test_a_language_model_with_rows_of_uneven_weight(tmp_path, mm):
+    """A row's weight is its tokens; after one step, AdamW's first moment is a tenth of the gradient."""
+    folder = models.save_model("qwen3_tied", tmp_path)
+    held_out = {"type": "token_rows", "kind": models.MODELS["qwen3_tied"][-1], "seed": 1, "rows": 7}
+    path = models.run_config(
+        "qwen3_tied",
+        folder,
+        tmp_path,
+        data={"validation": held_out},
+        validation={"every": 1},
+        train={"global_batch_size": 8, "steps": 1, "clip_grad_norm": None},
+    )
+    two, pairs = both(mm, path, tmp_path, token_rows.__file__)
+    rows = compare(two, pairs)
+    assert [row["samples"] for row in rows if "samples" in row] == [8]
+    assert [row["validation/rows"] for row in rows if "validation/rows" in row] == [7]
+    assert any("tokens_per_second" in row for row in rows)
+    moments = [state_of(run, "optimizer") for run in (two, pairs)]
+    close(*({k: t for k, t in found.items() if k.endswith(".exp_avg")} for found in moments))
+
+
+def test_clips_with_dropout_and_samples(tiny, tmp_path, mm):
+    """Ranks of a pair draw the same dropout; one of them writes the clips."""
+    more = ("validation.samples={prompts: [a red circle, a blue square, a disc], steps: 2}", "train.steps=2")
+    config = yaml.safe_load(tiny.read_text(encoding="utf-8"))
+    config["task"]["predictor"]["type"] = "local/dropout_dit"
+    path = tmp_path / "dropout.yaml"
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    two, pairs = both(mm, path, tmp_path, HERE / "dropout_dit.py", *more)
+    compare(two, pairs)
+    clips = [
+        {file.name: file.read_bytes() for file in sorted((run / "samples").rglob("*.*"))}
+        for run in (two, pairs)
+    ]
+    assert len(clips[0]) == 5 and clips[0] == clips[1]
+    words = ("--prompt", "a red circle", "--seed", 3, "--steps", 2)
+    for run, world in ((two, 1), (pairs, 4)):
+        done = mm("sample", "--run", run, "--nproc", world, "--out", tmp_path / f"out_{world}", *words)
+        assert done.code == 0, done.err
+    one, four = (sorted(path.name for path in (tmp_path / f"out_{world}").iterdir()) for world in (1, 4))
+    assert one == four
