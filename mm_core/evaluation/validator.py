@@ -184,7 +184,7 @@ class Validator:
             self._seen(batch, evaluation)
         names = sorted(totals)
         own = [counted, weight, parts, *(totals[name] for name in names)]
-        counted, weight, parts, *sums = self._sum(torch.tensor(own, dtype=torch.float64)).tolist()
+        counted, weight, parts, *sums = sum_rows(own, self._leads).tolist()
         if counted < rows or parts:
             self._report(failures, rows - int(counted), rows)
         if weight <= 0:
@@ -243,16 +243,12 @@ class Validator:
         figures: dict[str, float] = {}
         for name, metric in self._metrics:
             sums = returned(Metric.sums, metric.sums(), metric)
-            found = returned(Metric.result, metric.result(self._sum(sums.double())), metric)
+            found = returned(Metric.result, metric.result(sum_rows(sums.double(), self._leads)), metric)
             twice = sorted(found.keys() & (taken | figures.keys()))
             if twice or not all(isinstance(value, int | float) for value in found.values()):
                 raise _wrong_figure(name, metric, found, twice)
             figures |= found
         return figures
-
-    def _sum(self, own: Tensor) -> Tensor:
-        """Sums over all samples: those that several ranks have computed count once."""
-        return sum_rows(own if self._leads else torch.zeros_like(own))
 
     # -- sampled clips -------------------------------------------------------------------------
 

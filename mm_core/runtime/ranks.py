@@ -118,9 +118,14 @@ def gather_rows(row: Sequence[float] | Tensor) -> Tensor:
     return torch.stack(table)
 
 
-def sum_rows(row: Sequence[float] | Tensor) -> Tensor:
-    """Sums n numbers over all ranks, in rank order, so that every rank has bit-identical results [n]."""
-    return gather_rows(row).sum(0)
+def sum_rows(row: Sequence[float] | Tensor, counts: bool = True) -> Tensor:
+    """Sums n numbers over all ranks, in rank order, so that every rank has bit-identical results [n].
+
+    Args:
+        row: as for `gather_rows`.
+        counts: false where another rank adds the same numbers.
+    """
+    return gather_rows(row if counts else [0.0] * len(row)).sum(0)
 
 
 def on_any_rank(flag: bool) -> bool:

@@ -1,5 +1,4 @@
-"""A one-file plugin for tests: an engine in which each two ranks read the same samples, as the ranks of context
-parallelism do."""
+"""A one-file plugin for tests: an engine whose ranks read the same samples in pairs."""
 
 from mm_core import Component, hookimpl
 
