@@ -231,7 +231,7 @@ MAY_KNOW_THE_RANK = {"rank_log", "Watchdog", "ProfileWindow", "make_progress"}
 
 
 def layout_faults(source: str) -> list[str]:
-    """Where a source reads the options of an engine, or takes the rank of a process for its share of the data."""
+    """Where a source reads an engine's options, or takes the rank of a process for its share of the data."""
     tree = ast.parse(source)
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     found = []
