@@ -18,7 +18,7 @@ from mm_core.config.dump import to_yaml
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import Dataset, Engine, Randomness, TaskModule
 from mm_core.data.class_names import check_class_names
-from mm_core.data.loading.sampler import BatchPlan
+from mm_core.data.loading.sampler import Order
 from mm_core.data.loading.seeding import build_dataset
 from mm_core.data.loading.skipped import SkipLedger
 from mm_core.errors import CheckpointError, PlanError
@@ -349,7 +349,7 @@ def facts_of(
     parts: RunParts,
     restored: Restored,
     seed: int,
-    order: BatchPlan,
+    order: Order,
     reporter: RunReporter,
     guard: UpdateGuard,
 ) -> Document:
