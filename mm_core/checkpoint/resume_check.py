@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from types import MappingProxyType
 
 from mm_core.checkpoint.files.layout import Document
 from mm_core.errors import CheckpointError, plural
+from mm_core.schema.fields import Resume, Verdict
 
-Verdict = Literal["safe", "allow", "refused"]
+_NONE: Mapping[str, Resume] = MappingProxyType({})
 
 _RATE = "changes what is learned"
 _ORDER = "changes which samples come when"
 _SPEED = "changes speed, memory or what is shown"
-_PRECISION = "changes the precision"
 _STATE = "the saved state does not fit; init_from loads the weights only"
 _RULES: Mapping[str, tuple[Verdict, str]] = {
     "config": ("allow", _RATE),
@@ -49,13 +49,8 @@ _RULES: Mapping[str, tuple[Verdict, str]] = {
     "config.train.also_train": ("refused", _STATE),
     "config.train.adapters": ("allow", "adapters may be scaled differently; new targets have no saved state"),
     "config.train.non_finite": ("safe", "updates are unchanged; only when the run ends changes"),
-    "config.train.base_dtype": ("allow", _PRECISION),
-    "config.engine": ("safe", _SPEED),
+    "config.train.base_dtype": ("allow", "changes the precision"),
     "config.engine.type": ("allow", "the engines' states may differ"),
-    "config.engine.param_dtype": ("allow", _PRECISION),
-    "config.engine.reduce_dtype": ("allow", _PRECISION),
-    "config.engine.output_dtype": ("allow", _PRECISION),
-    "config.engine.cast_forward_inputs": ("allow", _PRECISION),
     "config.optimizer.type": ("refused", _STATE),
     "config.init_from": ("safe", "a resumed run loads its own weights"),
     "config.ema.device": ("safe", _SPEED),
@@ -74,7 +69,8 @@ _RULES: Mapping[str, tuple[Verdict, str]] = {
     "libraries": ("safe", "may compute different results: see its changelog"),
     "world": ("safe", "the global batch is unchanged"),
 }
-"""Prefix of a manifest key -> verdict and reason; the longest matching prefix applies."""
+"""Prefix of a manifest key -> verdict and reason; the longest matching prefix applies. The mark of a config's
+field replaces its rule."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +84,9 @@ class ResumeDifference:
     why: str
 
 
-def differences_of(before: Document, after: Document) -> list[ResumeDifference]:
+def differences_of(
+    before: Document, after: Document, marks: Mapping[str, Resume] = _NONE
+) -> list[ResumeDifference]:
     """The differences between a checkpoint's manifest and the current run's, the most important first.
 
     A key that only one manifest has is not a difference, since versions add keys; a section that was switched
@@ -97,6 +95,7 @@ def differences_of(before: Document, after: Document) -> list[ResumeDifference]:
     Args:
         before: the manifest in the checkpoint (see `run_manifest`).
         after: the manifest of the run as it is now.
+        marks: of the fields of the run's config, from `resume_marks`.
     """
     resolved = all(manifest.get("adapters") for manifest in (before, after))
     old, new = (dict(_flat(_by_name(manifest, resolved))) for manifest in (before, after))
@@ -108,11 +107,11 @@ def differences_of(before: Document, after: Document) -> list[ResumeDifference]:
         ]  # fmt: skip
     differences = []
     for key in keys:
-        verdict, why = rule(key)
+        verdict, why = rule(key, marks)
         shown = key.removeprefix("config.")
         absent = "on" if key not in old or key not in new else None
         differences.append(ResumeDifference(shown, old.get(key, absent), new.get(key, absent), verdict, why))
-    differences += [*_unknown_data(before, after), *_environment(before, after)]
+    differences += [*_unknown_data(before, after), *_environment(before, after, marks)]
     order = ("refused", "allow", "safe")
     return sorted(differences, key=lambda found: (order.index(found.verdict), found.key))
 
@@ -126,27 +125,38 @@ def _unknown_data(before: Document, after: Document) -> list[ResumeDifference]:
     return [ResumeDifference("data.train", "not known", plural(now.get("rows", 0), "row"), "safe", why)]
 
 
-def _environment(before: Document, after: Document) -> list[ResumeDifference]:
+def _environment(before: Document, after: Document, marks: Mapping[str, Resume]) -> list[ResumeDifference]:
     """Keys that name the same environment variable as before, whose value has changed."""
     old, new = (manifest.get("environment", {}) for manifest in (before, after))
     return [
-        ResumeDifference(key, "from the environment", "another value", *rule(f"config.{key}"))
+        ResumeDifference(key, "from the environment", "another value", *rule(f"config.{key}", marks))
         for key in old
         if key in new and old[key] != new[key]
     ]
 
 
-def rule(key: str) -> tuple[Verdict, str]:
-    """Verdict and reason for a changed manifest key: whether a run with this change may resume."""
+def rule(key: str, marks: Mapping[str, Resume] = _NONE) -> tuple[Verdict, str]:
+    """Verdict and reason for a changed manifest key: whether a run with this change may resume.
+
+    Args:
+        key: the manifest key.
+        marks: of the fields of the run's config, from `resume_marks`.
+    """
+    rules = {**_RULES, **{f"config.{name}": (mark.verdict, mark.why) for name, mark in marks.items()}}
     parts = key.split(".")
     for count in range(len(parts), 0, -1):
-        if (found := _RULES.get(".".join(parts[:count]))) is not None:
+        if (found := rules.get(".".join(parts[:count]))) is not None:
             return found
     return "allow", "no rule for this key"
 
 
 def check_resume(
-    before: Document, after: Document, allow: Sequence[str] = (), *, report: bool = True
+    before: Document,
+    after: Document,
+    allow: Sequence[str] = (),
+    *,
+    marks: Mapping[str, Resume] = _NONE,
+    report: bool = True,
 ) -> list[str]:
     """Checks whether a changed run may resume from its checkpoint; returns lines about safe changes.
 
@@ -154,6 +164,7 @@ def check_resume(
         before: the manifest in the checkpoint.
         after: the manifest of the run as it is now.
         allow: keys, prefixes of keys, or `all`: changes that are intended.
+        marks: of the fields of the run's config, from `resume_marks`.
         report: whether to return the lines; [] otherwise, and if nothing has changed.
 
     Raises:
@@ -163,7 +174,7 @@ def check_resume(
         return (
             ["the checkpoint has no manifest: changes since it was saved were not checked"] if report else []
         )
-    differences = differences_of(before, after)
+    differences = differences_of(before, after, marks)
     refused = [found for found in differences if found.verdict == "refused"]
     unmet = [found for found in differences if found.verdict == "allow" and not allowed(found.key, allow)]
     table = render_table(differences)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from typing import TYPE_CHECKING, get_args
 
 from mm_core.errors import ContractError, MMError
 from mm_core.plugin.checks.inspection import component_faults, file_fault
-from mm_core.schema.fields import ComponentConfig
+from mm_core.schema.annotations import annotations_of
+from mm_core.schema.fields import ComponentConfig, Resume, yaml_key
 from mm_core.schema.nodes import inside
 
 if TYPE_CHECKING:
     from mm_core.config.sections import RunConfig
+    from mm_core.plugin.registry import Registry
 
 
 def walk_components(value: object, key: str = "") -> list[tuple[str, ComponentConfig]]:
@@ -21,6 +25,24 @@ def walk_components(value: object, key: str = "") -> list[tuple[str, ComponentCo
     for name, item in items:
         found += walk_components(item, f"{key}.{name}" if key else str(name))
     return found
+
+
+def resume_marks(config: RunConfig) -> dict[str, Resume]:
+    """The mark of each key of a run's config whose field has one, by key path: `engine.param_dtype`."""
+    return dict(_marks(config, config.registry, ""))
+
+
+def _marks(value: object, registry: Registry, prefix: str) -> Iterator[tuple[str, Resume]]:
+    cls: type = type(value)
+    if isinstance(value, ComponentConfig):
+        cls = registry.resolve(value.kind, value.type).config_class()
+    for name, hint in (annotations_of(cls) if is_dataclass(cls) else {}).items():
+        for mark in get_args(hint):
+            if isinstance(mark, Resume):
+                yield prefix + yaml_key(name), mark
+    held = inside(value)
+    for name, item in held.items() if isinstance(held, dict) else ():
+        yield from _marks(item, registry, f"{prefix}{name}.")
 
 
 def target_faults(config: RunConfig, *, import_targets: bool = False) -> list[MMError]:

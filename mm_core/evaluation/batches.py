@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from mm_core.config.sections import LoaderSection
 from mm_core.contracts import Batch, DataRanks, Dataset, Randomness, SampleKey
 from mm_core.data.loading.loader import MicroBatchLoader
-from mm_core.data.loading.sampler import BatchPlan, SlotSpec
+from mm_core.data.loading.sampler import BatchPlan, SlotSpec, drawn_replacements
 from mm_core.data.loading.skipped import UnreadableError
 from mm_core.errors import DataError
 
@@ -27,6 +27,10 @@ class EvenRows(BatchPlan):
             SlotSpec(SampleKey(0, key.index * self.total // self.num_samples), weight)
             for key, weight in super().global_batch(step)
         ]
+
+    def replacements(self, key: SampleKey) -> Iterator[int]:
+        """Up to ATTEMPTS of all samples of the dataset, not only of the evaluation's rows."""
+        return drawn_replacements(self.total, self.seed, key)
 
 
 class EvaluationData:

@@ -24,7 +24,7 @@ from mm_core.contracts import (
     TaskModule,
     torch_dtype,
 )
-from mm_core.data.loading.sampler import BatchPlan
+from mm_core.data.loading.sampler import BatchPlan, Order
 from mm_core.data.loading.seeding import build_dataset
 from mm_core.device import untested_torch
 from mm_core.errors import ConfigError, ContractError, PlanError, plural
@@ -213,7 +213,7 @@ def _steps(config: RunConfig, global_batch_size: int, num_samples: int | None) -
 
 def sample_order(
     config: RunConfig, global_batch_size: int, num_samples: int, lengths: Tensor | None = None
-) -> BatchPlan:
+) -> Order:
     """The planned order of a run's training samples: which samples each step uses.
 
     Args:

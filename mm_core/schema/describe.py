@@ -78,8 +78,6 @@ def _dataclasses_in(hint: object) -> Iterator[tuple[str, type[DataclassInstance]
     arguments = get_args(hint)
     if isinstance(hint, type) and dataclasses.is_dataclass(hint) and hint is not ComponentConfig:
         yield "", hint
-    elif get_origin(hint) is Annotated and not any(isinstance(mark, Kind) for mark in arguments[1:]):
-        yield from _dataclasses_in(arguments[0])
     elif get_origin(hint) in (Union, UnionType):
         for option in arguments:
             yield from _dataclasses_in(option)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import keyword
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
+
+from mm_core.errors import PluginError
 
 _DTYPES = {
     "bf16": ("bf16", "bfloat16", "brain"),
@@ -80,6 +82,28 @@ class Range:
             and (self.le is None or value <= self.le)
             and (self.lt is None or value < self.lt)
         )
+
+
+Verdict = Literal["safe", "allow", "refused"]
+"""Whether a run may resume after a change: always, with `--allow KEY`, or never."""
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Marks a typed field with the verdict on its change when a run resumes, and the reason that is shown:
+    `Annotated[int, Resume("safe", "changes the speed")]`.
+
+    Raises:
+        PluginError: there is no such verdict.
+    """
+
+    verdict: Verdict
+    why: str
+
+    def __post_init__(self) -> None:
+        if self.verdict not in get_args(Verdict):
+            accepted = ", ".join(get_args(Verdict))
+            raise PluginError(f"a mark Resume has the verdict {self.verdict!r}", accepted=accepted)
 
 
 Scale = Annotated[float, Range(ge=0)]

@@ -120,7 +120,7 @@ def inside(value: object) -> dict[str, object] | list[object] | None:
     None for any other value.
     """
     if isinstance(value, ComponentConfig):
-        return {"type": value.type, **value.options}
+        return {"type": value.type, **{yaml_key(name): item for name, item in value.options.items()}}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [f for f in dataclasses.fields(value) if f.init and f.metadata.get("yaml", True)]
         return {yaml_key(f.name): getattr(value, f.name) for f in fields}
@@ -261,11 +261,14 @@ def describe(annotation: object) -> str:
 
 
 def unwrap(annotation: object) -> object:
-    """The type annotation behind a NewType or an alias made by Python 3.12's `type` statement."""
+    """The type annotation behind a NewType, an alias made by Python 3.12's `type` statement, or marks other
+    than Kind and Range."""
     held_by = {"TypeAliasType": "__value__", "NewType": "__supertype__"}
-    while (name := held_by.get(type(annotation).__name__)) is not None:
-        annotation = getattr(annotation, name)
-    return annotation
+    if get_origin(annotation) is Annotated:
+        base, *marks = get_args(annotation)
+        return annotation if any(isinstance(mark, (Kind, Range)) for mark in marks) else unwrap(base)
+    name = held_by.get(type(annotation).__name__)
+    return unwrap(getattr(annotation, name)) if name is not None else annotation
 
 
 def is_list(annotation: object) -> bool:

@@ -14,11 +14,12 @@ from mm_core.checkpoint.files.layout import Document
 from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.checkpoint.run_manifest import check_plugins, run_manifest
 from mm_core.checkpoint.store import CheckpointStore
+from mm_core.config.components import resume_marks
 from mm_core.config.dump import to_yaml
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import Dataset, Engine, Randomness, TaskModule
 from mm_core.data.class_names import check_class_names
-from mm_core.data.loading.sampler import BatchPlan
+from mm_core.data.loading.sampler import Order
 from mm_core.data.loading.seeding import build_dataset
 from mm_core.data.loading.skipped import SkipLedger
 from mm_core.errors import CheckpointError, PlanError
@@ -170,8 +171,18 @@ def restore_parts(run: OpenedRun, parts: RunParts, allow: Sequence[str]) -> tupl
     external = parts.external.rows(config.literals)
     manifest = run_manifest(config, plan, parts.datasets, adapters, external)
     absent = weights.absent.names if isinstance(weights, ResumedWeights) else ()
+    marks = resume_marks(config)
     restored = restore(
-        run.store, run.source, run.refused, parts.engine, parts.ema, manifest, allow, plan.steps, absent
+        run.store,
+        run.source,
+        run.refused,
+        parts.engine,
+        parts.ema,
+        manifest,
+        marks,
+        allow,
+        plan.steps,
+        absent,
     )
     restored.notes += [*weights.notes(), *plan.notes]
     run.ranks.on_first(
@@ -350,7 +361,7 @@ def facts_of(
     parts: RunParts,
     restored: Restored,
     seed: int,
-    order: BatchPlan,
+    order: Order,
     reporter: RunReporter,
     guard: UpdateGuard,
 ) -> Document:

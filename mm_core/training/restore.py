@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from mm_core.contracts import Engine
 from mm_core.errors import CheckpointError
 from mm_core.optim.ema import EMA
 from mm_core.runtime.ranks import Ranks
+from mm_core.schema.fields import Resume
 
 
 @dataclass
@@ -38,6 +39,7 @@ def restore(
     engine: Engine,
     ema: EMA | None,
     manifest: Document,
+    marks: Mapping[str, Resume],
     allow: Sequence[str],
     steps: int,
     absent: Collection[str] = (),
@@ -51,6 +53,7 @@ def restore(
         engine: is filled in place.
         ema: is filled in place; None without an average.
         manifest: the manifest of the run as it is now.
+        marks: of the fields of its config, from `resume_marks`.
         allow: keys whose change since the checkpoint is intended.
         steps: steps of the complete run.
         absent: names of weights that the checkpoint leaves in other files, which the engine has read.
@@ -65,7 +68,8 @@ def restore(
         restored.facts = source.facts
         restored.step = int(source.facts["step"])
         restored.notes.append(f"resumed {source.folder} at step {restored.step} of {steps}")
-        restored.notes += check_resume(source.manifest, manifest, allow, report=Ranks.current().rank == 0)
+        first = Ranks.current().rank == 0
+        restored.notes += check_resume(source.manifest, manifest, allow, marks=marks, report=first)
         state = engine.state_template({name.rpartition(".")[0] for name in source.names("optimizer")})
         state["model"] = {name: tensor for name, tensor in state["model"].items() if name not in absent}
         averaged = "ema" in source.parts

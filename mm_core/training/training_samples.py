@@ -7,7 +7,7 @@ from torch import Tensor
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import Dataset, Engine, Randomness, SupportsLengths, Task, TaskModule, seeded
 from mm_core.data.loading.loader import MicroBatchLoader
-from mm_core.data.loading.sampler import BatchPlan
+from mm_core.data.loading.sampler import Order
 from mm_core.errors import ContractError, PlanError, plural
 from mm_core.plan import RunPlan, sample_order
 from mm_core.plugin.checks.values import returned
@@ -38,7 +38,7 @@ def sample_lengths(config: RunConfig, dataset: Dataset) -> Tensor | None:
 
 def make_loader(
     config: RunConfig, plan: RunPlan, dataset: Dataset, task: TaskModule, engine: Engine, start: int
-) -> tuple[BatchPlan, MicroBatchLoader]:
+) -> tuple[Order, MicroBatchLoader]:
     """The order of the training samples, and the loader of this rank's micro-batches.
 
     Args:

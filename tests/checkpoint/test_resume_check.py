@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from pathlib import Path
 
 import pytest
 
+from mm_core.builtin.configs.engines import FSDP2Config
 from mm_core.checkpoint.resume_check import allowed, check_resume, differences_of, rule
+from mm_core.config.components import resume_marks
+from mm_core.config.load import load_config
 from mm_core.config.sections import RunConfig
 from mm_core.errors import CheckpointError
 
+QUICKSTART = Path(__file__).parents[2] / "configs/custom_dit/quickstart.yaml"
 BEFORE = {
     "config": {
         "run": {"name": "a", "dir": "runs", "seed": 1},
@@ -20,7 +25,7 @@ BEFORE = {
         },
         "data": {"train": {"type": "core/video_text", "annotations": "a.json"}, "loader": {"workers": 2}},
         "train": {"steps": 10, "global_batch_size": 8, "freeze": [], "non_finite": {"policy": "stop"}},
-        "engine": {"sharding_size": "auto", "cast_forward_inputs": True},
+        "engine": {"type": "core/fsdp2", "sharding_size": "auto", "cast_forward_inputs": True},
         "optimizer": {"type": "core/adamw", "lr": 1e-05, "betas": [0.9, 0.999]},
         "ema": None,
     },
@@ -67,8 +72,7 @@ def test_nothing_changed_reports_nothing():
         ("config.data.train.annotations", "elsewhere/a.json", "safe"),
         ("devices.torch", "2.7.1", "safe"),
         ("config.train.non_finite", {"policy": "skip"}, "safe"),
-        ("config.engine.sharding_size", 2, "safe"),
-        ("config.engine.cast_forward_inputs", False, "allow"),
+        ("config.engine.type", "own/pairs", "allow"),
         ("config.optimizer.lr", 2e-05, "allow"),
         ("config.run.seed", 2, "allow"),
         ("config.train.global_batch_size", 16, "allow"),
@@ -85,6 +89,38 @@ def test_nothing_changed_reports_nothing():
 def test_each_difference_has_a_verdict(path, value, verdict):
     (difference,) = differences_of(BEFORE, changed(path, value))
     assert difference.verdict == verdict
+
+
+FSDP2 = {
+    "sharding_size": "safe",
+    "sub_modules_to_wrap": "safe",
+    "ignored_modules": "safe",
+    "frozen": "safe",
+    "recompute_modules": "safe",
+    "use_reentrant": "safe",
+    "reshard_after_forward": "safe",
+    "param_dtype": "allow",
+    "reduce_dtype": "allow",
+    "output_dtype": "allow",
+    "cast_forward_inputs": "allow",
+    "num_to_forward_prefetch": "safe",
+    "num_to_backward_prefetch": "safe",
+    "offload_to_cpu": "safe",
+    "pin_memory": "safe",
+}
+
+
+def test_the_keys_of_fsdp2_have_the_verdicts_that_they_had_before_they_were_marked():
+    """Golden: the table of 789543b."""
+    marks = resume_marks(load_config(QUICKSTART))
+    reasons = {"safe": "changes speed, memory or what is shown", "allow": "changes the precision"}
+    found = {
+        field.name: rule(f"config.engine.{field.name}", marks) for field in dataclasses.fields(FSDP2Config)
+    }
+    assert found == {key: (verdict, reasons[verdict]) for key, verdict in FSDP2.items()}
+    assert rule("config.engine.frozen.text_encoder", marks) == found["frozen"]
+    assert rule("config.engine.type", marks) == ("allow", "the engines' states may differ")
+    assert rule("config.engine.new", marks) == ("allow", "changes what is learned")
 
 
 def test_adapters_are_compared_by_the_layers_that_they_have():

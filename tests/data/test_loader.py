@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,10 @@ import numpy as np
 import pytest
 import torch
 
-from mm_core.contracts import Batch, FailureRecord, Randomness
+from mm_core.contracts import Batch, FailureRecord, Randomness, SampleKey
 from mm_core.data.datasets.video_text import VideoTextDataset
 from mm_core.data.loading.loader import CodeError, MicroBatchLoader
-from mm_core.data.loading.sampler import BatchPlan
+from mm_core.data.loading.sampler import BatchPlan, Order, SlotSpec
 from mm_core.data.loading.skipped import SkipLedger, UnreadableError
 from mm_core.errors import ContractError, DataError, PartsError
 from mm_core.plugin.local import import_file, module_name, read_local
@@ -80,7 +82,7 @@ def refuse(batch: Batch) -> Batch:
     raise ContractError("captions are missing")
 
 
-def loader(dataset: Any, plan: BatchPlan | None = None, **changes: Any) -> MicroBatchLoader:
+def loader(dataset: Any, plan: Any = None, **changes: Any) -> MicroBatchLoader:
     plan = plan or BatchPlan(len(dataset), 2, 4, 0, "random", True)
     arguments = {
         "batch_transform": None,
@@ -162,6 +164,76 @@ def test_an_unreadable_sample_is_replaced_and_reported() -> None:
 def test_replacements_are_found_while_any_sample_of_a_small_set_is_readable() -> None:
     batches = list(loader(Numbers(4, bad=(0, 1, 2)), end_step=2))
     assert {name for batch in batches for name in batch.ids} == {"n/3"}
+
+
+@dataclass(frozen=True)
+class TwoShapes:
+    """An order of samples of two shapes: a step reads twice 3 even samples, then twice 1 odd one."""
+
+    samples: int
+    seed: int
+    batches_per_epoch: int = 4
+
+    def micro_batches(self, step: int, rank: int, data_parallel: int) -> list[list[SlotSpec]]:
+        found = []
+        for micro in range(rank, 4, data_parallel):
+            members = torch.arange(micro // 2, self.samples, 2)
+            drawn = torch.randperm(len(members), generator=Randomness(self.seed).generator(step, micro))
+            rows = members[drawn[: 1 if micro // 2 else 3]].tolist()
+            found.append([SlotSpec(SampleKey(step, row), 1.0) for row in rows])
+        return found
+
+    def replacements(self, key: SampleKey) -> Iterator[int]:
+        return iter([other for other in range(key.index % 2, self.samples, 2) if other != key.index])
+
+    def facts(self) -> dict[str, object]:
+        return asdict(self)
+
+
+class Sides(Numbers):
+    """Samples whose values have the shape [4] or [9], which are stacked."""
+
+    def sample_at(self, index: int, rng: Randomness) -> dict[str, Any]:
+        sample = super().sample_at(index, rng)
+        return sample | {"value": torch.full((9 if index % 2 else 4,), sample["value"])}
+
+    def collate(self, samples: list[dict[str, Any]]) -> Batch:
+        values = torch.stack([sample["value"] for sample in samples])
+        batch = super().collate([{**sample, "value": 0} for sample in samples])
+        batch.values = values
+        return batch
+
+
+def test_an_order_has_micro_batches_of_other_sizes_and_replaces_samples_by_those_of_their_shape() -> None:
+    order: Order = TwoShapes(12, 5)
+    dataset = Sides(12, bad=(0, 1, 2, 5))
+    batches = list(loader(dataset, order))
+    assert [batch.values.shape for batch in batches] == [(3, 4), (3, 4), (1, 9), (1, 9)] * 6
+    replaced = {
+        (key.index, int(name[2:]))
+        for batch in batches
+        for key, name in zip(batch.keys, batch.ids, strict=True)
+        if name != f"n/{key.index}"
+    }
+    assert replaced == {(0, 4), (2, 4), (1, 3), (5, 3)}, "by the first readable one of the group"
+    assert {f.index for batch in batches for f in batch.failures} == {0, 1, 2, 5}
+    whole = content(batches)
+    assert content(loader(dataset, order, workers=2)) == whole, "read by workers"
+    assert content(loader(dataset, order, start_step=4)) == whole[16:], "any step first"
+    for count in (2, 4):
+        ranks = [content(loader(dataset, order, rank=rank, data_parallel=count)) for rank in range(count)]
+        assert [batch for share in zip(*ranks, strict=True) for batch in share] == whole, f"{count} ranks"
+    with pytest.raises(UnreadableError, match=r"sample \d+ and 5 others tried"):
+        list(loader(Sides(12, bad=(1, 3, 5, 7, 9, 11)), order))
+
+
+@pytest.mark.slow
+def test_samples_grouped_by_length_come_from_workers_as_from_here() -> None:
+    plan = BatchPlan(64, 2, 4, 0, "random", False, lengths=torch.arange(64) % 7)
+    dataset = Numbers(64, bad=(3, 40))
+    assert content(loader(dataset, plan, workers=2, end_step=16)) == content(
+        loader(dataset, plan, end_step=16)
+    )
 
 
 class Pairs(Numbers):

@@ -9,8 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mm_core.contracts import SampleKey
 from mm_core.data.loading.sampler import BatchPlan
 from mm_core.errors import PlanError
+from mm_core.evaluation.batches import EvenRows
 
 
 @st.composite
@@ -85,6 +87,37 @@ def test_the_random_order_does_not_change_between_versions() -> None:
 
 
 GOLDEN_ORDER = [0, 3, 2, 1, 7, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("seed", "samples", "key", "drawn"),
+    [
+        (1234, 1000, (0, 17), [872, 148, 665, 617, 20, 445, 258, 316]),
+        (1234, 1000, (2, 17), [332, 284, 39, 773, 342, 545, 91, 638]),
+        (7, 1_000_003, (1, 999_999), [630788, 529189, 524281, 718585, 266529, 742388, 7061, 657922]),
+        (0, 5, (0, 3), [0, 1, 2, 4]),
+        (0, 1, (0, 0), []),
+    ],
+)
+def test_the_replacements_do_not_change_between_versions(seed, samples, key, drawn) -> None:
+    """Golden: what the loader drew itself before orders did (789543b), from the size of the dataset."""
+    plan = BatchPlan(samples, 1, 1, seed, "random", True)
+    assert [*plan.replacements(SampleKey(*key))] == drawn
+    rows = EvenRows(1, 1, 1, seed, "sequential", False, total=samples)
+    assert [*rows.replacements(SampleKey(*key))] == drawn, "an evaluation's too, over all of the dataset"
+
+
+def test_the_facts_are_those_that_checkpoints_have() -> None:
+    assert BatchPlan(8, 2, 4, 3, "sequential", False).facts() == {
+        "num_samples": 8,
+        "micro_batch_size": 2,
+        "global_batch_size": 4,
+        "seed": 3,
+        "order": "sequential",
+        "drop_last": False,
+        "repeat_first": False,
+        "group_by_length": False,
+    }
 
 
 def test_sizes_that_do_not_fit_are_refused_with_both_numbers() -> None:

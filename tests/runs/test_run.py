@@ -234,6 +234,9 @@ def test_a_path_outside_of_the_folder_is_refused(shapes, tiny, tmp_path, mm):
 
 def test_a_changed_order_is_reported_on_resume(whole, tiny, tmp_path, mm):
     interrupted(whole, tmp_path)
-    done = mm("train", "--config", tiny, f"run.dir={tmp_path}", "data.loader.sampler=sequential")
-    assert done.code == 1 and "--allow data.loader.sampler" in done.err
+    changes = ("data.loader.sampler=sequential", "engine.pin_memory=false")
+    done = mm("train", "--config", tiny, f"run.dir={tmp_path}", *changes)
+    assert done.code == 1 and done.err.endswith("add --allow data.loader.sampler\n"), (
+        "the engine's key is marked"
+    )
     assert "random -> sequential" in done.err and "changes which samples come when" in done.err

@@ -1,4 +1,4 @@
-"""Micro-batches in the plan's order, read ahead by worker processes."""
+"""Micro-batches in the order of a run's samples, read ahead by worker processes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from multiprocessing.reduction import ForkingPickler
 from typing import TypeVar
 
@@ -25,7 +26,7 @@ from mm_core.contracts import (
     generators_kept,
     seed_generators,
 )
-from mm_core.data.loading.sampler import BatchPlan, SlotSpec
+from mm_core.data.loading.sampler import Order, SlotSpec
 from mm_core.data.loading.skipped import UnreadableError
 from mm_core.data.loading.workers import (
     StartWorker,
@@ -43,9 +44,6 @@ from mm_core.plugin.local import LocalFile, import_again, imported_files
 T = TypeVar("T")
 
 _MOST = 1.001  # the largest value of a pixel, with what rounding adds
-
-ATTEMPTS = 8
-"""How many other samples are tried in place of an unreadable one before the run stops."""
 
 
 class WorkerTraceback(Exception):
@@ -67,10 +65,10 @@ class _Fault:
 class MicroBatchLoader:
     """Iterates over the micro-batches of one data-parallel rank, steps [start_step, end_step).
 
-    Each step yields `per_step` micro-batches. Their content depends only on (dataset, plan, rng, rank,
+    Each step yields `per_step` micro-batches. Their content depends only on (dataset, order, rng, rank,
     data_parallel, step), not on workers, prefetch or the first step, so a resumed run needs no state.
 
-    A sample that raises DataError is replaced by another one, drawn from (seed, epoch, index, attempt), with
+    A sample that raises DataError is replaced by the first readable one of the order's `replacements`, with
     the key and weight of the first. The batch lists it in `failures`; of a sample that raised a PartsError,
     or that was read without some of its parts, it lists each unreadable part.
 
@@ -79,7 +77,7 @@ class MicroBatchLoader:
 
     Args:
         dataset: map-style; if it satisfies SupportsSampleAt, it gets rng.at("data", epoch, index).
-        plan: which samples, in which order.
+        order: which samples each step reads, and which replace an unreadable one.
         batch_transform: applied to each collated batch in the worker (`Task.batch_transform()`).
         rng: the root of the run's randomness.
         rank: this rank's number among the data-parallel ranks.
@@ -100,7 +98,7 @@ class MicroBatchLoader:
     def __init__(
         self,
         dataset: Dataset,
-        plan: BatchPlan,
+        order: Order,
         *,
         batch_transform: Callable[[Batch], Batch] | None,
         rng: Randomness,
@@ -113,16 +111,16 @@ class MicroBatchLoader:
         pin_memory: bool,
         device_type: str,
     ) -> None:
-        self.per_step = len(plan.micro_batches(0, rank, data_parallel))
+        self.per_step = len(order.micro_batches(0, rank, data_parallel))
         self._length = max(0, end_step - start_step) * self.per_step
-        self._sent = (dataset, batch_transform, rng)
+        self._sent = (dataset, order, batch_transform, rng)
         # The server starts first: it may move the folder in which workers register.
-        needed = [__name__, type(dataset).__module__, type(batch_transform).__module__]
+        needed = [__name__, *(type(one).__module__ for one in (dataset, order, batch_transform))]
         context = start_server(needed) if workers else None
         self._loader: DataLoader[Batch | _Fault] = DataLoader(
             _Reading(*self._sent),
             batch_size=None,
-            sampler=_Slots(plan, rank, data_parallel, range(start_step, end_step)),
+            sampler=_Slots(order, rank, data_parallel, range(start_step, end_step)),
             num_workers=workers,
             prefetch_factor=prefetch if workers else None,
             pin_memory=pin_memory and device_type != "cpu",
@@ -155,20 +153,21 @@ class MicroBatchLoader:
 class _Slots:
     """The sampler for torch's DataLoader: one list of rows for each micro-batch."""
 
-    def __init__(self, plan: BatchPlan, rank: int, data_parallel: int, steps: range) -> None:
-        self.plan, self.rank, self.data_parallel, self.steps = plan, rank, data_parallel, steps
+    def __init__(self, order: Order, rank: int, data_parallel: int, steps: range) -> None:
+        self.order, self.rank, self.data_parallel, self.steps = order, rank, data_parallel, steps
 
     def __iter__(self) -> Iterator[list[SlotSpec]]:
         for step in self.steps:
-            yield from self.plan.micro_batches(step, self.rank, self.data_parallel)
+            yield from self.order.micro_batches(step, self.rank, self.data_parallel)
 
 
 class _Reading(TorchDataset[Batch | _Fault]):
     """The work of a data worker: rows -> samples -> batch -> transformed batch."""
 
-    def __init__(self, dataset: Dataset, transform: Callable[[Batch], Batch] | None, rng: Randomness) -> None:
-        self.dataset, self.transform, self.rng = dataset, transform, rng
-        self.size = len(dataset)
+    def __init__(
+        self, dataset: Dataset, order: Order, transform: Callable[[Batch], Batch] | None, rng: Randomness
+    ) -> None:
+        self.dataset, self.order, self.transform, self.rng = dataset, order, transform, rng
 
     def __getstate__(self) -> tuple[bytes, dict[str, LocalFile]]:
         """State for a worker: the pickled object, and the one-file plugins to import before unpickling."""
@@ -176,7 +175,7 @@ class _Reading(TorchDataset[Batch | _Fault]):
             return bytes(ForkingPickler.dumps(self.__dict__)), imported_files()
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise DataError(
-                f"the dataset or the task's batch transform cannot be sent to a data worker: {error}",
+                f"the dataset, its order or the batch transform cannot be sent to a data worker: {error}",
                 where=type(self.dataset).__qualname__,
                 accepted="objects that pickle: classes and functions of modules; files opened on first use",
                 hint="make it picklable, or set data.loader.workers=0 to read in the training process",
@@ -215,7 +214,7 @@ class _Reading(TorchDataset[Batch | _Fault]):
     def _sample(self, slot: SlotSpec, failures: list[FailureRecord]) -> dict[str, object]:
         """The slot's sample, or the first readable replacement if it is unreadable."""
         tried: list[FailureRecord] = []
-        for index in self._candidates(slot):
+        for index in chain([slot.key.index], self.order.replacements(slot.key)):
             try:
                 sample = self._read(index, slot.key.epoch)
             except CodeError:
@@ -230,17 +229,6 @@ class _Reading(TorchDataset[Batch | _Fault]):
             failures.extend(failure for failure in tried if failure not in failures)
             return {**sample, "key": slot.key, "weight": slot.weight}
         raise _unreadable(slot, tried, failures)
-
-    def _candidates(self, slot: SlotSpec) -> Iterator[int]:
-        """The slot's own sample, then up to ATTEMPTS others that depend on the slot alone."""
-        tried = {slot.key.index}
-        yield slot.key.index
-        for attempt in range(1, min(ATTEMPTS, self.size - 1) + 1):
-            index = self.rng.seed32("replacement", *slot.key, attempt) % self.size
-            while index in tried:
-                index = (index + 1) % self.size
-            tried.add(index)
-            yield index
 
     def _read(self, index: int, epoch: int) -> dict[str, object]:
         seed_generators(self.rng.at("draws", epoch, index))

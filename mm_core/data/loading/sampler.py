@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ _WINDOW, _WINDOWS = 64, 8
 """Maximum number of global batches sorted by length together, and minimum number of such windows in an
 epoch: sorted in one window, a small dataset would have the same batches in every epoch."""
 
+ATTEMPTS = 8
+"""How many other samples are tried in place of an unreadable one before the run stops."""
+
 
 class SlotSpec(NamedTuple):
     """A sample's key and weight: one row of a micro-batch. Rows of weight 0 fill up an incomplete batch."""
@@ -24,9 +28,39 @@ class SlotSpec(NamedTuple):
     weight: float
 
 
+class Order(Protocol):
+    """Which samples each training step reads: a pure function of (seed, step, data-parallel ranks).
+
+    It keeps no state, so a resumed run reads what the uninterrupted one would have read. It is sent to the
+    data workers, so it pickles.
+    """
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Number of steps in which each sample is read about once."""
+
+    def micro_batches(self, step: int, rank: int, data_parallel: int) -> list[list[SlotSpec]]:
+        """The micro-batches of samples that one data-parallel rank reads in a step, in order.
+
+        Their number is the same in every step and on every rank. Their sizes may differ.
+
+        Args:
+            step: from 0.
+            rank: this rank's number among the data-parallel ranks.
+            data_parallel: number of data-parallel ranks.
+        """
+
+    def replacements(self, key: SampleKey) -> Iterator[int]:
+        """The samples to try, one after the other, in place of an unreadable one; it is not among them."""
+
+    def facts(self) -> dict[str, object]:
+        """The plain values that determine the order, which a checkpoint stores."""
+
+
 @dataclass(frozen=True)
 class BatchPlan:
-    """The infinite stream of global batches over a map-style dataset.
+    """The order of samples that are shuffled, sequential or grouped by length: an endless stream of global
+    batches over a map-style dataset.
 
     An epoch is an order of all samples, cut into global batches. With `drop_last` the remainder of an epoch
     is dropped. Otherwise its last batch is filled to full size with repeats of the epoch's samples at weight
@@ -94,7 +128,7 @@ class BatchPlan:
         return [SlotSpec(SampleKey(epoch, index), weight) for index, weight in weighted]
 
     def facts(self) -> dict[str, object]:
-        """The values that determine the order of samples (without their lengths), for a resume check."""
+        """The values that determine the order of samples, without their lengths."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "lengths"}
         return {**plain, "group_by_length": self.lengths is not None}
 
@@ -104,13 +138,7 @@ class BatchPlan:
         return grouped_order(self.lengths, self.global_batch_size, self.seed, epoch)
 
     def micro_batches(self, step: int, rank: int, data_parallel: int) -> list[list[SlotSpec]]:
-        """The micro-batches of samples that one data-parallel rank reads in a step, in order.
-
-        Args:
-            step: from 0.
-            rank: this rank's number among the data-parallel ranks.
-            data_parallel: number of data-parallel ranks.
-        """
+        """See `Order.micro_batches`: all are of `micro_batch_size`."""
         size = self.micro_batch_size
         if self.global_batch_size % (size * data_parallel):
             raise PlanError(
@@ -122,6 +150,21 @@ class BatchPlan:
         rows = self.global_batch(step)
         count = self.global_batch_size // size
         return [rows[micro * size : (micro + 1) * size] for micro in range(rank, count, data_parallel)]
+
+    def replacements(self, key: SampleKey) -> Iterator[int]:
+        """See `Order.replacements`: up to ATTEMPTS of all samples."""
+        return drawn_replacements(self.num_samples, self.seed, key)
+
+
+def drawn_replacements(num_samples: int, seed: int, key: SampleKey) -> Iterator[int]:
+    """Up to ATTEMPTS others of a dataset's samples, drawn from (seed, key, attempt)."""
+    tried = {key.index}
+    for attempt in range(1, min(ATTEMPTS, num_samples - 1) + 1):
+        index = Randomness(seed).seed32("replacement", *key, attempt) % num_samples
+        while index in tried:
+            index = (index + 1) % num_samples
+        tried.add(index)
+        yield index
 
 
 @lru_cache(maxsize=4)
