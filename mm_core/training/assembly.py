@@ -166,23 +166,14 @@ def build_parts(run: OpenedRun) -> RunParts:
 
 def restore_parts(run: OpenedRun, parts: RunParts, allow: Sequence[str]) -> tuple[Document, Restored]:
     """Restores a training run's parts from its checkpoint, if any; writes and returns its manifest."""
-    config, plan, weights = run.config, parts.plan, parts.weights
+    config, plan, weights, engine = run.config, parts.plan, parts.weights, parts.engine
     adapters = record_of(parts.task, config.train.adapters)
     external = parts.external.rows(config.literals)
     manifest = run_manifest(config, plan, parts.datasets, adapters, external)
     absent = weights.absent.names if isinstance(weights, ResumedWeights) else ()
     marks = resume_marks(config)
     restored = restore(
-        run.store,
-        run.source,
-        run.refused,
-        parts.engine,
-        parts.ema,
-        manifest,
-        marks,
-        allow,
-        plan.steps,
-        absent,
+        run.store, run.source, run.refused, engine, parts.ema, manifest, marks, allow, plan.steps, absent
     )
     restored.notes += [*weights.notes(), *plan.notes]
     run.ranks.on_first(
