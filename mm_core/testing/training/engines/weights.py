@@ -242,3 +242,23 @@ def frozen_weights(probe: EngineProbe) -> None:
         "the frozen component computes with other weights than place_frozen was given, or with a gradient",
         hint="fill each component of `plan.frozen` from `weights.covers(state)`",
     )
+
+
+def shards(probe: EngineProbe) -> None:
+    """shards() has each trained parameter once, as float32 memory that the next forward computes with."""
+    trial = probe.trained()
+    trial.step(0)
+    with torch.no_grad():
+        for shard in trial.engine.shards():
+            shard.master.mul_(2)
+    given = list(trial.engine.shards())
+    found, wanted = whole((shard.name, shard.stored(shard.master)) for shard in given), trial.weights()
+    lost = differing(found, wanted)
+    lost += [shard.name for shard in given if tuple(shard.shape) != tuple(wanted[shard.name].shape)]
+    probe.expect(
+        not lost and len(given) == len(wanted),
+        f"shards and named_parameters differ in {names(lost) or 'their number'}",
+        accepted="each trained parameter, its whole shape, and the same values and dtype in `stored(master)`",
+    )
+    loss = Plain(values=whole(trial.engine.state_dict()["model"].items())).loss(1)
+    probe.expect_number("the loss with what was written into shards", trial.loss(1), loss)
