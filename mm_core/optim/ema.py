@@ -35,9 +35,8 @@ class EMA:
         """Updates the average of the weights after `step` steps, if an update is due."""
         if step % self._settings.every:
             return
-        averages = [*self._averages.values()]
         weights = [s.master.to(self._averages[s.name].device, torch.float32) for s in self._shards()]
-        torch._foreach_lerp_(averages, weights, 1.0 - self.decay)
+        torch._foreach_lerp_([*self._averages.values()], weights, 1.0 - self.decay)
         self.updates += 1
 
     @property
