@@ -126,6 +126,29 @@ class DataRanks:
     leads: bool = True
 
 
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What this rank holds of a trained parameter.
+
+    Attributes:
+        name: the parameter's path in the task.
+        master: the memory on this rank that the optimizer updates: float32, or the parameter's dtype where
+            the engine keeps no float32. The next forward computes with what is written into it.
+        shape: shape of the whole parameter.
+        stored: turns a tensor of `master`'s shape, of any dtype and device, into what a checkpoint stores, in
+            the same memory. By default it is the tensor itself: `master` is the whole parameter.
+    """
+
+    name: str
+    master: Tensor
+    shape: tuple[int, ...]
+    stored: Callable[[Tensor], Tensor] = _itself
+
+
 class Engine(Protocol):
     """An engine, which spreads a task over devices and owns its gradients and the optimizer.
 
@@ -221,6 +244,12 @@ class Engine(Protocol):
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The trained parameters by their path in the task."""
+
+    def shards(self) -> Iterator[Shard]:
+        """This rank's share of each trained parameter, in the same order each time, without communication.
+
+        Their memory may move between steps: what keeps an average of them asks anew each time.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """The engine's state for a checkpoint: {"model": ..., "optimizer": ...}, tensors only, by name."""

@@ -74,7 +74,7 @@ def _import(
     imported = replace(config, init_from=init, checkpoint=replace(config.checkpoint, frozen=held))
     weights = FileWeights(imported, task)
     engine.prepare(task, plan.engine, partial(make_optimizer, config), Randomness(config.run.seed), weights)
-    ema = EMA(dict(engine.named_parameters()), config.ema) if config.ema is not None else None
+    ema = EMA(engine.shards, config.ema) if config.ema is not None else None
     store.begin(0)
     facts = {
         "seed": config.run.seed,

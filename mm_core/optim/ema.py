@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mm_core.config.sections import EMASection
-from mm_core.modules.shards import local
+from mm_core.contracts import Shard
 
 
 class EMA:
@@ -19,27 +19,24 @@ class EMA:
     average, or (1 + n) / (10 + n) while that is less and `ramp` is on, and adds 1 - d of the weights.
 
     Args:
-        parameters: plain tensors or DTensors, by path in the task; frozen ones have no average.
+        shards: the engine's `shards`, called whenever the weights are read or written.
         settings: the config's section. On the device, an update waits for nothing; on the CPU, it waits for
             a copy of the weights.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], settings: EMASection) -> None:
+    def __init__(self, shards: Callable[[], Iterable[Shard]], settings: EMASection) -> None:
         self.updates = 0
-        self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
+        self._shards = shards
         self._settings = settings
-        self._shadows = {name: self._shadow(parameter) for name, parameter in self._parameters.items()}
+        device = "cpu" if settings.device == "cpu" else None
+        self._averages = {s.name: s.master.to(device, torch.float32, copy=True) for s in shards()}
 
     def update(self, step: int) -> None:
         """Updates the average of the weights after `step` steps, if an update is due."""
         if step % self._settings.every:
             return
-        shadows = list(map(local, self._shadows.values()))
-        weights = [
-            local(parameter).to(shadow.device, torch.float32)
-            for parameter, shadow in zip(self._parameters.values(), shadows, strict=True)
-        ]
-        torch._foreach_lerp_(shadows, weights, 1.0 - self.decay)
+        weights = [s.master.to(self._averages[s.name].device, torch.float32) for s in self._shards()]
+        torch._foreach_lerp_([*self._averages.values()], weights, 1.0 - self.decay)
         self.updates += 1
 
     @property
@@ -55,11 +52,11 @@ class EMA:
         The weights are kept on the average's device meanwhile. Enter it outside `Engine.evaluating`, which
         drops gathered tensors at its end.
         """
-        weights = list(map(local, self._parameters.values()))
-        shadows = list(map(local, self._shadows.values()))
-        saved = [w.to(s.device, copy=True) for w, s in zip(weights, shadows, strict=True)]
+        weights = [shard.master for shard in self._shards()]
+        averages = [*self._averages.values()]
+        saved = [w.to(a.device, copy=True) for w, a in zip(weights, averages, strict=True)]
         try:
-            torch._foreach_copy_(weights, shadows)
+            torch._foreach_copy_(weights, averages)
             yield
         finally:
             torch._foreach_copy_(weights, saved)
@@ -69,14 +66,10 @@ class EMA:
 
         These are live tensors, sharded like the parameters; `updates` is not among them.
         """
-        return dict(self._shadows)
+        return {shard.name: shard.stored(self._averages[shard.name]) for shard in self._shards()}
 
     def reset(self) -> None:
         """Restarts the average from the current weights."""
-        for name, parameter in self._parameters.items():
-            local(self._shadows[name]).copy_(local(parameter))
+        for shard in self._shards():
+            self._averages[shard.name].copy_(shard.master)
         self.updates = 0
-
-    def _shadow(self, parameter: nn.Parameter) -> Tensor:
-        device = "cpu" if self._settings.device == "cpu" else parameter.device
-        return parameter.detach().to(device=device, dtype=torch.float32, copy=True)

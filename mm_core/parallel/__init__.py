@@ -1,8 +1,10 @@
 """Spreading modules over ranks: sharding layout, frozen placement, recomputation, averages and gathers.
 
-The name below is for plugins.
+The names below are for plugins.
 """
 
+from mm_core.parallel.activation_checkpointing import recompute
+from mm_core.parallel.frozen_placement import place, plan_frozen
 from mm_core.parallel.gathering import gather_samples
 
-__all__ = ["gather_samples"]
+__all__ = ["gather_samples", "place", "plan_frozen", "recompute"]

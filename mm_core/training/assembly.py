@@ -160,7 +160,7 @@ def build_parts(run: OpenedRun) -> RunParts:
         ResumedWeights(run.source, config, task) if run.source is not None else FileWeights(config, task)
     )
     engine.prepare(task, plan.engine, partial(make_optimizer, config), Randomness(config.run.seed), weights)
-    ema = EMA(dict(engine.named_parameters()), config.ema) if config.ema is not None else None
+    ema = EMA(engine.shards, config.ema) if config.ema is not None else None
     return RunParts(task, engine, datasets, plan, weights, weights.left_out(), ema)
 
 

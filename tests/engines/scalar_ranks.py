@@ -83,7 +83,7 @@ def main(out: str, fields: str, begin: str | None = None) -> None:
             for part, named in template.items():
                 for name, tensor in named.items():
                     keep_local_part(tensor, stored[part][name])
-    average = EMA(dict(engine.named_parameters()), EMASection(decay=0.5, ramp=False))
+    average = EMA(engine.shards, EMASection(decay=0.5, ramp=False))
     first = all_whole(engine.state_dict()["model"])
     x, y = (tensor.chunk(world)[rank] for tensor in rows())
     norms = []

@@ -84,7 +84,7 @@ def test_offloaded_state_is_counted_in_host_memory_to_the_byte():
                     sum(p.nbytes for p in task.parameters() if not isinstance(p, DTensor))
                 )
             )
-        ema = EMA(dict(engine.named_parameters()), EMASection())
+        ema = EMA(engine.shards, EMASection())
         engine.micro_step(
             lambda: Loss(task.predictor(torch.ones(1, 8)).float().sum(), 1.0), last=True, scale=1.0
         )

@@ -34,7 +34,6 @@ _PURE = "found as kept state: equal calls must give equal results"
 FAULTS: Mapping[str, Mapping[str, str]] = {
     "wrong target": {},
     "missing member": {
-        "engine": "the example derives from an engine that has all members",
         "weight_format": "the example derives from a format that has all members",
         "callback": "each method may be absent",
     },

@@ -11,6 +11,7 @@ from mm_core.config.sections import EMASection
 from mm_core.optim.ema import EMA
 from support import parts_ranks
 from support.ranks import run_ranks
+from support.tensors import shards_of
 
 
 def model(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -26,7 +27,7 @@ def move(net: nn.Module, step: int) -> None:
 
 
 def average(net: nn.Module, **fields) -> EMA:
-    return EMA(dict(net.named_parameters()), EMASection(**fields))
+    return EMA(shards_of(dict(net.named_parameters())), EMASection(**fields))
 
 
 @pytest.mark.parametrize("device", ["same", "cpu"])
@@ -59,8 +60,8 @@ def test_the_ramp_lets_an_early_average_follow():
 def test_updates_that_are_seldom_decay_as_much():
     """Constant weights w after a start of 0: after k steps the average is w (1 - decay^k)."""
     value = nn.Parameter(torch.zeros(3))
-    every = EMA({"w": value}, EMASection(decay=0.97, ramp=False, every=5))
-    each = EMA({"w": value}, EMASection(decay=0.97, ramp=False))
+    every = EMA(shards_of({"w": value}), EMASection(decay=0.97, ramp=False, every=5))
+    each = EMA(shards_of({"w": value}), EMASection(decay=0.97, ramp=False))
     with torch.no_grad():
         value.fill_(2.0)
     for step in range(1, 24):
@@ -74,7 +75,7 @@ def test_updates_that_are_seldom_decay_as_much():
 def test_small_steps_are_not_lost_in_half_precision():
     """In bfloat16 an average of 1 would never leave 1 for weights of 1.125 and a decay of 0.999."""
     value = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-    ema = EMA({"w": value}, EMASection(decay=0.999, ramp=False))
+    ema = EMA(shards_of({"w": value}), EMASection(decay=0.999, ramp=False))
     with torch.no_grad():
         value.fill_(1.125)
     for step in range(1, 501):

@@ -62,7 +62,7 @@ def use_ema() -> dict[str, torch.Tensor]:
     settings = dataclasses.asdict(AdamWConfig(lr=1e-2))
     task, engine = make(lambda groups: adamw(groups, **settings))
     parameters = dict(engine.named_parameters())
-    ema = EMA(parameters, EMASection(decay=0.9))
+    ema = EMA(engine.shards, EMASection(decay=0.9))
     inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(3))
     found: dict[str, torch.Tensor] = {}
     for step in range(1, 6):
@@ -88,7 +88,7 @@ def use_ema() -> dict[str, torch.Tensor]:
     # With a checkpoint of another world size, if there is one.
     folder = Path(sys.argv[1]).with_name("ema_checkpoint")
     if folder.exists():
-        other = EMA(parameters, EMASection(decay=0.9))
+        other = EMA(engine.shards, EMASection(decay=0.9))
         dcp.load(other.state_dict(), checkpoint_id=folder)
         found |= {f"loaded.{name}": t for name, t in all_whole(other.state_dict()).items()}
     else:

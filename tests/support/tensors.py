@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from torch.distributed.tensor import DTensor
+
+from mm_core.contracts import Shard
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -34,3 +37,8 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
 def close(one: torch.Tensor, other: torch.Tensor) -> None:
     """Asserts that two results differ only by rounding."""
     assert (one - other).abs().max() < 1e-5 * max(1.0, float(other.abs().max()))
+
+
+def shards_of(parameters: Mapping[str, nn.Parameter]) -> Callable[[], Iterator[Shard]]:
+    """`Engine.shards` of plain parameters, of which each rank has all."""
+    return lambda: (Shard(n, p.detach(), tuple(p.shape)) for n, p in parameters.items() if p.requires_grad)

@@ -95,7 +95,7 @@ class Parts:
         for name in self.task.frozen:
             getattr(self.task, name).load(self.engine.device)
         self.engine.prepare(self.task, plan, self._optimizer, Randomness(1))
-        self.ema = EMA(dict(self.engine.named_parameters()), self.config.ema)
+        self.ema = EMA(self.engine.shards, self.config.ema)
         with torch.no_grad():
             for name, parameter in self.engine.named_parameters():
                 full = 0.1 * Randomness(2).normal(tuple(parameter.shape), name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from contextlib import contextmanager
 from dataclasses import replace
@@ -282,6 +283,21 @@ class Trainer(Good):
         self.rates = [group["lr"] for group in self._optimizer.param_groups]
 
 
+class Beside(Good):
+    """Its optimizer updates weights of which the model has copies: what is written into them is lost."""
+
+    def shards(self):
+        self.masters = getattr(
+            self, "masters", [replace(s, master=s.master.clone()) for s in super().shards()]
+        )
+        return self.masters
+
+
+def sharded(name: str, change) -> type:
+    """An engine with other shards."""
+    return faulty(name, shards=lambda self: map(change, FSDP2Engine.shards(self)))
+
+
 def plan_on_device(self, task, world, optimizer_state_tensors):
     task.net.to_empty(device="cpu")
     return FSDP2Engine.plan(self, task, world, optimizer_state_tensors)
@@ -392,6 +408,22 @@ FAULTS = [
         "has another shape or dtype in state_dict than in the model",
     ),
     ("exported_weights", Stale, "has other values in state_dict than in named_parameters"),
+    (
+        "shards",
+        sharded("Copies", lambda shard: replace(shard, master=shard.master.clone())),
+        "once the masters of shards() are doubled, net.blocks.0.layer.bias, ",
+    ),
+    ("shards", Beside, "the loss with what was written into shards is "),
+    (
+        "shards",
+        sharded("Flat", lambda shard: replace(shard, shape=(math.prod(shard.shape),))),
+        "are doubled, net.blocks.0.layer.weight, net.blocks.1.layer.weight, net.first.weight, ",
+    ),
+    (
+        "shards",
+        faulty("Missing", shards=lambda self: (s for s in FSDP2Engine.shards(self) if s.shape)),
+        "once the masters of shards() are doubled, net.scale is wrong",
+    ),
     ("frozen_weights", Melting, "the optimizer gets other parameters than the trained ones: net.fixed.bias"),
     ("frozen_weights", Empty, "the frozen component computes with other weights than place_frozen was given"),
     ("evaluation", Training, "within evaluating() modules are in training mode"),

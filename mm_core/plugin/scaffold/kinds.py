@@ -124,7 +124,10 @@ TEMPLATES: Mapping[str, KindTemplate] = MappingProxyType(
             run={"task": "{type: $type}"},
         ),
         "engine": KindTemplate(
-            "WatchfulEngine", "an engine", {"check_every": 1}, run={"engine": "{type: $type}"}
+            "ReplicatedEngine",
+            "an engine",
+            {"recompute_modules": ["net.blocks.{*}"]},  # of the task in `mm plugins test`
+            run={"engine": '{type: $type, recompute_modules: ["predictor.blocks.{*}"]}'},
         ),
         "optimizer": KindTemplate(
             "Lion",

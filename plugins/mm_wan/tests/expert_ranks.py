@@ -74,7 +74,7 @@ def started(folder: str) -> tuple[TextToVideo, FSDP2Engine, EMA]:
         Randomness(0),
         FileWeights(config, task),
     )
-    return task, engine, EMA(dict(engine.named_parameters()), AVERAGE)
+    return task, engine, EMA(engine.shards, AVERAGE)
 
 
 def steps(task: TextToVideo, engine: FSDP2Engine, ema: EMA, first: int, last: int):

@@ -28,11 +28,13 @@ from mm_core.testing.training.engines.weights import (
     initialises,
     plans,
     resumes,
+    shards,
 )
 
 _ALONE = (
     *(plans, initialises, initial_weights, trains, micro_batches, gradient_norm, clipping),
-    *(learning_rates, skipped_steps, resumes, exported_weights, frozen_weights, evaluation, untrained),
+    *(learning_rates, skipped_steps, resumes, exported_weights, shards, frozen_weights, evaluation),
+    untrained,
 )
 _ON_RANKS = by_name(sharded_training, sharded_checkpoint)
 

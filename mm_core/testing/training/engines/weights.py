@@ -238,3 +238,23 @@ def frozen_weights(probe: EngineProbe) -> None:
         "the frozen component computes with other weights than place_frozen was given, or with a gradient",
         hint="fill each component of `plan.frozen` from `weights.covers(state)`",
     )
+
+
+def shards(probe: EngineProbe) -> None:
+    """shards() has each trained parameter once, as float32 memory that the next forward computes with."""
+    trial = probe.trained()
+    trial.step(0)
+    wanted = {name: 2 * tensor for name, tensor in trial.weights().items()}
+    with torch.no_grad():
+        for shard in trial.engine.shards():
+            shard.master.mul_(2)
+    given = list(trial.engine.shards())
+    wrong = differing(whole((shard.name, shard.stored(shard.master)) for shard in given), wanted)
+    wrong += [s.name for s in given if s.name in wanted and tuple(s.shape) != tuple(wanted[s.name].shape)]
+    probe.expect(
+        not wrong and len(given) == len(wanted),
+        f"once the masters of shards() are doubled, {names(wrong) or 'their number'} is wrong",
+        accepted="each trained parameter once, with its shape, and with values and dtype in `stored(master)`",
+    )
+    what = "the loss with what was written into shards"
+    probe.expect_number(what, trial.loss(1), Plain(values=wanted).loss(1), "with these weights")

@@ -1,0 +1,228 @@
+"""What engines have in common, however they spread a task: memory, optimizer, rates, evaluation, state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from mm_core.contracts import DataRanks, Loss, Randomness, Shard, WeightPlan
+from mm_core.device import current_device
+from mm_core.errors import ContractError
+from mm_core.modules.initialise import initialise
+from mm_core.modules.shards import like, local
+from mm_core.modules.tying import state_of, tie
+from mm_core.plugin.checks.places import place_of_object
+
+
+class EngineBase:
+    """The part of an engine that does not depend on how it spreads a task over ranks.
+
+    A subclass writes `plan`, `place_frozen`, `prepare` and `micro_step`. Its `prepare` sets `_trained` and
+    `_tied`, changes the modules, and calls `_allocate` and `_begin`; its `micro_step` calls `_backward`, and
+    averages the gradients over ranks. Parameters and their gradients may be plain tensors or DTensors.
+
+    Attributes:
+        device: the device that computes.
+        data_ranks: which share of the data this process reads; `prepare` sets it.
+        _trained: the trained components, by path in the task.
+        _tied: their tied weights (`tied_names`) before memory is allocated, by path in the task.
+        _parameters: their parameters as the optimizer gets them, by path in the task.
+        _optimizer: the optimizer; None if nothing is trained.
+    """
+
+    def __init__(self) -> None:
+        self.device = current_device()
+        self.data_ranks = DataRanks()
+        self._trained: dict[str, nn.Module] = {}
+        self._tied: dict[str, dict[str, str]] = {}
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._base_lrs: list[float] = []
+        self._base_lr = 0.0
+
+    # -- prepare -------------------------------------------------------------------------------
+
+    def _allocate(self, home: torch.device, rng: Randomness, weights: WeightPlan | None) -> None:
+        """Gives the trained components memory, and random values where `weights` brings none.
+
+        Args:
+            home: the device of the weights.
+            rng: the run's randomness.
+            weights: initial weights; `_begin` fills them.
+        """
+        spared = weights.names if weights is not None else ()
+        for name, module in self._trained.items():
+            module.to_empty(device=home)
+            tie(module, self._tied[name])
+            initialise(module, name, rng, spared)
+            self._parameters |= dict(module.named_parameters(prefix=name))
+
+    def _begin(
+        self,
+        optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer] | None,
+        weights: WeightPlan | None,
+    ) -> None:
+        """Fills the trained components with initial weights, and makes the optimizer.
+
+        Args:
+            optimizer: makes it from the trained parameters by path; None: nothing is trained.
+            weights: initial weights.
+        """
+        if weights is not None:
+            weights.fill(self._model_state())
+        if optimizer is None:
+            return
+        self._optimizer = optimizer({n: p for n, p in self._parameters.items() if p.requires_grad})
+        groups = self._optimizer.param_groups
+        scales = [float(group.get("lr_scale", 1.0)) for group in groups]
+        self._base_lrs = [float(group["lr"]) * scale for group, scale in zip(groups, scales, strict=True)]
+        self._base_lr = self._base_lrs[scales.index(1.0) if 1.0 in scales else 0]
+
+    # -- step ----------------------------------------------------------------------------------
+
+    def _backward(self, loss: Loss, scale: float) -> Loss:
+        """Runs the backward of `total * scale`; returns the loss, detached."""
+        # A non-finite total may still have finite gradients (x + nan), which would update unnoticed.
+        seed = torch.where(torch.isfinite(loss.total.detach()), scale, float("nan"))
+        torch.autograd.backward(loss.total, seed.to(loss.total.dtype))
+        return replace(loss, total=loss.total.detach())
+
+    def grad_norm(self) -> float:
+        """The global L2 norm of the engine's averaged gradients, equal on all ranks. Waits for the device."""
+        total = torch.nn.utils.get_total_norm(self._gradients())
+        return float(total.full_tensor() if isinstance(total, DTensor) else total)
+
+    def step(self, norm: float, clip_grad_norm: float | None) -> None:
+        """The engine's update: clips gradients, steps the optimizer over the shards, clears the gradients.
+
+        Args:
+            norm: result of `grad_norm`.
+            clip_grad_norm: largest norm; None for no clipping.
+        """
+        assert self._optimizer is not None
+        if clip_grad_norm is not None and norm > clip_grad_norm:
+            torch._foreach_mul_(self._gradients(), clip_grad_norm / (norm + 1e-6))
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def discard(self) -> None:
+        """Clears the engine's gradients without an optimizer update."""
+        assert self._optimizer is not None
+        self._optimizer.zero_grad()
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self._parameters.values() if p.grad is not None]
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """A context for evaluating the trained modules: evaluation mode, without gradients."""
+        modes = {m: m.training for module in self._trained.values() for m in module.modules()}
+        for module in self._trained.values():
+            module.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for module, training in modes.items():
+                module.training = training
+
+    # -- learning rate -------------------------------------------------------------------------
+
+    @property
+    def base_lr(self) -> float:
+        """The base learning rate of the first parameter group without `lr_scale`, or of the first group."""
+        return self._base_lr
+
+    def scale_lr(self, factor: float) -> float:
+        """Sets each parameter group's learning rate to its base rate times `factor`.
+
+        Returns:
+            `base_lr` times `factor`.
+        """
+        assert self._optimizer is not None
+        for group, base in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
+            group["lr"] = base * factor
+        return self.base_lr * factor
+
+    # -- state ---------------------------------------------------------------------------------
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of the engine's trained modules (sharded), by path in the task."""
+        yield from self._parameters.items()
+
+    def shards(self) -> Iterator[Shard]:
+        """This rank's shards of the trained parameters, plain tensors and DTensors alike."""
+        for name, parameter in self._parameters.items():
+            if parameter.requires_grad:
+                yield Shard(name, local(parameter), tuple(parameter.shape), partial(like, parameter))
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """The training state for a checkpoint: {"model": {path: tensor}, "optimizer": {path.state: tensor}}.
+
+        These are live tensors, not copies.
+
+        Raises:
+            ContractError: the optimizer has state that is not a tensor.
+        """
+        assert self._optimizer is not None
+        state = self._optimizer.state
+        lost = {key for values in state.values() for key, v in values.items() if not isinstance(v, Tensor)}
+        if lost:
+            raise _not_stored(self._optimizer, lost)
+        optimizer = {
+            f"{path}.{key}": value
+            for path, parameter in self._parameters.items()
+            for key, value in state.get(parameter, {}).items()
+        }
+        return {"model": self._model_state(), "optimizer": optimizer}
+
+    def _model_state(self) -> dict[str, Tensor]:
+        """Parameters (a shared one once) and buffers, by path in the task."""
+        state: dict[str, Tensor] = {}
+        for name, module in self._trained.items():
+            state |= state_of(module, name, self._tied[name])
+        return state
+
+    def state_template(self, stepped: Collection[str]) -> dict[str, dict[str, Tensor]]:
+        """The engine's training state as tensors to load a checkpoint into, in place.
+
+        Args:
+            stepped: parameters that have optimizer state in the checkpoint; a parameter that never had a
+                gradient has none.
+        """
+        assert self._optimizer is not None
+        if stepped and not self._optimizer.state:
+            rates = [group["lr"] for group in self._optimizer.param_groups]
+            for group in self._optimizer.param_groups:
+                group["lr"] = 0.0  # the step below only makes the state tensors
+            for name, parameter in self._parameters.items():
+                if parameter.requires_grad and name in stepped:
+                    parameter.grad = torch.zeros_like(parameter)
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+        return self.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Copies a training state from `state_dict`, such as a checkpoint's, into the engine's tensors."""
+        stepped = {name.rpartition(".")[0] for name in state["optimizer"]}
+        for part, tensors in self.state_template(stepped).items():
+            for key, tensor in tensors.items():
+                with torch.no_grad():
+                    tensor.copy_(state[part][key])
+
+
+def _not_stored(optimizer: torch.optim.Optimizer, keys: Iterable[str]) -> ContractError:
+    return ContractError(
+        f"{type(optimizer).__name__} has state that is not a tensor, so a checkpoint cannot contain it:"
+        f" {', '.join(sorted(keys))}",
+        where=f"optimizer, {place_of_object(optimizer)}",
+        accepted="tensors as state, such as a 0-dimensional one for a count",
+    )
