@@ -298,9 +298,9 @@ def sharded(name: str, change) -> type:
     return faulty(name, shards=lambda self: map(change, FSDP2Engine.shards(self)))
 
 
-def plan_on_device(self, task, world, optimizer_state_tensors):
+def plan_on_device(self, task, world, optimizer_state_tensors, purpose="train"):
     task.net.to_empty(device="cpu")
-    return FSDP2Engine.plan(self, task, world, optimizer_state_tensors)
+    return FSDP2Engine.plan(self, task, world, optimizer_state_tensors, purpose)
 
 
 def parameters_alone(state):
