@@ -15,6 +15,7 @@ from mm_core.diffusion.encoders.text import ByteTextEncoder, HFTextEncoder
 from mm_core.diffusion.flow_match import FlowMatch
 from mm_core.errors import ContractError
 from mm_core.plan import build_task
+from mm_core.tasks.text_to_video.captions import chosen
 from mm_core.tasks.text_to_video.task import TextToVideo
 from support.text_to_video import CAPTIONS, RNG, SmallPredictor, make_batch, make_task, row
 
@@ -78,6 +79,35 @@ def test_dropped_captions_become_the_empty_caption():
     assert inputs.text_mask.sum(1).tolist() == mask.sum(1).tolist() * 3
     torch.testing.assert_close(inputs.text[:, :1], hidden.expand(3, -1, -1))
     assert not inputs.text[:, 1:].any()
+
+
+def test_what_is_encoded_uses_no_randomness_and_serves_every_draw():
+    task = make_task(caption_dropout=0.5, latents="sample")
+    batch = make_batch(task)
+    before = torch.get_rng_state()
+    clips = task.encode(batch)
+    assert torch.equal(torch.get_rng_state(), before)
+    for rng in (RNG, Randomness(8)):
+        drawn, prepared = task.draw(clips, rng), task.prepare(batch, rng)
+        for name in ("text", "text_mask", "target", "factors", "sigma"):
+            assert torch.equal(getattr(drawn, name), getattr(prepared, name)), name
+        assert torch.equal(drawn.given.latents, prepared.given.latents)
+
+
+def test_conditions_of_dropped_captions_are_those_of_the_empty_one():
+    own = (
+        torch.ones(3, 5, 2),
+        torch.ones(3, 5, dtype=torch.bool),
+        {"pooled": torch.ones(3, 4), "n": torch.ones(3)},
+    )
+    empty = (
+        torch.zeros(1, 2, 2),
+        torch.tensor([[True, False]]),
+        {"pooled": torch.zeros(1, 4), "n": torch.zeros(1)},
+    )
+    text, mask, conditions = chosen(own, empty, [False, True, False])
+    assert text.sum((1, 2)).tolist() == [10, 0, 10] and mask.sum(1).tolist() == [5, 1, 5]
+    assert conditions["pooled"].sum(1).tolist() == [4, 0, 4] and conditions["n"].tolist() == [1, 0, 1]
 
 
 def test_captions_are_dropped_at_the_rate_that_was_asked_for():

@@ -8,7 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mm_core.contracts import Autoencoder, ImageEncoder, NoiseScheduler, SupportsForTokens, TextEncoder
+from mm_core.contracts import (
+    Autoencoder,
+    ImageEncoder,
+    NoiseScheduler,
+    Posterior,
+    SupportsForTokens,
+    SupportsPosterior,
+    TextEncoder,
+    VideoTextBatch,
+)
 from mm_core.errors import ContractError, MMError, first_line
 from mm_core.plugin.checks.places import place_of_object
 
@@ -36,23 +45,48 @@ def expect(found: Tensor, shape: Sequence[int], component: str, what: str, owner
     return found
 
 
-def encoded(
-    autoencoder: Autoencoder, pixels: Tensor, generators: Sequence[torch.Generator] | None = None
+def posterior_of(autoencoder: Autoencoder, batch: VideoTextBatch) -> Posterior:
+    """The distribution of latents of a batch's clips, from their pixels or their moments.
+
+    Raises:
+        ContractError: the batch has moments, which the autoencoder does not take.
+    """
+    if batch.pixels is not None:
+        return autoencoder.encode(batch.pixels)
+    if not isinstance(autoencoder, SupportsPosterior):
+        raise ContractError(
+            "the batch has moments in place of pixels, but the autoencoder has no method `posterior`",
+            where=f"task.autoencoder, {place_of_object(autoencoder)}",
+            hint="add `posterior(moments)` to it, which returns what encode does",
+        )
+    assert batch.moments is not None
+    return autoencoder.posterior(batch.moments)
+
+
+def expect_latents(
+    found: Posterior,
+    rows: int,
+    size: Sequence[int],
+    autoencoder: Autoencoder,
+    generators: Sequence[torch.Generator] | None = None,
 ) -> Tensor:
-    """Clips encoded by the autoencoder, with their shape checked: latents [B,C,T,H,W] in float32.
+    """Latents [rows,C,T,H,W] in float32 from what an autoencoder returned for clips.
 
     Args:
+        found: the posterior.
+        rows: number of clips.
+        size: frames, height and width of the clips.
         autoencoder: the task's autoencoder.
-        pixels: [B,3,F,Y,X].
         generators: one for each clip, to draw a sample of the posterior; None takes its mode.
+
+    Raises:
+        ContractError: the autoencoder made another shape, or no posterior.
     """
-    posterior = autoencoder.encode(pixels)
     # A tensor has a `mode` of its own.
-    needed = "moments" if generators is None else "sample"
-    if not hasattr(posterior, needed):
-        raise wrong_type("autoencoder", "encode", posterior, _POSTERIOR, autoencoder)
-    latents = posterior.mode() if generators is None else posterior.sample(generators)
-    shape = (len(pixels), *autoencoder.latent_shape(*pixels.shape[2:]))
+    if not hasattr(found, "moments" if generators is None else "sample"):
+        raise wrong_type("autoencoder", "encode", found, _POSTERIOR, autoencoder)
+    latents = found.mode() if generators is None else found.sample(generators)
+    shape = (rows, *autoencoder.latent_shape(size[0], size[1], size[2]))
     return expect(latents, shape, "autoencoder", "encode", autoencoder).float()
 
 
