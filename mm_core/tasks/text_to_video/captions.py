@@ -13,7 +13,7 @@ from mm_core.tasks.text_to_video.conditions import Conditions, check_returned
 from mm_core.tasks.text_to_video.returned_shapes import expect_text
 
 Encoded = tuple[Tensor, Tensor, Mapping[str, Tensor]]
-"""Text states [B,L,D], mask [B,L], and those of the text encoder's conditions [B,...] that the predictor takes."""
+"""Text states [B,L,D], mask [B,L], and the text encoder's conditions [B,...] that the predictor takes."""
 
 
 @dataclass(frozen=True)
