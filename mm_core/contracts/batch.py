@@ -111,11 +111,11 @@ class VideoTextBatch(Batch):
         if self.pixels is None:
             if self.moments is None or not all(self.size):
                 raise ValueError("a batch without pixels needs `moments` and `size`")
-            return
-        if self.pixels.dim() != 5 or self.pixels.shape[1] != 3:
+        elif self.pixels.dim() != 5 or self.pixels.shape[1] != 3:
             raise ValueError(f"pixels must have the shape [B,3,F,Y,X], not {[*self.pixels.shape]}")
-        frames, height, width = self.pixels.shape[2:]
-        self.size = (frames, height, width)
+        else:
+            frames, height, width = self.pixels.shape[2:]
+            self.size = (frames, height, width)
 
     @property
     def device(self) -> torch.device:

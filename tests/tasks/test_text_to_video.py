@@ -18,8 +18,7 @@ from mm_core.diffusion.flow_match import FlowMatch
 from mm_core.errors import ContractError
 from mm_core.plan import build_task
 from mm_core.tasks.text_to_video.captions import chosen
-from mm_core.tasks.text_to_video.frames import clip_frames
-from mm_core.tasks.text_to_video.returned_shapes import posterior_of
+from mm_core.tasks.text_to_video.encoded import stored_posterior
 from mm_core.tasks.text_to_video.task import TextToVideo
 from support.text_to_video import CAPTIONS, RNG, SmallPredictor, make_batch, make_task, row
 
@@ -151,14 +150,12 @@ def test_moments_are_refused_where_the_autoencoder_cannot_take_them_or_frames_ar
     task = make_task()
     batch = make_batch(task)
     stored = replace(batch, pixels=None, moments=task.encode(batch).posterior.moments)
-    with pytest.raises(
-        ContractError, match="is shown the first frame of each clip, but the batch has no pix"
-    ):
-        clip_frames(task, stored.pixels, ("first",))
-    pixel = task.autoencoder
-    unstored = SimpleNamespace(encode=pixel.encode, decode=pixel.decode, latent_shape=pixel.latent_shape)
+    task.frames = ("first",)
+    with pytest.raises(ContractError, match="is shown frames of the clips, but the batch has no pixels"):
+        task.prepare(stored, RNG)
+    unstored = SimpleNamespace(autoencoder=object(), frames=())
     with pytest.raises(ContractError, match="the autoencoder has no method `posterior`"):
-        posterior_of(unstored, stored)
+        stored_posterior(unstored, stored.moments)
 
 
 def test_captions_are_dropped_at_the_rate_that_was_asked_for():

@@ -91,13 +91,10 @@ def chosen(own: Encoded, empty: Encoded | None, dropped: Sequence[bool]) -> Enco
     """Text states, mask and conditions with those of the empty caption in the `dropped` rows."""
     if empty is None or not any(dropped):
         return own
-    rows = torch.tensor(dropped, device=own[0].device)
-
-    def each(mine: Tensor, other: Tensor) -> Tensor:
-        return torch.where(rows.view(-1, *[1] * (mine.dim() - 1)), other, mine)
-
-    conditions = {name: each(value, empty[2][name]) for name, value in own[2].items()}
-    return each(own[0], empty[0]), each(own[1], empty[1]), conditions
+    order = [len(dropped) if out else row for row, out in enumerate(dropped)]
+    rows = torch.tensor(order, device=own[0].device)
+    conditions = {name: torch.cat([value, empty[2][name]])[rows] for name, value in own[2].items()}
+    return torch.cat([own[0], empty[0]])[rows], torch.cat([own[1], empty[1]])[rows], conditions
 
 
 def _pad(tensor: Tensor, length: int) -> Tensor:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from mm_core.contracts import GivenFrames, Posterior, SampleKey
+from mm_core.contracts import GivenFrames, Posterior, SampleKey, SupportsPosterior
+from mm_core.errors import ContractError
+from mm_core.plugin.checks.places import place_of_object
 from mm_core.tasks.text_to_video.captions import Encoded
+
+if TYPE_CHECKING:
+    from mm_core.tasks.text_to_video.task import TextToVideo
 
 
 @dataclass(frozen=True)
@@ -19,8 +25,8 @@ class EncodedClips:
         keys: one SampleKey per clip: with the run's seed, the seed path of what is drawn for it.
         sample_weights: [B] float32.
         weight: the task's weight of the batch.
-        size: frames, height and width (F,Y,X) of the clips.
         posterior: the distribution of latents; its `moments` can be stored.
+        shape: [B,C,T,H,W] of the latents.
         text: states, mask and conditions of the clips' own captions.
         empty: the same of the empty caption, one row; None where captions are never dropped.
         conditions: conditions that the task itself gives, [B,...] by name.
@@ -30,9 +36,30 @@ class EncodedClips:
     keys: Sequence[SampleKey]
     sample_weights: Tensor
     weight: float
-    size: tuple[int, int, int]
     posterior: Posterior
+    shape: tuple[int, ...]
     text: Encoded
     empty: Encoded | None
     conditions: Mapping[str, Tensor]
     frames: GivenFrames | None
+
+
+def stored_posterior(task: TextToVideo, moments: Tensor) -> Posterior:
+    """The posterior of clips whose moments a batch has in place of pixels.
+
+    Raises:
+        ContractError: the autoencoder takes no moments, or the predictor is shown frames of the clips.
+    """
+    if not isinstance(task.autoencoder, SupportsPosterior):
+        raise ContractError(
+            "the batch has moments in place of pixels, but the autoencoder has no method `posterior`",
+            where=f"task.autoencoder, {place_of_object(task.autoencoder)}",
+            hint="add `posterior(moments)` to it, which returns what encode does",
+        )
+    if task.frames:
+        raise ContractError(
+            "the predictor is shown frames of the clips, but the batch has no pixels",
+            where="task.frames",
+            hint="let the dataset return pixels in place of moments",
+        )
+    return task.autoencoder.posterior(moments)

@@ -42,20 +42,12 @@ def clip_frames(task: TextToVideo, pixels: Tensor | None, names: FrameNames) -> 
 
     Args:
         task: the text-to-video task.
-        pixels: [B,3,F,Y,X] in [-1,1]; None: the batch has moments in their place.
+        pixels: [B,3,F,Y,X] in [-1,1]; None only without names.
         names: the frames to give.
-
-    Raises:
-        ContractError: there are frames to give, but no pixels.
     """
     if not names:
         return None
-    if pixels is None:
-        raise ContractError(
-            f"the predictor is shown {describe(names)} of each clip, but the batch has no pixels",
-            where="task.frames",
-            hint="let the dataset return pixels in place of moments",
-        )
+    assert pixels is not None
     frames = [pixels[:, :, _PLACES[name]] for name in names]
     originals = None
     if image_dim(task.predictor) is not None:
@@ -92,7 +84,8 @@ def _encode(
     predictor = task.predictor
     assert isinstance(predictor, SupportsFrames)
     clip = predictor.frames_clip(frames, num_frames)
-    latents = expect_latents(task.autoencoder.encode(clip), len(clip), clip.shape[2:], task.autoencoder)
+    shape = (len(clip), *task.autoencoder.latent_shape(*clip.shape[2:]))
+    latents = expect_latents(task.autoencoder.encode(clip), shape, task.autoencoder)
     features = None
     if predictor.image_dim is not None:
         encoder = task.image_encoder

@@ -14,12 +14,12 @@ from mm_core.contracts import (
     NoiseScheduler,
     Posterior,
     SupportsForTokens,
-    SupportsPosterior,
     TextEncoder,
-    VideoTextBatch,
 )
 from mm_core.errors import ContractError, MMError, first_line
 from mm_core.plugin.checks.places import place_of_object
+
+Generators = Sequence[torch.Generator]
 
 _POSTERIOR = "an mm_core.contracts.Posterior: mode(), sample(generators) and moments"
 _STATES = "(hidden[B,L,D], mask[B,L]), and perhaps a mapping of further tensors [B,...]"
@@ -45,49 +45,20 @@ def expect(found: Tensor, shape: Sequence[int], component: str, what: str, owner
     return found
 
 
-def posterior_of(autoencoder: Autoencoder, batch: VideoTextBatch) -> Posterior:
-    """The distribution of latents of a batch's clips, from their pixels or their moments.
-
-    Raises:
-        ContractError: the batch has moments, which the autoencoder does not take.
-    """
-    if batch.pixels is not None:
-        return autoencoder.encode(batch.pixels)
-    if not isinstance(autoencoder, SupportsPosterior):
-        raise ContractError(
-            "the batch has moments in place of pixels, but the autoencoder has no method `posterior`",
-            where=f"task.autoencoder, {place_of_object(autoencoder)}",
-            hint="add `posterior(moments)` to it, which returns what encode does",
-        )
-    assert batch.moments is not None
-    return autoencoder.posterior(batch.moments)
-
-
 def expect_latents(
-    found: Posterior,
-    rows: int,
-    size: Sequence[int],
-    autoencoder: Autoencoder,
-    generators: Sequence[torch.Generator] | None = None,
+    found: Posterior, shape: Sequence[int], owner: Autoencoder, generators: Generators | None = None
 ) -> Tensor:
-    """Latents [rows,C,T,H,W] in float32 from what an autoencoder returned for clips.
-
-    Args:
-        found: the posterior.
-        rows: number of clips.
-        size: frames, height and width of the clips.
-        autoencoder: the task's autoencoder.
-        generators: one for each clip, to draw a sample of the posterior; None takes its mode.
+    """Latents [B,C,T,H,W] in float32 of what an autoencoder returned for clips: a sample of the posterior
+    with one generator for each clip; without generators its mode.
 
     Raises:
-        ContractError: the autoencoder made another shape, or no posterior.
+        ContractError: the latents are not of this shape, or it is no posterior.
     """
     # A tensor has a `mode` of its own.
     if not hasattr(found, "moments" if generators is None else "sample"):
-        raise wrong_type("autoencoder", "encode", found, _POSTERIOR, autoencoder)
+        raise wrong_type("autoencoder", "encode", found, _POSTERIOR, owner)
     latents = found.mode() if generators is None else found.sample(generators)
-    shape = (rows, *autoencoder.latent_shape(size[0], size[1], size[2]))
-    return expect(latents, shape, "autoencoder", "encode", autoencoder).float()
+    return expect(latents, shape, "autoencoder", "encode", owner).float()
 
 
 def expect_text(found: Any, rows: int, encoder: TextEncoder) -> tuple[Any, ...]:

@@ -40,11 +40,11 @@ from mm_core.tasks.text_to_video.bins import declared_bins, sum_by_bin
 from mm_core.tasks.text_to_video.captions import Captions, TokenizeCaptions, chosen
 from mm_core.tasks.text_to_video.checks import SIZES, collect_faults, latents_of
 from mm_core.tasks.text_to_video.conditions import Conditions, cast_condition, shapes_of
-from mm_core.tasks.text_to_video.encoded import EncodedClips
+from mm_core.tasks.text_to_video.encoded import EncodedClips, stored_posterior
 from mm_core.tasks.text_to_video.experts import Experts
 from mm_core.tasks.text_to_video.flops import TrainedFlops, sample_flops
 from mm_core.tasks.text_to_video.frames import check_images, choices, clip_frames, inputs_of
-from mm_core.tasks.text_to_video.returned_shapes import expect, expect_latents, posterior_of
+from mm_core.tasks.text_to_video.returned_shapes import expect, expect_latents
 from mm_core.tasks.text_to_video.sampling import check_guidance, completed, generate, sample_shape
 
 
@@ -158,19 +158,24 @@ class TextToVideo(TaskModule):
     def encode(self, batch: Batch) -> EncodedClips:
         """What of a `VideoTextBatch` needs no randomness: moments, text states, given frames, conditions."""
         assert isinstance(batch, VideoTextBatch)
+        if batch.moments is not None:
+            posterior = stored_posterior(self, batch.moments)
+        else:
+            assert batch.pixels is not None
+            posterior = self.autoencoder.encode(batch.pixels)
         guidance = 1.0 if self.train_guidance is None else self.train_guidance
+        device, size = batch.device, batch.size[1:]
+        conditions = self.conditions.of_clips(len(batch), size, device, batch.fps, guidance)
         text, empty = self.captions.encoded(batch, empty=self.caption_dropout > 0)
         return EncodedClips(
             keys=batch.keys,
             sample_weights=batch.sample_weights,
             weight=self.weight(batch),
-            size=batch.size,
-            posterior=posterior_of(self.autoencoder, batch),
+            posterior=posterior,
+            shape=(len(batch), *self.autoencoder.latent_shape(*batch.size)),
             text=text,
             empty=empty,
-            conditions=self.conditions.of_clips(
-                len(batch), batch.size[1:], batch.device, batch.fps, guidance
-            ),
+            conditions=conditions,
             frames=clip_frames(self, batch.pixels, self.frames),
         )
 
@@ -184,7 +189,7 @@ class TextToVideo(TaskModule):
         """
         keys = clips.keys
         sampled = [rng.generator("posterior", *key) for key in keys] if self.latents == "sample" else None
-        latents = expect_latents(clips.posterior, len(keys), clips.size, self.autoencoder, sampled)
+        latents = expect_latents(clips.posterior, clips.shape, self.autoencoder, sampled)
         device, shape = latents.device, tuple(latents.shape[1:])
         noise = torch.stack([rng.normal(shape, "noise", *key) for key in keys]).to(device)
         experts, scheduler = self.schedule_of(shape)
@@ -264,7 +269,7 @@ class TextToVideo(TaskModule):
             middle quantile, [B,C,T,H,W].
         """
         clips = self.encode(batch)
-        clean = expect_latents(clips.posterior, len(batch), clips.size, self.autoencoder)
+        clean = expect_latents(clips.posterior, clips.shape, self.autoencoder)
         device, shape = clean.device, tuple(clean.shape[1:])
         noise = torch.stack([rng.normal(shape, "validation noise", key.index) for key in batch.keys])
         noise = noise.to(device)
