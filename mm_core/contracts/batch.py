@@ -120,9 +120,7 @@ class VideoTextBatch(Batch):
     @property
     def device(self) -> torch.device:
         """Where the clips are."""
-        clips = self.moments if self.pixels is None else self.pixels
-        assert clips is not None
-        return clips.device
+        return next(clips.device for clips in (self.pixels, self.moments) if clips is not None)
 
 
 @dataclass

@@ -155,7 +155,7 @@ def test_moments_are_refused_where_the_autoencoder_cannot_take_them_or_frames_ar
         task.prepare(stored, RNG)
     unstored = SimpleNamespace(autoencoder=object(), frames=())
     with pytest.raises(ContractError, match="the autoencoder has no method `posterior`"):
-        stored_posterior(unstored, stored.moments)
+        stored_posterior(unstored, stored)
 
 
 def test_captions_are_dropped_at_the_rate_that_was_asked_for():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from mm_core.contracts import GivenFrames, Posterior, SampleKey, SupportsPosterior
+from mm_core.contracts import GivenFrames, Posterior, SampleKey, SupportsPosterior, VideoTextBatch
 from mm_core.errors import ContractError
 from mm_core.plugin.checks.places import place_of_object
 from mm_core.tasks.text_to_video.captions import Encoded
@@ -44,8 +44,8 @@ class EncodedClips:
     frames: GivenFrames | None
 
 
-def stored_posterior(task: TextToVideo, moments: Tensor) -> Posterior:
-    """The posterior of clips whose moments a batch has in place of pixels.
+def stored_posterior(task: TextToVideo, batch: VideoTextBatch) -> Posterior:
+    """The posterior of clips of which a batch has the moments in place of pixels.
 
     Raises:
         ContractError: the autoencoder takes no moments, or the predictor is shown frames of the clips.
@@ -62,4 +62,5 @@ def stored_posterior(task: TextToVideo, moments: Tensor) -> Posterior:
             where="task.frames",
             hint="let the dataset return pixels in place of moments",
         )
-    return task.autoencoder.posterior(moments)
+    assert batch.moments is not None
+    return task.autoencoder.posterior(batch.moments)

@@ -158,25 +158,21 @@ class TextToVideo(TaskModule):
     def encode(self, batch: Batch) -> EncodedClips:
         """What of a `VideoTextBatch` needs no randomness: moments, text states, given frames, conditions."""
         assert isinstance(batch, VideoTextBatch)
-        if batch.moments is not None:
-            posterior = stored_posterior(self, batch.moments)
-        else:
-            assert batch.pixels is not None
-            posterior = self.autoencoder.encode(batch.pixels)
+        pixels, count = batch.pixels, len(batch)
+        posterior = stored_posterior(self, batch) if pixels is None else self.autoencoder.encode(pixels)
         guidance = 1.0 if self.train_guidance is None else self.train_guidance
-        device, size = batch.device, batch.size[1:]
-        conditions = self.conditions.of_clips(len(batch), size, device, batch.fps, guidance)
+        given = self.conditions.of_clips(count, batch.size[1:], batch.device, batch.fps, guidance)
         text, empty = self.captions.encoded(batch, empty=self.caption_dropout > 0)
         return EncodedClips(
             keys=batch.keys,
             sample_weights=batch.sample_weights,
             weight=self.weight(batch),
             posterior=posterior,
-            shape=(len(batch), *self.autoencoder.latent_shape(*batch.size)),
+            shape=(count, *self.autoencoder.latent_shape(*batch.size)),
             text=text,
             empty=empty,
-            conditions=conditions,
-            frames=clip_frames(self, batch.pixels, self.frames),
+            conditions=given,
+            frames=clip_frames(self, pixels, self.frames),
         )
 
     @torch.no_grad()
