@@ -52,7 +52,7 @@ def expect_latents(
     with one generator for each clip; without generators its mode.
 
     Raises:
-        ContractError: the latents are not of this shape, or it is no posterior.
+        ContractError: the latents are not of this shape, or this is not a posterior.
     """
     # A tensor has a `mode` of its own.
     if not hasattr(found, "moments" if generators is None else "sample"):
