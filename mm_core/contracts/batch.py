@@ -88,23 +88,39 @@ class VideoTextBatch(Batch):
     """A micro-batch of clips and captions.
 
     Attributes:
-        pixels: [B,3,F,Y,X] float32 in [-1, 1].
+        pixels: [B,3,F,Y,X] float32 in [-1, 1]; None where `moments` and `size` are given.
         captions: B strings.
         text_ids: [B,L] int64 tokens, set by the task's batch transform in the data worker.
         text_mask: [B,L] bool, false for padding; set like `text_ids`.
         fps: [B] float32, frames per second of each clip, for predictors whose forward names it; None: not
             known.
+        moments: [B,...], what the autoencoder's posterior of the clips stores (see `SupportsPosterior`), in
+            place of pixels.
+        size: frames, height and width (F,Y,X) of the clips; set here if there are pixels.
     """
 
-    pixels: Tensor
+    pixels: Tensor | None
     captions: list[str]
     text_ids: Tensor | None = None
     text_mask: Tensor | None = None
     fps: Tensor | None = None
+    moments: Tensor | None = None
+    size: tuple[int, int, int] = (0, 0, 0)
 
     def __post_init__(self) -> None:
-        if self.pixels.dim() != 5 or self.pixels.shape[1] != 3:
+        if self.pixels is None:
+            if self.moments is None or not all(self.size):
+                raise ValueError("a batch without pixels needs `moments` and `size`")
+        elif self.pixels.dim() != 5 or self.pixels.shape[1] != 3:
             raise ValueError(f"pixels must have the shape [B,3,F,Y,X], not {[*self.pixels.shape]}")
+        else:
+            frames, height, width = self.pixels.shape[2:]
+            self.size = (frames, height, width)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the clips are."""
+        return next(clips.device for clips in (self.pixels, self.moments) if clips is not None)
 
 
 @dataclass

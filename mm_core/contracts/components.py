@@ -182,6 +182,14 @@ class Autoencoder(Frozen, Protocol):
 
 
 @runtime_checkable
+class SupportsPosterior(Protocol):
+    """Capability of an autoencoder whose moments can be stored and used in place of clips."""
+
+    def posterior(self, moments: Tensor) -> Posterior:
+        """The posterior of an earlier `encode`, from its moments[B,...] on any device. Needs no weights."""
+
+
+@runtime_checkable
 class SupportsDoSample(Protocol):
     """Capability of an autoencoder whose options set the latents to train on, if the task's options do not.
 

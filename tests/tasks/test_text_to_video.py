@@ -2,7 +2,9 @@
 
 import pickle
 import re
+from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from mm_core.diffusion.encoders.text import ByteTextEncoder, HFTextEncoder
 from mm_core.diffusion.flow_match import FlowMatch
 from mm_core.errors import ContractError
 from mm_core.plan import build_task
+from mm_core.tasks.text_to_video.captions import chosen
+from mm_core.tasks.text_to_video.encoded import stored_posterior
 from mm_core.tasks.text_to_video.task import TextToVideo
 from support.text_to_video import CAPTIONS, RNG, SmallPredictor, make_batch, make_task, row
 
@@ -78,6 +82,80 @@ def test_dropped_captions_become_the_empty_caption():
     assert inputs.text_mask.sum(1).tolist() == mask.sum(1).tolist() * 3
     torch.testing.assert_close(inputs.text[:, :1], hidden.expand(3, -1, -1))
     assert not inputs.text[:, 1:].any()
+
+
+def test_what_is_encoded_uses_no_randomness_and_serves_every_draw():
+    task = make_task(caption_dropout=0.5, latents="sample")
+    batch = make_batch(task)
+    before = torch.get_rng_state()
+    clips = task.encode(batch)
+    assert torch.equal(torch.get_rng_state(), before)
+    for rng in (RNG, Randomness(8)):
+        drawn, prepared = task.draw(clips, rng), task.prepare(batch, rng)
+        for name in ("text", "text_mask", "target", "factors", "sigma"):
+            assert torch.equal(getattr(drawn, name), getattr(prepared, name)), name
+        assert torch.equal(drawn.given.latents, prepared.given.latents)
+
+
+def test_conditions_of_dropped_captions_are_those_of_the_empty_one():
+    own = (
+        torch.ones(3, 5, 2),
+        torch.ones(3, 5, dtype=torch.bool),
+        {"pooled": torch.ones(3, 4), "n": torch.ones(3)},
+    )
+    empty = (
+        torch.zeros(1, 5, 2),
+        torch.tensor([[True, False, False, False, False]]),
+        {"pooled": torch.zeros(1, 4), "n": torch.zeros(1)},
+    )
+    text, mask, conditions = chosen(own, empty, [False, True, False])
+    assert text.sum((1, 2)).tolist() == [10, 0, 10] and mask.sum(1).tolist() == [5, 1, 5]
+    assert conditions["pooled"].sum(1).tolist() == [4, 0, 4] and conditions["n"].tolist() == [1, 0, 1]
+
+
+def test_own_and_empty_captions_are_encoded_in_one_call_and_dropped_ones_are_as_if_encoded_alone():
+    calls = []
+
+    class Counted(ByteTextEncoder):
+        def encode(self, ids, mask):
+            calls.append(len(ids))
+            return super().encode(ids, mask)
+
+    encoder = Counted(8, 32)
+    encoder.load(torch.device("cpu"))
+    task = TextToVideo(SmallPredictor(), PixelAutoencoder(2), encoder, FlowMatch(), caption_dropout=0.5)
+    clips = task.encode(make_batch(task))
+    alone = encoder.encode(*encoder.tokenizer()([""]))[0]
+    assert calls == [4, 1] and torch.equal(clips.empty[0][:, :1], alone)
+    assert clips.empty[1].sum() == 1 and not clips.empty[0][:, 1:].any()
+    task.caption_dropout = 0.0
+    assert task.encode(make_batch(task)).empty is None and calls == [4, 1, 3]
+
+
+def test_stored_moments_stand_in_for_pixels():
+    task = make_task(caption_dropout=0.5)
+    batch = make_batch(task)
+    moments = task.encode(batch).posterior.moments
+    stored = replace(batch, pixels=None, moments=moments)
+    assert stored.size == (2, 8, 8)
+    drawn, expected = (task.prepare(each, RNG) for each in (stored, batch))
+    assert torch.equal(drawn.target, expected.target) and torch.equal(drawn.text, expected.text)
+    losses = [task.evaluate(each, RNG, QUANTILES).sums["loss"] for each in (stored, batch)]
+    assert torch.equal(*losses)
+    with pytest.raises(ValueError, match="needs `moments` and `size`"):
+        replace(batch, pixels=None)
+
+
+def test_moments_are_refused_where_the_autoencoder_cannot_take_them_or_frames_are_shown():
+    task = make_task()
+    batch = make_batch(task)
+    stored = replace(batch, pixels=None, moments=task.encode(batch).posterior.moments)
+    task.frames = ("first",)
+    with pytest.raises(ContractError, match="is shown frames of the clips, but the batch has no pixels"):
+        task.prepare(stored, RNG)
+    unstored = SimpleNamespace(autoencoder=object(), frames=())
+    with pytest.raises(ContractError, match="the autoencoder has no method `posterior`"):
+        stored_posterior(unstored, stored)
 
 
 def test_captions_are_dropped_at_the_rate_that_was_asked_for():

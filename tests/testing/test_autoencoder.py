@@ -28,14 +28,17 @@ class Noisy(PixelPosterior):
 class Good(PixelAutoencoder):
     """An autoencoder with a spread, a scale, and tiles that meet without seams."""
 
-    posterior: type = Noisy
+    distribution: type = Noisy
+
+    def posterior(self, moments):
+        return self.distribution(moments)
 
     def __init__(self, scaled: bool = True, tiling: bool = False) -> None:
         super().__init__(2, 2)
         self.scaled, self.tiling = scaled, tiling
 
     def encode(self, pixels):
-        return self.posterior(super().encode(pixels).moments * (2 if self.scaled else 1))
+        return self.distribution(super().encode(pixels).moments * (2 if self.scaled else 1))
 
     def decode(self, latents):
         return super().decode(latents / (2 if self.scaled else 1))
@@ -116,6 +119,14 @@ class InPlace(Good):
 
 
 FAULTS = [
+    (
+        "stored_moments",
+        good_with(
+            encode=lambda self, pixels: Noisy(2 * PixelAutoencoder.encode(self, pixels).moments),
+            posterior=lambda self, moments: Noisy(moments / 2),
+        ),
+        "posterior(moments) has another mode or sample than what encode returned",
+    ),
     ("loads", Reloaded, "a second load makes new tensors"),
     ("loads", Infinite, "the tensor table contains NaN or infinity after loading"),
     ("loads", Training, "Dropout is in training mode, so that dropout is active"),
@@ -175,23 +186,23 @@ FAULTS = [
     ),
     (
         "posterior",
-        good_with(posterior=spread_of(lambda self, generators: 2 * Noisy.sample(self, generators))),
+        good_with(distribution=spread_of(lambda self, generators: 2 * Noisy.sample(self, generators))),
         "the mean of the posterior's samples is not its mode",
     ),
     (
         "given_generators",
-        good_with(posterior=spread_of(lambda self, _: self.moments + torch.randn_like(self.moments))),
+        good_with(distribution=spread_of(lambda self, _: self.moments + torch.randn_like(self.moments))),
         "sample draws from torch's default generator, or keeps a state",
     ),
     (
         "given_generators",
-        good_with(posterior=spread_of(lambda self, generators: Noisy.sample(self, generators[::-1]))),
+        good_with(distribution=spread_of(lambda self, generators: Noisy.sample(self, generators[::-1]))),
         "the sample of a row depends on the generators or clips of other rows",
     ),
     (
         "given_generators",
         good_with(
-            posterior=spread_of(
+            distribution=spread_of(
                 lambda self, generators: (
                     self.moments + torch.randn(self.moments.shape, generator=torch.Generator().manual_seed(1))
                 )

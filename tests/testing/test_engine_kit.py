@@ -439,7 +439,7 @@ _WITH_WEIGHTS = {
     "micro_batches",
     "skipped_steps",
 }
-_WITH_WEIGHTS |= {"trains", "untrained"}
+_WITH_WEIGHTS |= {"trains", "untrained", "shards"}
 _WITH_RATES = {"clipping", "evaluation", "micro_batches", "skipped_steps", "trains"}
 _WITH_STATE = {"frozen_weights", "initial_weights", "initialises", "resumes"}
 BESIDE = {

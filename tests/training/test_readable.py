@@ -129,8 +129,9 @@ def test_all_that_a_step_runs_is_read_in_an_afternoon(reading):
     entered = sorted((code.co_filename.rpartition("/mm_core/")[2], code.co_qualname) for code in found)
     docstrings = docstring_lines(found)  # a line for each argument
     # 100 lines are the conditions, the token-dependent noise levels and the checks of what authors return;
-    # 130 the times at which containers show frames, their geometry and the check of pixels.
-    assert lines(found) - docstrings <= 1430 and docstrings <= 460, entered
+    # 130 the times at which containers show frames, their geometry and the check of pixels; 23 that what is
+    # encoded (own and empty captions) is one value, from which another function draws.
+    assert lines(found) - docstrings <= 1455 and docstrings <= 460, entered
 
 
 def test_all_that_a_run_of_one_step_enters_is_read_in_a_day(reading):
@@ -145,7 +146,7 @@ def test_all_that_a_run_of_one_step_enters_is_read_in_a_day(reading):
     } <= entered
     assert {"Validator.run", "RunReporter.step"} <= entered
     docstrings = docstring_lines(found)
-    assert lines(found) - docstrings <= 2510 and docstrings <= 790, sorted(entered)
+    assert lines(found) - docstrings <= 2535 and docstrings <= 790, sorted(entered)
 
 
 def test_the_whole_loop_is_read_at_a_sitting():

@@ -249,7 +249,7 @@ class _Reading(TorchDataset[Batch | _Fault]):
 
     def _check_pixels(self, batch: Batch) -> None:
         """CodeError if pixels of clips are no floats or leave [-1, 1]: they would train without any sign."""
-        if not isinstance(batch, VideoTextBatch) or not batch.pixels.numel():
+        if not isinstance(batch, VideoTextBatch) or batch.pixels is None or not batch.pixels.numel():
             return
         scale = "scale them in the dataset, such as by `pixels / 127.5 - 1` from 0 to 255"
         for sample, pixels in zip(batch.ids, batch.pixels, strict=False):

@@ -66,6 +66,10 @@ class PixelAutoencoder(nn.Module):
         t, y, x = self.stride
         return self.latent_channels, num_frames // t, height // y, width // x
 
+    def posterior(self, moments: Tensor) -> PixelPosterior:
+        """The posterior of an earlier `encode`, from its moments [B,C,T,H,W]."""
+        return PixelPosterior(moments)
+
     def encode(self, pixels: Tensor) -> PixelPosterior:
         """Encodes clips: pixels [B,3,F,Y,X] -> latents [B,C,T,H,W]."""
         self.latent_shape(*pixels.shape[2:])

@@ -58,7 +58,8 @@ CONTRACTS: Mapping[str, Contract] = MappingProxyType(
             ),
         ),
         "autoencoder": Contract(
-            "mm_core.contracts:Autoencoder", optional=(*_LOADING, *_capabilities("SupportsDoSample"))
+            "mm_core.contracts:Autoencoder",
+            optional=(*_LOADING, *_capabilities("SupportsDoSample", "SupportsPosterior")),
         ),
         "text_encoder": Contract(
             "mm_core.contracts:TextEncoder", optional=(*_LOADING, *_capabilities("SupportsConditionShapes"))

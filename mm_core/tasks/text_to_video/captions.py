@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from mm_core.contracts import Batch, TextEncoder, Tokenizer, VideoTextBatch
-from mm_core.tasks.text_to_video.conditions import check_returned
+from mm_core.tasks.text_to_video.conditions import Conditions, check_returned
 from mm_core.tasks.text_to_video.returned_shapes import expect_text
 
 Encoded = tuple[Tensor, Tensor, Mapping[str, Tensor]]
-"""Text states [B,L,D], mask [B,L], and the text encoder's conditions [B,...] by name."""
+"""Text states [B,L,D], mask [B,L], and the text encoder's conditions [B,...] that the predictor takes."""
 
 
 @dataclass(frozen=True)
@@ -36,43 +35,39 @@ class Captions:
     Args:
         encoder: the text encoder.
         padding: the predictor's `text_padding`.
+        conditions: of the text encoder's conditions, those that the predictor takes are kept.
     """
 
     encoder: TextEncoder
     padding: str | tuple[str, int]
+    conditions: Conditions
+    _empty: tuple[Tensor, Tensor] | None = field(default=None, init=False)
 
-    def encoded(self, batch: VideoTextBatch, dropped: Sequence[bool] = ()) -> Encoded:
-        """Text states, mask and conditions of a batch's captions, on the device of its pixels.
-
-        Args:
-            batch: the clips and their captions, tokenized or not.
-            dropped: for each row, whether to encode the empty caption in place of its own.
-        """
+    def encoded(self, batch: VideoTextBatch, empty: bool) -> tuple[Encoded, Encoded | None]:
+        """The captions of a batch, tokenized or not, on the device of its clips; with `empty` also the empty
+        caption, one row. A sharded encoder gathers its weights in each call, so this is one call."""
         ids, mask = batch.text_ids, batch.text_mask
         if ids is None or mask is None:
             ids, mask = self.encoder.tokenizer()(batch.captions)
-        device = batch.pixels.device
-        return self._encode(*self._without(dropped, ids.to(device), mask.to(device)))
+        ids, mask = ids.to(batch.device), mask.to(batch.device)
+        if not empty:
+            return self._encode(ids, mask), None
+        found = self._encode(*self._with_empty(ids, mask))
+        return _rows(found, slice(len(ids))), _rows(found, slice(len(ids), None))
 
     def encoded_texts(self, captions: Sequence[str], device: torch.device) -> Encoded:
         """Text states, mask and conditions of captions given as strings."""
         ids, mask = self.encoder.tokenizer()(captions)
         return self._encode(ids.to(device), mask.to(device))
 
-    def _without(self, dropped: Sequence[bool], ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens of a batch, with those of the empty caption in the `dropped` rows."""
-        if not any(dropped):
-            return ids, mask
-        empty_ids, empty_mask = self._empty
-        length = max(ids.shape[1], empty_ids.shape[1])
-        ids, mask = _pad(ids, length), _pad(mask, length)
-        rows = torch.tensor(dropped, device=ids.device)[:, None]
-        empty_ids, empty_mask = _pad(empty_ids, length).to(ids), _pad(empty_mask, length).to(mask)
-        return torch.where(rows, empty_ids, ids), torch.where(rows, empty_mask, mask)
-
-    @cached_property
-    def _empty(self) -> tuple[Tensor, Tensor]:
-        return self.encoder.tokenizer()([""])
+    def _with_empty(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens [B,L] with a row of the empty caption after them."""
+        empty = self._empty or self.encoder.tokenizer()([""])
+        empty = self._empty = empty[0].to(ids.device), empty[1].to(ids.device)
+        length = max(ids.shape[1], empty[0].shape[1])
+        both = zip((ids, mask), empty, strict=True)
+        ids, mask = (torch.cat([_pad(own, length), _pad(other, length)]) for own, other in both)
+        return ids, mask
 
     def _encode(self, ids: Tensor, mask: Tensor) -> Encoded:
         """Hidden states in float32 (the engine casts them), padded as the predictor expects."""
@@ -84,12 +79,26 @@ class Captions:
         if isinstance(self.padding, tuple):
             length = self.padding[1]
             text, mask = _pad(text[:, :length], length), _pad(mask[:, :length], length)
-        conditions = {name: t.float() if t.is_floating_point() else t for name, t in given.items()}
-        return text, mask, conditions
+        taken = self.conditions.of_text(given)
+        return text, mask, {name: t.float() if t.is_floating_point() else t for name, t in taken.items()}
+
+
+def _rows(found: Encoded, rows: slice) -> Encoded:
+    return found[0][rows], found[1][rows], {name: value[rows] for name, value in found[2].items()}
+
+
+def chosen(own: Encoded, empty: Encoded | None, dropped: Sequence[bool]) -> Encoded:
+    """Text states, mask and conditions with those of the empty caption in the `dropped` rows."""
+    if empty is None or not any(dropped):
+        return own
+    order = [len(dropped) if out else row for row, out in enumerate(dropped)]
+    rows = torch.tensor(order, device=own[0].device)
+    conditions = {name: torch.cat([value, empty[2][name]])[rows] for name, value in own[2].items()}
+    return torch.cat([own[0], empty[0]])[rows], torch.cat([own[1], empty[1]])[rows], conditions
 
 
 def _pad(tensor: Tensor, length: int) -> Tensor:
-    """[B,L] or [B,L,D], padded at the end with zeros to `length` tokens."""
+    """[B,L,...], padded at the end with zeros to `length` tokens."""
     missing = length - tensor.shape[1]
     if missing <= 0:
         return tensor

@@ -13,7 +13,7 @@ from torch import Tensor
 from mm_core.contracts import FrameNames, GivenFrames, Predictor, PredictorInputs, SupportsFrames
 from mm_core.data.media.images import fit_image
 from mm_core.errors import ContractError, plural
-from mm_core.tasks.text_to_video.returned_shapes import encoded, expect_features
+from mm_core.tasks.text_to_video.returned_shapes import expect_features, expect_latents
 
 if TYPE_CHECKING:
     from mm_core.tasks.text_to_video.task import TextToVideo
@@ -37,16 +37,17 @@ def image_dim(predictor: Predictor) -> int | None:
     return predictor.image_dim if isinstance(predictor, SupportsFrames) else None
 
 
-def clip_frames(task: TextToVideo, pixels: Tensor, names: FrameNames) -> GivenFrames | None:
+def clip_frames(task: TextToVideo, pixels: Tensor | None, names: FrameNames) -> GivenFrames | None:
     """Given frames taken from the training clips themselves, encoded; None if `names` is empty.
 
     Args:
         task: the text-to-video task.
-        pixels: [B,3,F,Y,X] in [-1,1].
+        pixels: [B,3,F,Y,X] in [-1,1]; None only without names.
         names: the frames to give.
     """
     if not names:
         return None
+    assert pixels is not None
     frames = [pixels[:, :, _PLACES[name]] for name in names]
     originals = None
     if image_dim(task.predictor) is not None:
@@ -82,7 +83,9 @@ def _encode(
 ) -> GivenFrames:
     predictor = task.predictor
     assert isinstance(predictor, SupportsFrames)
-    latents = encoded(task.autoencoder, predictor.frames_clip(frames, num_frames))
+    clip = predictor.frames_clip(frames, num_frames)
+    shape = (len(clip), *task.autoencoder.latent_shape(*clip.shape[2:]))
+    latents = expect_latents(task.autoencoder.encode(clip), shape, task.autoencoder)
     features = None
     if predictor.image_dim is not None:
         encoder = task.image_encoder

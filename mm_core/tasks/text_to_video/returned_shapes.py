@@ -8,9 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mm_core.contracts import Autoencoder, ImageEncoder, NoiseScheduler, SupportsForTokens, TextEncoder
+from mm_core.contracts import (
+    Autoencoder,
+    ImageEncoder,
+    NoiseScheduler,
+    Posterior,
+    SupportsForTokens,
+    TextEncoder,
+)
 from mm_core.errors import ContractError, MMError, first_line
 from mm_core.plugin.checks.places import place_of_object
+
+Generators = Sequence[torch.Generator]
 
 _POSTERIOR = "an mm_core.contracts.Posterior: mode(), sample(generators) and moments"
 _STATES = "(hidden[B,L,D], mask[B,L]), and perhaps a mapping of further tensors [B,...]"
@@ -36,24 +45,20 @@ def expect(found: Tensor, shape: Sequence[int], component: str, what: str, owner
     return found
 
 
-def encoded(
-    autoencoder: Autoencoder, pixels: Tensor, generators: Sequence[torch.Generator] | None = None
+def expect_latents(
+    found: Posterior, shape: Sequence[int], owner: Autoencoder, generators: Generators | None = None
 ) -> Tensor:
-    """Clips encoded by the autoencoder, with their shape checked: latents [B,C,T,H,W] in float32.
+    """Latents [B,C,T,H,W] in float32 of what an autoencoder returned for clips: a sample of the posterior
+    with one generator for each clip; without generators its mode.
 
-    Args:
-        autoencoder: the task's autoencoder.
-        pixels: [B,3,F,Y,X].
-        generators: one for each clip, to draw a sample of the posterior; None takes its mode.
+    Raises:
+        ContractError: the latents are not of this shape, or this is not a posterior.
     """
-    posterior = autoencoder.encode(pixels)
     # A tensor has a `mode` of its own.
-    needed = "moments" if generators is None else "sample"
-    if not hasattr(posterior, needed):
-        raise wrong_type("autoencoder", "encode", posterior, _POSTERIOR, autoencoder)
-    latents = posterior.mode() if generators is None else posterior.sample(generators)
-    shape = (len(pixels), *autoencoder.latent_shape(*pixels.shape[2:]))
-    return expect(latents, shape, "autoencoder", "encode", autoencoder).float()
+    if not hasattr(found, "moments" if generators is None else "sample"):
+        raise wrong_type("autoencoder", "encode", found, _POSTERIOR, owner)
+    latents = found.mode() if generators is None else found.sample(generators)
+    return expect(latents, shape, "autoencoder", "encode", owner).float()
 
 
 def expect_text(found: Any, rows: int, encoder: TextEncoder) -> tuple[Any, ...]:

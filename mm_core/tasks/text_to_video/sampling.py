@@ -102,7 +102,6 @@ def generate(
     guided = any(scale > 1 for scale in scales.values())
     captions = [*prompts, *[request.negative_prompt] * (len(prompts) if guided else 0)]
     text, mask, text_conditions = task.captions.encoded_texts(captions, device)
-    text_conditions = task.conditions.of_text(text_conditions)
     clip_conditions = {
         expert: task.conditions.of_clips(len(prompts), size[1:], device, request.fps, scale)
         for expert, scale in given_scales.items()

@@ -37,13 +37,14 @@ from mm_core.diffusion.mixture import clean_estimate, noise_share
 from mm_core.errors import ContractError, plural
 from mm_core.plugin.checks.values import returned
 from mm_core.tasks.text_to_video.bins import declared_bins, sum_by_bin
-from mm_core.tasks.text_to_video.captions import Captions, TokenizeCaptions
+from mm_core.tasks.text_to_video.captions import Captions, TokenizeCaptions, chosen
 from mm_core.tasks.text_to_video.checks import SIZES, collect_faults, latents_of
 from mm_core.tasks.text_to_video.conditions import Conditions, cast_condition, shapes_of
+from mm_core.tasks.text_to_video.encoded import EncodedClips, stored_posterior
 from mm_core.tasks.text_to_video.experts import Experts
 from mm_core.tasks.text_to_video.flops import TrainedFlops, sample_flops
 from mm_core.tasks.text_to_video.frames import check_images, choices, clip_frames, inputs_of
-from mm_core.tasks.text_to_video.returned_shapes import encoded, expect
+from mm_core.tasks.text_to_video.returned_shapes import expect, expect_latents
 from mm_core.tasks.text_to_video.sampling import check_guidance, completed, generate, sample_shape
 
 
@@ -118,8 +119,8 @@ class TextToVideo(TaskModule):
         self.train_guidance = train_guidance
         self.latents = latents_of(autoencoder, latents)
         self.sample_defaults = SampleConfig() if sample is None else sample
-        self.captions = Captions(text_encoder, predictor.text_padding)
         self.conditions = Conditions(predictor)
+        self.captions = Captions(text_encoder, predictor.text_padding, self.conditions)
 
     # -- training ------------------------------------------------------------------------------
 
@@ -149,59 +150,70 @@ class TextToVideo(TaskModule):
         """Starts a training step (from 0); the step decides which expert is trained."""
         self._step = step
 
-    @torch.no_grad()
     def prepare(self, batch: Batch, rng: Randomness) -> TextToVideoInputs:
-        """Encodes the pixels and captions of a batch, and draws noise and timesteps.
+        """The inputs of a training forward, from a `VideoTextBatch`: `encode`, then `draw`."""
+        return self.draw(self.encode(batch), rng)
+
+    @torch.no_grad()
+    def encode(self, batch: Batch) -> EncodedClips:
+        """What of a `VideoTextBatch` needs no randomness: moments, text states, given frames, conditions."""
+        assert isinstance(batch, VideoTextBatch)
+        pixels, count = batch.pixels, len(batch)
+        posterior = stored_posterior(self, batch) if pixels is None else self.autoencoder.encode(pixels)
+        guidance = 1.0 if self.train_guidance is None else self.train_guidance
+        given = self.conditions.of_clips(count, batch.size[1:], batch.device, batch.fps, guidance)
+        text, empty = self.captions.encoded(batch, empty=self.caption_dropout > 0)
+        return EncodedClips(
+            keys=batch.keys,
+            sample_weights=batch.sample_weights,
+            weight=self.weight(batch),
+            posterior=posterior,
+            shape=(count, *self.autoencoder.latent_shape(*batch.size)),
+            text=text,
+            empty=empty,
+            conditions=given,
+            frames=clip_frames(self, pixels, self.frames),
+        )
+
+    @torch.no_grad()
+    def draw(self, clips: EncodedClips, rng: Randomness) -> TextToVideoInputs:
+        """Draws latents of the posterior, noise, timesteps and dropped captions of encoded clips.
 
         Args:
-            batch: a `VideoTextBatch`.
+            clips: from `encode`.
             rng: the root of the run's randomness.
         """
-        assert isinstance(batch, VideoTextBatch)
-        device = batch.pixels.device
-        drawn = self.latents == "sample"
-        draw = [rng.generator("posterior", *key) for key in batch.keys] if drawn else None
-        latents = encoded(self.autoencoder, batch.pixels, draw)
-        shape = tuple(latents.shape[1:])
-        noise = torch.stack([rng.normal(shape, "noise", *key) for key in batch.keys]).to(device)
+        keys = clips.keys
+        sampled = [rng.generator("posterior", *key) for key in keys] if self.latents == "sample" else None
+        latents = expect_latents(clips.posterior, clips.shape, self.autoencoder, sampled)
+        device, shape = latents.device, tuple(latents.shape[1:])
+        noise = torch.stack([rng.normal(shape, "noise", *key) for key in keys]).to(device)
         experts, scheduler = self.schedule_of(shape)
         # Every rank and micro-batch must train the same expert, so clips of data.train choose it.
         expert, _ = self._trained_schedule[0].of_step(rng, self._step)
-        timestep = experts.trained_on(expert).sample_timesteps(
-            [rng.generator("timestep", *key) for key in batch.keys]
-        )
-        timestep = timestep.to(device)
+        drawn = [rng.generator("timestep", *key) for key in keys]
+        timestep = experts.trained_on(expert).sample_timesteps(drawn).to(device)
         share = self.caption_dropout
-        dropped = [share > 0 and rng.uniform("caption_dropout", *key) < share for key in batch.keys]
-        text, mask, conditions = self._encoded(batch, dropped)
-        weights = batch.sample_weights.to(device)
+        dropped = [share > 0 and rng.uniform("caption_dropout", *key) < share for key in keys]
+        text, mask, conditions = chosen(clips.text, clips.empty, dropped)
+        weights = clips.sample_weights.to(device)
         return TextToVideoInputs(
             given=inputs_of(
                 self.predictor,
                 scheduler.add_noise(latents, noise, timestep),
                 scheduler.model_timestep(timestep),
-                clip_frames(self, batch.pixels, self.frames),
-                conditions,
+                clips.frames,
+                {**conditions, **clips.conditions},
             ),
             text=text,
             text_mask=mask,
             target=scheduler.target(latents, noise, timestep),
             factors=scheduler.loss_weight(timestep) * weights,
-            weight=self.weight(batch),
+            weight=clips.weight,
             weights=weights,
             sigma=noise_share(scheduler, timestep),
             expert=expert,
         )
-
-    def _encoded(
-        self, batch: VideoTextBatch, dropped: Sequence[bool] = ()
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Text [B,L,D], mask [B,L] and conditions of a batch; empty captions in the `dropped` rows."""
-        text, mask, given = self.captions.encoded(batch, dropped)
-        guidance = 1.0 if self.train_guidance is None else self.train_guidance
-        count, size = len(batch.pixels), (batch.pixels.shape[3], batch.pixels.shape[4])
-        clips = self.conditions.of_clips(count, size, batch.pixels.device, batch.fps, guidance)
-        return text, mask, {**self.conditions.of_text(given), **clips}
 
     def loss(self, inputs: TextToVideoInputs) -> Loss:
         """The diffusion loss: squared error of the prediction, in float32, as a weighted sum over samples."""
@@ -252,15 +264,14 @@ class TextToVideo(TaskModule):
             Losses by name; `outputs` contains the `clean` latents and their one-step `estimate` from the
             middle quantile, [B,C,T,H,W].
         """
-        assert isinstance(batch, VideoTextBatch)
-        device = batch.pixels.device
-        clean = encoded(self.autoencoder, batch.pixels)
-        shape = tuple(clean.shape[1:])
+        clips = self.encode(batch)
+        clean = expect_latents(clips.posterior, clips.shape, self.autoencoder)
+        device, shape = clean.device, tuple(clean.shape[1:])
         noise = torch.stack([rng.normal(shape, "validation noise", key.index) for key in batch.keys])
         noise = noise.to(device)
-        text, mask, conditions = self._encoded(batch)
+        text, mask, conditions = clips.text
+        conditions = {**conditions, **clips.conditions}
         experts, scheduler = self.schedule_of(shape)
-        frames = clip_frames(self, batch.pixels, self.frames)
         middle = sorted(quantiles)[len(quantiles) // 2]
         losses, estimate = {}, clean
         for quantile in quantiles:
@@ -268,7 +279,9 @@ class TextToVideo(TaskModule):
             expert = experts.of(timestep)
             timestep = timestep.to(device)
             noisy = scheduler.add_noise(clean, noise, timestep)
-            given = inputs_of(self.predictor, noisy, scheduler.model_timestep(timestep), frames, conditions)
+            given = inputs_of(
+                self.predictor, noisy, scheduler.model_timestep(timestep), clips.frames, conditions
+            )
             predicted = self.predict(given, text, mask, expert)
             expect(predicted, clean.shape, "predictor", "forward", self.predictor)
             error = _squared_error(predicted, scheduler.target(clean, noise, timestep), given.counts)

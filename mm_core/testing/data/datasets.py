@@ -69,7 +69,20 @@ def batches(probe: DatasetProbe) -> None:
 
 
 def _check_clips(probe: DatasetProbe, batch: VideoTextBatch) -> None:
-    pixels, rows = batch.pixels, len(batch)
+    rows = len(batch)
+    if batch.pixels is not None:
+        _check_pixels(probe, batch.pixels, rows)
+    captions = batch.captions
+    probe.expect(
+        isinstance(captions, list)
+        and len(captions) == rows
+        and all(isinstance(each, str) for each in captions),
+        f"captions are {captions!r}",
+        accepted=f"a list of {rows} strings",
+    )
+
+
+def _check_pixels(probe: DatasetProbe, pixels: Tensor, rows: int) -> None:
     probe.expect(
         pixels.dim() == 5 and pixels.shape[:2] == (rows, 3) and pixels.dtype == torch.float32,
         f"pixels are {list(pixels.shape)} of {pixels.dtype}",
@@ -80,14 +93,6 @@ def _check_clips(probe: DatasetProbe, batch: VideoTextBatch) -> None:
         least >= -1.001 and most <= 1.001 and least < 0,
         f"pixels are from {least:.3g} to {most:.3g}",
         accepted="-1 (black) to 1 (white)",
-    )
-    captions = batch.captions
-    probe.expect(
-        isinstance(captions, list)
-        and len(captions) == rows
-        and all(isinstance(each, str) for each in captions),
-        f"captions are {captions!r}",
-        accepted=f"a list of {rows} strings",
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from mm_core.contracts import Randomness
+from mm_core.contracts import Randomness, SupportsPosterior
 from mm_core.errors import ContractError, first_line
 from mm_core.testing.frozen.components import FROZEN, FrozenProbe, check_pure, differ, tolerance
 from mm_core.testing.kit import Kit, NotApplicable, by_name
@@ -239,6 +239,17 @@ def given_generators(probe: AutoencoderProbe) -> None:
     )
 
 
+def stored_moments(probe: AutoencoderProbe) -> None:
+    """The posterior of stored moments is that of the clips."""
+    if not isinstance(probe.component, SupportsPosterior):
+        raise NotApplicable("the autoencoder has no posterior(moments): its latents cannot be stored")
+    found = probe.encode(probe.clips(probe.sizes[0]))
+    again = probe.component.posterior(found.moments.clone())
+    same = torch.equal(again.mode(), found.mode())
+    same = same and torch.equal(again.sample(_generators()), found.sample(_generators()))
+    probe.expect(same, "posterior(moments) has another mode or sample than what encode returned")
+
+
 def each_clip(probe: AutoencoderProbe) -> None:
     """A clip is encoded and decoded alone as in a batch."""
     pixels = probe.clips(probe.sizes[-1])
@@ -347,7 +358,7 @@ def _affine(found: Tensor, latents: Tensor) -> bool:
 KIT = Kit(
     by_name(
         *(*FROZEN, sizes, refused_sizes, values, unit_scale, posterior, given_generators),
-        *(each_clip, inverse_scale, tiles, pure),
+        *(stored_moments, each_clip, inverse_scale, tiles, pure),
     ),
     probe=AutoencoderProbe,
 )

@@ -123,7 +123,7 @@ def clips(probe: TaskProbe) -> None:
 def _request(probe: TaskProbe) -> SampleRequest:
     """A request for two clips of the dataset's size."""
     batch = probe.batch(range(probe.data.rows))
-    shape = batch.pixels.shape[2:] if isinstance(batch, VideoTextBatch) else (None, None, None)
+    shape = batch.size if isinstance(batch, VideoTextBatch) else (None, None, None)
     frames, height, width = shape
     return SampleRequest(
         ("a red circle", "a blue square"),
