@@ -88,7 +88,7 @@ class VideoTextBatch(Batch):
     """A micro-batch of clips and captions.
 
     Attributes:
-        pixels: [B,3,F,Y,X] float32 in [-1, 1]; None where `moments` and `size` are given.
+        pixels: [B,3,F,Y,X] float32 in [-1, 1]; None where `moments` and `clip_size` are given.
         captions: B strings.
         text_ids: [B,L] int64 tokens, set by the task's batch transform in the data worker.
         text_mask: [B,L] bool, false for padding; set like `text_ids`.
@@ -96,7 +96,7 @@ class VideoTextBatch(Batch):
             known.
         moments: [B,...], what the autoencoder's posterior of the clips stores (see `SupportsPosterior`), in
             place of pixels.
-        size: frames, height and width (F,Y,X) of the clips; set here if there are pixels.
+        clip_size: frames, height and width (F,Y,X) of clips without pixels.
     """
 
     pixels: Tensor | None
@@ -105,17 +105,23 @@ class VideoTextBatch(Batch):
     text_mask: Tensor | None = None
     fps: Tensor | None = None
     moments: Tensor | None = None
-    size: tuple[int, int, int] = (0, 0, 0)
+    clip_size: tuple[int, int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.pixels is None:
-            if self.moments is None or not all(self.size):
-                raise ValueError("a batch without pixels needs `moments` and `size`")
+            if self.moments is None or self.clip_size is None:
+                raise ValueError("a batch without pixels needs `moments` and `clip_size`")
         elif self.pixels.dim() != 5 or self.pixels.shape[1] != 3:
             raise ValueError(f"pixels must have the shape [B,3,F,Y,X], not {[*self.pixels.shape]}")
-        else:
-            frames, height, width = self.pixels.shape[2:]
-            self.size = (frames, height, width)
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """Frames, height and width (F,Y,X) of the clips."""
+        if self.pixels is None:
+            assert self.clip_size is not None
+            return self.clip_size
+        frames, height, width = self.pixels.shape[2:]
+        return frames, height, width
 
     @property
     def device(self) -> torch.device:

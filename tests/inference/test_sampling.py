@@ -19,7 +19,7 @@ from mm_core.config.load import load_config
 from mm_core.contracts import Clip, EnginePlan, Randomness, SampleRequest
 from mm_core.data.media.video_files import write_clips
 from mm_core.data.rows.prompts import Prompt, read_prompts
-from mm_core.engines import fsdp2
+from mm_core.engines import base
 from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.errors import CheckpointError, DataError, MMError
 from mm_core.inference import sample as sampling
@@ -356,7 +356,7 @@ def test_weights_are_read_in_the_dtype_that_computes(run, monkeypatch):
     checkpoint = run / "checkpoints/step_00000007"
     later = sampling.load_task(config, checkpoint)  # a CPU computes in float32: cast afterwards
     compute_as_planned(later, on_accelerator(later, param_dtype="bf16"))
-    monkeypatch.setattr(fsdp2, "current_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(base, "current_device", lambda: torch.device("cuda"))
     read = {}
 
     def reading(path, state, weights, load=initial_weights.load_model_only):

@@ -17,8 +17,7 @@ from torch.nn.init import orthogonal_ as by_name
 
 from mm_core.contracts import Randomness
 from mm_core.errors import ContractError
-from mm_core.modules import initialise as module_of_initialise
-from mm_core.modules.initialise import initialise
+from mm_core.modules.initialise import _MARKS, initialise, seeded_init
 from mm_core.runtime.process_group import process_group
 
 KINDS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -265,7 +264,7 @@ def test_draws_through_tensors_of_their_own_are_by_seed_and_name(draw):
 
 
 def test_marks_differ_in_every_bit():
-    for kind, (first, second) in module_of_initialise._MARKS.items():
+    for kind, (first, second) in _MARKS.items():
         bits = torch.tensor([first]).to(kind) ^ torch.tensor([second]).to(kind)
         assert bits.item() == (True if kind == torch.bool else -1)
 
@@ -424,7 +423,7 @@ def test_a_parameter_that_is_replaced_is_named():
 def test_a_thread_that_builds_a_model_of_its_own_is_left_alone():
     module = Positions(torch.float32, untouched)
     with (
-        module_of_initialise.seeded_init(module, "predictor", Randomness(1)) as mode,
+        seeded_init(module, "predictor", Randomness(1)) as mode,
         ThreadPoolExecutor(1) as threads,
     ):
         threads.submit(torch.no_grad()(nn.init.orthogonal_), module.weight).result()

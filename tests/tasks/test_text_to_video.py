@@ -136,20 +136,21 @@ def test_stored_moments_stand_in_for_pixels():
     task = make_task(caption_dropout=0.5)
     batch = make_batch(task)
     moments = task.encode(batch).posterior.moments
-    stored = replace(batch, pixels=None, moments=moments)
+    stored = replace(batch, pixels=None, moments=moments, clip_size=batch.size)
     assert stored.size == (2, 8, 8)
     drawn, expected = (task.prepare(each, RNG) for each in (stored, batch))
     assert torch.equal(drawn.target, expected.target) and torch.equal(drawn.text, expected.text)
     losses = [task.evaluate(each, RNG, QUANTILES).sums["loss"] for each in (stored, batch)]
     assert torch.equal(*losses)
-    with pytest.raises(ValueError, match="needs `moments` and `size`"):
+    with pytest.raises(ValueError, match="needs `moments` and `clip_size`"):
         replace(batch, pixels=None)
 
 
 def test_moments_are_refused_where_the_autoencoder_cannot_take_them_or_frames_are_shown():
     task = make_task()
     batch = make_batch(task)
-    stored = replace(batch, pixels=None, moments=task.encode(batch).posterior.moments)
+    moments = task.encode(batch).posterior.moments
+    stored = replace(batch, pixels=None, moments=moments, clip_size=batch.size)
     task.frames = ("first",)
     with pytest.raises(ContractError, match="is shown frames of the clips, but the batch has no pixels"):
         task.prepare(stored, RNG)
