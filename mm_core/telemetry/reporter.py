@@ -36,7 +36,6 @@ class RunReporter:
         plan: the run's plan.
         start: steps already taken; lines of metrics.jsonl after this step are dropped.
         samples_seen: samples trained on in those steps.
-        counts: whether this rank's tokens and FLOPs count (`DataRanks.leads`).
         bins: the scale along which the loss is also reported, such as the noise level.
         watch: called with the name of each phase of a step (the watchdog).
 
@@ -52,7 +51,6 @@ class RunReporter:
         start: int,
         samples_seen: float = 0.0,
         *,
-        counts: bool = True,
         bins: Bins | None = None,
         watch: Callable[[str], None] | None = None,
     ) -> None:
@@ -60,12 +58,7 @@ class RunReporter:
         self.every, self.detail_every = config.log.every, config.log.detail_every
         self.phases = PhaseClock(watch=watch)
         self.window = MetricsWindow(
-            peak_memory_bytes,
-            samples_seen=samples_seen,
-            bins=bins,
-            phases=self.phases,
-            peak=peak_flops(),
-            counts=counts,
+            peak_memory_bytes, samples_seen=samples_seen, bins=bins, phases=self.phases, peak=peak_flops()
         )
         self._flops, self._accumulation = ForwardFlops(), plan.accumulation
         self._steps = 0

@@ -42,7 +42,6 @@ class MetricsWindow:
         bins: the scale of `Loss.bins`, if the task has one.
         phases: measures the time spent in each phase of a step.
         peak: peak FLOPs per second of one device; None if unknown.
-        counts: whether this rank's tokens and FLOPs count (`DataRanks.leads`).
     """
 
     def __init__(
@@ -54,14 +53,15 @@ class MetricsWindow:
         bins: Bins | None = None,
         phases: PhaseClock | None = None,
         peak: float | None = None,
-        counts: bool = True,
     ) -> None:
         self.samples_seen = samples_seen
         self.step_flops = 0.0
         """FLOPs of the trained modules in one step, over all ranks, for losses that do not report their own;
         0 until they are counted."""
+        self.counts = True
+        """Whether this rank's tokens and FLOPs count (`DataRanks.leads`)."""
         self._memory, self._gather, self._clock = memory, gather, clock
-        self._phases, self._peak, self._counts = phases, peak, counts
+        self._phases, self._peak = phases, peak
         self._bins = BinnedLoss(bins, gather) if bins is not None else None
         self._reset()
         self.restart_clock()
@@ -180,12 +180,8 @@ class MetricsWindow:
         fingerprint = float(zlib.crc32("\n".join(names).encode()))
         spent = self._phases.take() if self._phases is not None else {}
         row = [self._weight, self._step_time, self._data_wait, float(self._memory()), 0.0]
-        row += [
-            *(spent.get(name, 0.0) for name in PHASES),
-            self._flops * self._counts,
-            self._tokens * self._counts,
-        ]
-        row += [fingerprint]
+        own = (self._flops, self._tokens) if self.counts else (0.0, 0.0)
+        row += [*(spent.get(name, 0.0) for name in PHASES), *own, fingerprint]
         if names:
             row += torch.stack([self._sums[name] for name in names]).tolist()
         # Padded to a length that ranks with different metrics share.

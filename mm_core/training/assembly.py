@@ -260,10 +260,10 @@ def make_reporter(run: OpenedRun, parts: RunParts, restored: Restored, watchdog:
         parts.plan,
         restored.step,
         restored.facts.get("samples", 0.0),
-        counts=parts.engine.data_ranks.leads,
         bins=parts.task.bins,
         watch=watchdog.enter,
     )
+    reporter.window.counts = parts.engine.data_ranks.leads
     for sentence in restored.notes:
         reporter.note(sentence)
     return reporter
