@@ -37,7 +37,7 @@ def _marks(value: object, registry: Registry, prefix: str) -> Iterator[tuple[str
     if isinstance(value, ComponentConfig):
         cls = registry.resolve(value.kind, value.type).config_class()
     for name, hint in (annotations_of(cls) if is_dataclass(cls) else {}).items():
-        for mark in get_args(hint):
+        for mark in (mark for option in (hint, *get_args(hint)) for mark in get_args(option)):
             if isinstance(mark, Resume):
                 yield prefix + yaml_key(name), mark
     held = inside(value)

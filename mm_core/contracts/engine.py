@@ -118,7 +118,8 @@ class DataRanks:
     Attributes:
         rank: number of the share.
         count: number of shares.
-        leads: whether this process is the one of its share that counts and writes what all of them have.
+        leads: whether this process is the one of its share that counts and writes what all of them have. The
+            leading processes are in the order of their shares.
     """
 
     rank: int = 0
@@ -165,6 +166,7 @@ class Engine(Protocol):
         task: TaskModule,
         world: int,
         optimizer_state_tensors: float,
+        *,
         purpose: Literal["train", "sample"] = "train",
     ) -> EnginePlan:
         """Plans how the engine spreads a task built on meta over `world` ranks; uses no device.

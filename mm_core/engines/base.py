@@ -30,6 +30,7 @@ class EngineBase:
     Attributes:
         device: the device that computes.
         data_ranks: which share of the data this process reads; `prepare` sets it.
+        base_lr: base learning rate of the first parameter group without `lr_scale`, or of the first group.
         _trained: the trained components, by path in the task.
         _tied: their tied weights (`tied_names`) before memory is allocated, by path in the task.
         _parameters: their parameters as the optimizer gets them, by path in the task.
@@ -44,7 +45,7 @@ class EngineBase:
         self._parameters: dict[str, nn.Parameter] = {}
         self._optimizer: torch.optim.Optimizer | None = None
         self._base_lrs: list[float] = []
-        self._base_lr = 0.0
+        self.base_lr = 0.0
 
     # -- prepare -------------------------------------------------------------------------------
 
@@ -82,7 +83,7 @@ class EngineBase:
         groups = self._optimizer.param_groups
         scales = [float(group.get("lr_scale", 1.0)) for group in groups]
         self._base_lrs = [float(group["lr"]) * scale for group, scale in zip(groups, scales, strict=True)]
-        self._base_lr = self._base_lrs[scales.index(1.0) if 1.0 in scales else 0]
+        self.base_lr = self._base_lrs[scales.index(1.0) if 1.0 in scales else 0]
 
     # -- step ----------------------------------------------------------------------------------
 
@@ -133,11 +134,6 @@ class EngineBase:
                 module.training = training
 
     # -- learning rate -------------------------------------------------------------------------
-
-    @property
-    def base_lr(self) -> float:
-        """The base learning rate of the first parameter group without `lr_scale`, or of the first group."""
-        return self._base_lr
 
     def scale_lr(self, factor: float) -> float:
         """Sets each parameter group's learning rate to its base rate times `factor`.

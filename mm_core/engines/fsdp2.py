@@ -71,6 +71,7 @@ class FSDP2Engine(EngineBase):
         task: TaskModule,
         world: int,
         optimizer_state_tensors: float,
+        *,
         purpose: Literal["train", "sample"] = "train",
     ) -> ShardedPlan:
         """Plans the engine's sharding for `world` ranks, with the bytes of rank 0, whose shards are largest.

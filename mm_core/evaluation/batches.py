@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from mm_core.config.sections import LoaderSection
 from mm_core.contracts import Batch, DataRanks, Dataset, Randomness, SampleKey
 from mm_core.data.loading.loader import MicroBatchLoader
-from mm_core.data.loading.sampler import BatchPlan, SlotSpec, drawn_replacements
+from mm_core.data.loading.sampler import BatchPlan, SlotSpec
 from mm_core.data.loading.skipped import UnreadableError
 from mm_core.errors import DataError
 
@@ -28,9 +28,10 @@ class EvenRows(BatchPlan):
             for key, weight in super().global_batch(step)
         ]
 
-    def replacements(self, key: SampleKey) -> Iterator[int]:
-        """Up to ATTEMPTS of all samples of the dataset, not only of the evaluation's rows."""
-        return drawn_replacements(self.total, self.seed, key)
+    @property
+    def dataset_size(self) -> int:
+        """Number of samples in the dataset, not only of the evaluation's rows."""
+        return self.total
 
 
 class EvaluationData:

@@ -258,7 +258,7 @@ def load_alone(task: TaskModule, config: RunConfig, checkpoint: OpenedCheckpoint
     _undo_base_dtype(task, config)
     build_frozen(task)
     engine: Engine = config.registry.build("engine", config.engine)
-    plan = engine.plan(task, 1, 0, "sample")
+    plan = engine.plan(task, 1, 0, purpose="sample")
     compute_as_planned(task, plan)  # before parameters have memory
     load_frozen_alone(task, device, plan, config)
     stored = CheckpointWeights(checkpoint, config, task, weights)
@@ -294,7 +294,7 @@ def load_sharded(
     _undo_base_dtype(task, config)
     build_frozen(task)
     engine: Engine = config.registry.build("engine", config.engine)
-    plan = engine.plan(task, Ranks.current().count, 0, "sample")
+    plan = engine.plan(task, Ranks.current().count, 0, purpose="sample")
     _cast_parameters(task, plan)
     load_frozen_of(task, engine, plan, config)
     stored = CheckpointWeights(checkpoint, config, task, weights)

@@ -72,13 +72,15 @@ def load_frozen_alone(task: TaskModule, device: torch.device, plan: EnginePlan, 
     Args:
         task: the run's task.
         device: where the components compute.
-        plan: an engine's plan for one rank, with the placement of each component.
+        plan: an engine's plan for one rank, with the placement of components; others are replicated.
         config: the run's config.
     """
     streamed = _prepared(task, device)
     files = FrozenFiles(streamed, config.registry)
-    for part in plan.frozen:
-        place(streamed[part.name], part, device, files)
+    planned = {part.name: part for part in plan.frozen}
+    for name, component in streamed.items():
+        if any(True for _ in component.parameters()):
+            place(component, planned.get(name, FrozenPlan(name, "replicated", (), 0, 0, 0)), device, files)
 
 
 def load_frozen(

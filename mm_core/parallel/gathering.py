@@ -36,7 +36,8 @@ def gather_samples(tensor: Tensor) -> Tensor:
     """Gathers a tensor of each rank's samples from all ranks, with gradients back to every rank.
 
     If each rank's loss is the sum over its own samples, the gradients that the engine adds over the ranks are
-    those of the loss on one rank with all the samples. Called by all ranks, equally often.
+    those of the loss on one rank with all the samples. Called by all ranks, equally often. Samples that
+    several ranks compute (`Engine.data_ranks`) are in it several times.
 
     Args:
         tensor: [B,...], of the same shape on every rank.

@@ -10,6 +10,7 @@ from mm_core.data.loading.loader import MicroBatchLoader
 from mm_core.data.loading.sampler import Order
 from mm_core.errors import ContractError, PlanError, plural
 from mm_core.plan import RunPlan, sample_order
+from mm_core.plugin.checks.places import place_of_object
 from mm_core.plugin.checks.values import returned
 
 
@@ -49,15 +50,22 @@ def make_loader(
         engine: prepared: its device, and the share of the data that this rank reads.
         start: first step, from 0.
     """
-    section = config.data.loader
+    section, shares = config.data.loader, engine.data_ranks
+    if shares.count != plan.engine.data_parallel:
+        raise ContractError(
+            f"the engine's data_ranks have {plural(shares.count, 'share')}, but its plan has data_parallel"
+            f" {plan.engine.data_parallel}",
+            where=f"engine.type, {place_of_object(engine)}",
+            hint="set `self.data_ranks = DataRanks(rank, plan.data_parallel)` in `prepare`",
+        )
     order = sample_order(config, plan.global_batch_size, len(dataset), sample_lengths(config, dataset))
     return order, MicroBatchLoader(
         dataset,
         order,
         batch_transform=returned(Task.batch_transform, task.batch_transform(), task),
         rng=Randomness(config.run.seed),
-        rank=engine.data_ranks.rank,
-        data_parallel=engine.data_ranks.count,
+        rank=shares.rank,
+        data_parallel=shares.count,
         start_step=start,
         end_step=plan.steps,
         workers=section.workers,

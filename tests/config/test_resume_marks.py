@@ -46,7 +46,7 @@ from mm_core.plugin import ComponentConfig, Kind, Range, Resume
 
 @dataclass(frozen=True)
 class Bases:
-    cached: Annotated[bool, Resume("safe", "changes the speed")] = False
+    cached: Annotated[bool, Resume("safe", "changes the speed")] | None = False
     depth: int = 2
 
 

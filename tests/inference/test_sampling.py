@@ -132,7 +132,7 @@ def on_accelerator(task: TextToVideo, **fields) -> EnginePlan:
     """The plan of one process that samples on an accelerator."""
     engine = FSDP2Engine(**fields)
     engine.device = torch.device("cuda")
-    return engine.plan(task, 1, 0, "sample")
+    return engine.plan(task, 1, 0, purpose="sample")
 
 
 def test_a_lone_process_computes_in_bf16_what_the_engine_computes(run):

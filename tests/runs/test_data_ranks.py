@@ -8,12 +8,14 @@ import pytest
 import torch
 import yaml
 
+import mm_core
+from mm_core.contracts import DataRanks
+from mm_core.engines.fsdp2 import FSDP2Engine
+from mm_core.errors import ContractError
 from support import pretrained_models as models
 from support import token_rows
 from support.checkpoints import state_of
 from support.logs import log_of
-
-pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 WORLDS = {"two": (2, "fsdp2"), "pairs": (4, "local/paired")}
@@ -53,6 +55,7 @@ def both(mm, config: Path, folder: Path, plugin: str | Path, *more: str) -> tupl
     return folder / "two", folder / "pairs"
 
 
+@pytest.mark.slow
 def test_a_language_model_with_rows_of_uneven_weight(tmp_path, mm):
     """A row's weight is its tokens; after one step, AdamW's first moment is a tenth of the gradient."""
     folder = models.save_model("qwen3_tied", tmp_path)
@@ -74,6 +77,7 @@ def test_a_language_model_with_rows_of_uneven_weight(tmp_path, mm):
     close(*({k: t for k, t in found.items() if k.endswith(".exp_avg")} for found in moments))
 
 
+@pytest.mark.slow
 def test_clips_with_dropout_and_samples(tiny, tmp_path, mm):
     """Ranks of a pair draw the same dropout; one of them writes the clips."""
     more = ("validation.samples={prompts: [a red circle, a blue square, a disc], steps: 2}", "train.steps=2")
@@ -94,3 +98,15 @@ def test_clips_with_dropout_and_samples(tiny, tmp_path, mm):
         assert done.code == 0, done.err
     one, four = (sorted(path.name for path in (tmp_path / f"out_{world}").iterdir()) for world in (1, 4))
     assert one == four
+
+
+def test_an_engine_that_gives_no_shares_is_refused(tiny, tmp_path, monkeypatch):
+    """Each rank would read all samples, and the loop would count them wrong."""
+
+    def prepare(self, *given, prepare=FSDP2Engine.prepare):
+        prepare(self, *given)
+        self.data_ranks = DataRanks(0, 3)
+
+    monkeypatch.setattr(FSDP2Engine, "prepare", prepare)
+    with pytest.raises(ContractError, match="data_ranks have 3 shares, but its plan has data_parallel 1"):
+        mm_core.train(mm_core.load_config(tiny, [f"run.dir={tmp_path}"]))

@@ -30,8 +30,8 @@ class Good(FSDP2Engine):
 def planned(name: str, change) -> type:
     """An engine with other values in its plan."""
 
-    def plan(self, task, world, optimizer_state_tensors, purpose="train"):
-        found = FSDP2Engine.plan(self, task, world, optimizer_state_tensors, purpose)
+    def plan(self, task, world, optimizer_state_tensors, *, purpose="train"):
+        found = FSDP2Engine.plan(self, task, world, optimizer_state_tensors, purpose=purpose)
         return replace(found, **change(found, task, world, optimizer_state_tensors))
 
     return type(name, (Good,), {"plan": plan})
@@ -298,9 +298,9 @@ def sharded(name: str, change) -> type:
     return faulty(name, shards=lambda self: map(change, FSDP2Engine.shards(self)))
 
 
-def plan_on_device(self, task, world, optimizer_state_tensors, purpose="train"):
+def plan_on_device(self, task, world, optimizer_state_tensors, *, purpose="train"):
     task.net.to_empty(device="cpu")
-    return FSDP2Engine.plan(self, task, world, optimizer_state_tensors, purpose)
+    return FSDP2Engine.plan(self, task, world, optimizer_state_tensors, purpose=purpose)
 
 
 def parameters_alone(state):
@@ -370,7 +370,7 @@ FAULTS = [
     ("learning_rates", Uniform, "after scale_lr(0.5) and a step, net.head.weight, net.scale differs by"),
     (
         "learning_rates",
-        faulty("First", base_lr=property(lambda self: self._base_lrs[0])),
+        faulty("First", base_lr=property(lambda self: self._base_lrs[0], lambda *_: None)),
         "base_lr is 0.025, but 0.05 in plain torch",
     ),
     ("skipped_steps", Finite, "the loss of micro-batch 1 of 2 is NaN, but grad_norm is "),

@@ -152,19 +152,19 @@ class BatchPlan:
         return [rows[micro * size : (micro + 1) * size] for micro in range(rank, count, data_parallel)]
 
     def replacements(self, key: SampleKey) -> Iterator[int]:
-        """See `Order.replacements`: up to ATTEMPTS of all samples."""
-        return drawn_replacements(self.num_samples, self.seed, key)
+        """See `Order.replacements`: up to ATTEMPTS of all samples, drawn from (seed, key, attempt)."""
+        tried = {key.index}
+        for attempt in range(1, min(ATTEMPTS, self.dataset_size - 1) + 1):
+            index = Randomness(self.seed).seed32("replacement", *key, attempt) % self.dataset_size
+            while index in tried:
+                index = (index + 1) % self.dataset_size
+            tried.add(index)
+            yield index
 
-
-def drawn_replacements(num_samples: int, seed: int, key: SampleKey) -> Iterator[int]:
-    """Up to ATTEMPTS others of a dataset's samples, drawn from (seed, key, attempt)."""
-    tried = {key.index}
-    for attempt in range(1, min(ATTEMPTS, num_samples - 1) + 1):
-        index = Randomness(seed).seed32("replacement", *key, attempt) % num_samples
-        while index in tried:
-            index = (index + 1) % num_samples
-        tried.add(index)
-        yield index
+    @property
+    def dataset_size(self) -> int:
+        """Number of samples in the dataset."""
+        return self.num_samples
 
 
 @lru_cache(maxsize=4)

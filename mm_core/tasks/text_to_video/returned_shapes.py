@@ -19,8 +19,6 @@ from mm_core.contracts import (
 from mm_core.errors import ContractError, MMError, first_line
 from mm_core.plugin.checks.places import place_of_object
 
-Generators = Sequence[torch.Generator]
-
 _POSTERIOR = "an mm_core.contracts.Posterior: mode(), sample(generators) and moments"
 _STATES = "(hidden[B,L,D], mask[B,L]), and perhaps a mapping of further tensors [B,...]"
 _FALSE_IN_PADDING = "a bool mask, false for padding"
@@ -46,7 +44,10 @@ def expect(found: Tensor, shape: Sequence[int], component: str, what: str, owner
 
 
 def expect_latents(
-    found: Posterior, shape: Sequence[int], owner: Autoencoder, generators: Generators | None = None
+    found: Posterior,
+    shape: Sequence[int],
+    owner: Autoencoder,
+    generators: Sequence[torch.Generator] | None = None,
 ) -> Tensor:
     """Latents [B,C,T,H,W] in float32 of what an autoencoder returned for clips: a sample of the posterior
     with one generator for each clip; without generators its mode.

@@ -155,14 +155,15 @@ class TextToVideo(TaskModule):
         return self.draw(self.encode(batch), rng)
 
     @torch.no_grad()
-    def encode(self, batch: Batch) -> EncodedClips:
-        """What of a `VideoTextBatch` needs no randomness: moments, text states, given frames, conditions."""
+    def encode(self, batch: Batch, *, drops: bool = True) -> EncodedClips:
+        """What of a `VideoTextBatch` needs no randomness: moments, text states (with `drops` also those of the
+        empty caption, if any are dropped), given frames, conditions."""
         assert isinstance(batch, VideoTextBatch)
         pixels, count = batch.pixels, len(batch)
         posterior = stored_posterior(self, batch) if pixels is None else self.autoencoder.encode(pixels)
         guidance = 1.0 if self.train_guidance is None else self.train_guidance
         given = self.conditions.of_clips(count, batch.size[1:], batch.device, batch.fps, guidance)
-        text, empty = self.captions.encoded(batch, empty=self.caption_dropout > 0)
+        text, empty = self.captions.encoded(batch, empty=drops and self.caption_dropout > 0)
         return EncodedClips(
             keys=batch.keys,
             sample_weights=batch.sample_weights,
@@ -264,7 +265,7 @@ class TextToVideo(TaskModule):
             Losses by name; `outputs` contains the `clean` latents and their one-step `estimate` from the
             middle quantile, [B,C,T,H,W].
         """
-        clips = self.encode(batch)
+        clips = self.encode(batch, drops=False)
         clean = expect_latents(clips.posterior, clips.shape, self.autoencoder)
         device, shape = clean.device, tuple(clean.shape[1:])
         noise = torch.stack([rng.normal(shape, "validation noise", key.index) for key in batch.keys])

@@ -69,10 +69,7 @@ def batches(probe: DatasetProbe) -> None:
 
 
 def _check_clips(probe: DatasetProbe, batch: VideoTextBatch) -> None:
-    rows = len(batch)
-    if batch.pixels is not None:
-        _check_pixels(probe, batch.pixels, rows)
-    captions = batch.captions
+    pixels, rows, captions = batch.pixels, len(batch), batch.captions
     probe.expect(
         isinstance(captions, list)
         and len(captions) == rows
@@ -80,9 +77,8 @@ def _check_clips(probe: DatasetProbe, batch: VideoTextBatch) -> None:
         f"captions are {captions!r}",
         accepted=f"a list of {rows} strings",
     )
-
-
-def _check_pixels(probe: DatasetProbe, pixels: Tensor, rows: int) -> None:
+    if pixels is None:
+        return
     probe.expect(
         pixels.dim() == 5 and pixels.shape[:2] == (rows, 3) and pixels.dtype == torch.float32,
         f"pixels are {list(pixels.shape)} of {pixels.dtype}",

@@ -31,7 +31,7 @@ def plans(probe: EngineProbe) -> None:
     """A plan leaves the task on meta, names modules that exist, and its bytes are those of the tensors."""
     engine, task = probe.build(), task_on_meta()
     one, two = (engine.plan(task, world, 2.0) for world in (1, 2))
-    engine.plan(task, 3, 0.0, "sample")  # a stored run is sampled on any number of ranks
+    engine.plan(task, 3, 0.0, purpose="sample")  # a stored run is sampled on any number of ranks
     moved = [name for name, tensor in task.state_dict().items() if not tensor.is_meta]
     probe.expect(
         not moved and type(task.net) is Net,
