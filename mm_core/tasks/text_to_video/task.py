@@ -156,8 +156,8 @@ class TextToVideo(TaskModule):
 
     @torch.no_grad()
     def encode(self, batch: Batch, *, drops: bool = True) -> EncodedClips:
-        """What of a `VideoTextBatch` needs no randomness: moments, text states (with `drops` also those of the
-        empty caption, if any are dropped), given frames, conditions."""
+        """What of a `VideoTextBatch` needs no randomness: moments, text states (with `drops` also those of
+        the empty caption, if any are dropped), given frames, conditions."""
         assert isinstance(batch, VideoTextBatch)
         pixels, count = batch.pixels, len(batch)
         posterior = stored_posterior(self, batch) if pixels is None else self.autoencoder.encode(pixels)
