@@ -142,10 +142,11 @@ def rule(key: str, marks: Mapping[str, Resume] = _NONE) -> tuple[Verdict, str]:
         key: the manifest key.
         marks: of the fields of the run's config, from `resume_marks`.
     """
-    rules = {**_RULES, **{f"config.{name}": (mark.verdict, mark.why) for name, mark in marks.items()}}
     parts = key.split(".")
     for count in range(len(parts), 0, -1):
-        if (found := rules.get(".".join(parts[:count]))) is not None:
+        if parts[0] == "config" and (mark := marks.get(".".join(parts[1:count]))) is not None:
+            return mark.verdict, mark.why
+        if (found := _RULES.get(".".join(parts[:count]))) is not None:
             return found
     return "allow", "no rule for this key"
 

@@ -62,19 +62,20 @@ class EngineBase:
             module.to_empty(device=home)
             tie(module, self._tied[name])
             initialise(module, name, rng, spared)
-            self._parameters |= dict(module.named_parameters(prefix=name))
 
     def _begin(
         self,
         optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer] | None,
         weights: WeightPlan | None,
     ) -> None:
-        """Fills the trained components with initial weights, and makes the optimizer.
+        """Collects the parameters, fills them with initial weights, and makes the optimizer.
 
         Args:
             optimizer: makes it from the trained parameters by path; None: nothing is trained.
             weights: initial weights.
         """
+        named = [own for path, m in self._trained.items() for own in m.named_parameters(prefix=path)]
+        self._parameters = dict(named) | self._parameters  # what the engine has set already takes precedence
         if weights is not None:
             weights.fill(self._model_state())
         if optimizer is None:
