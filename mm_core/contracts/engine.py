@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mm_core.contracts.batch import Loss
 from mm_core.contracts.randomness import Randomness
 from mm_core.errors import ContractError
+from mm_core.schema.fields import ComponentConfig
 
 if TYPE_CHECKING:
     from mm_core.contracts.bases.task_module import TaskModule
@@ -264,6 +265,57 @@ class Engine(Protocol):
         """
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class TrainingFacts:
+    """What the config of a run fixes about its training, for an engine whose own settings repeat some of it.
+
+    Attributes:
+        steps: steps of the whole run.
+        micro_batch_size: samples per micro-batch and share of the data.
+        accumulation: micro-batches per step.
+        shares: number of shares of the data.
+        clip_grad_norm: L2 norm to which gradients are clipped; None without clipping.
+        optimizer: qualified name of the optimizer (`core/adamw`) and its options.
+        lr_schedule: qualified name of the learning-rate schedule and its options.
+    """
+
+    steps: int
+    micro_batch_size: int
+    accumulation: int
+    shares: int
+    clip_grad_norm: float | None
+    optimizer: ComponentConfig
+    lr_schedule: ComponentConfig
+
+
+@runtime_checkable
+class SupportsTrainingFacts(Protocol):
+    """Capability of an engine whose own settings repeat what the config of a run fixes elsewhere."""
+
+    def check_training(self, facts: TrainingFacts) -> tuple[str, ...]:
+        """Fills and checks such settings; called after `plan` and before `prepare`, not for sampling.
+
+        Returns:
+            Sentences for the user, shown with the plan and at the start of the run.
+
+        Raises:
+            MMError: a setting contradicts the run.
+        """
+
+
+@runtime_checkable
+class SupportsLossScale(Protocol):
+    """Capability of an engine that scales losses, so that small gradients do not vanish in float16."""
+
+    def overflowed(self) -> str | None:
+        """Judges a gradient norm that is not finite; called by all ranks, before `discard`.
+
+        Returns:
+            A sentence if a lower scale may make the gradients finite: the scale is lowered, and the step is
+            skipped. None if the gradients are at fault.
+        """
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,10 @@ from mm_core.contracts import (
     SupportsCheckMicroBatch,
     SupportsNotes,
     SupportsSampleFlops,
+    SupportsTrainingFacts,
     SupportsWeightsFrom,
     TaskModule,
+    TrainingFacts,
     torch_dtype,
 )
 from mm_core.data.loading.sampler import BatchPlan, Order
@@ -146,17 +148,19 @@ def make_plan(
             where="train.global_batch_size",
             accepted=f"a multiple of {wave}: {', '.join(map(str, near))}, ...",
         )
+    steps, accumulation = _steps(config, size, num_samples), size // wave
+    notes = _engine_notes(config, engine, steps, accumulation, layout.data_parallel)
     return RunPlan(
         name=config.run.name,
         engine=layout,
         components=tuple(_components(config)),
         modules=tuple(_modules(task)),
         missing=tuple(_missing(config, task)),
-        steps=_steps(config, size, num_samples),
+        steps=steps,
         micro_batch_size=micro,
         global_batch_size=size,
-        accumulation=size // wave,
-        notes=(*untested_torch(), *_notes(task)),
+        accumulation=accumulation,
+        notes=(*untested_torch(), *_notes(task), *notes),
         flops=_step_flops(config, task, layout, size),
         ema_bytes=layout.gradient_bytes if config.ema is not None else 0,
         ema_on_host=config.ema is not None and (config.ema.device == "cpu" or bool(layout.offloaded_bytes)),
@@ -167,6 +171,25 @@ def _notes(task: TaskModule) -> tuple[str, ...]:
     if not isinstance(task, SupportsNotes):
         return ()
     return tuple(returned(SupportsNotes.notes, task.notes(), task))
+
+
+def _engine_notes(
+    config: RunConfig, engine: Engine, steps: int, accumulation: int, shares: int
+) -> tuple[str, ...]:
+    if not isinstance(engine, SupportsTrainingFacts):
+        return ()
+    train = config.train
+    facts = TrainingFacts(
+        steps=steps,
+        micro_batch_size=train.micro_batch_size,
+        accumulation=accumulation,
+        shares=shares,
+        clip_grad_norm=train.clip_grad_norm,
+        optimizer=config.optimizer,
+        lr_schedule=config.lr_schedule,
+    )
+    found = engine.check_training(facts)
+    return tuple(returned(SupportsTrainingFacts.check_training, found, engine))
 
 
 def _step_flops(

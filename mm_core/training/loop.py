@@ -7,6 +7,7 @@ implement. The loop also uses the data, the gradient guard, the reporter and the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mm_core.contracts import Batch, Engine, Loss, LRSchedule, Randomness, SupportsBeginStep, Task
+from mm_core.contracts import Batch, Engine, Loss, LRSchedule, Randomness, SupportsBeginStep, SupportsLossScale, Task
 from mm_core.contracts.bases.task_module import loss_of
 from mm_core.errors import CheckpointError, MMError, PeerError, TrainingError
 from mm_core.plan import RunPlan
@@ -98,7 +99,9 @@ def run_steps(training: Training, start: int) -> int:
         grad_norm = engine.grad_norm()
         reporter.enter("optimizer")
         rerun = partial(recompute, training, step, batches)
-        refused = training.guard.judge(step, grad_norm, losses, batches, rerun)
+        refused = overflow(engine, grad_norm) or training.guard.judge(
+            step, grad_norm, losses, batches, rerun
+        )
         if refused is None:
             engine.step(grad_norm, training.clip_grad_norm)
         else:
@@ -141,6 +144,13 @@ def recompute(training: Training, step: int, batches: Sequence[Batch]) -> Iterat
     for index, batch in enumerate(batches):
         seed_model(training, step, index)
         yield compute(training, batch)
+
+
+def overflow(engine: Engine, grad_norm: float) -> str | None:
+    """The reason to skip a step whose gradients are too large for the engine's loss scale; None for others."""
+    if math.isfinite(grad_norm) or not isinstance(engine, SupportsLossScale):
+        return None
+    return engine.overflowed()
 
 
 def seed_model(training: Training, step: int, index: int) -> None:

@@ -84,7 +84,9 @@ CONTRACTS: Mapping[str, Contract] = MappingProxyType(
                 *("SupportsSampleFlops", "SupportsAnswer"),
             ),
         ),
-        "engine": Contract("mm_core.contracts:Engine"),
+        "engine": Contract(
+            "mm_core.contracts:Engine", optional=_capabilities("SupportsTrainingFacts", "SupportsLossScale")
+        ),
         "optimizer": Contract("mm_core.contracts:Optimizer", base="torch.optim:Optimizer"),
         "lr_schedule": Contract("mm_core.contracts:LRSchedule"),
         "tracker": Contract("mm_core.contracts:Tracker"),

@@ -1,0 +1,1 @@
+"""DeepSpeed's ZeRO as an engine of mm_core."""

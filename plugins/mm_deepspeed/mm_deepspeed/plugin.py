@@ -1,0 +1,17 @@
+"""Entry point of the plugin `deepspeed`: registers its engine; imports neither torch nor deepspeed."""
+
+from mm_core import Component, hookimpl
+
+
+@hookimpl
+def mm_engines() -> list[Component]:
+    return [
+        Component(
+            name="deepspeed",
+            target="mm_deepspeed.engine:DeepSpeedEngine",
+            config="mm_deepspeed.config:DeepSpeedConfig",
+            summary="DeepSpeed's ZeRO stages 0 to 3 with offloading, from a DeepSpeed JSON file as it is",
+            licence="Apache-2.0",
+            paper="https://arxiv.org/abs/1910.02054",
+        )
+    ]
