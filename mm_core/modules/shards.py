@@ -5,9 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from mm_core.modules.flat_shards import FlatShard
+
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a module's tensor; a plain tensor as it is."""
+    if isinstance(tensor, FlatShard):
+        return tensor.share
     held: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return held.detach()
 
@@ -18,6 +22,8 @@ def like(tensor: Tensor, share: Tensor) -> Tensor:
     `DTensor.from_local` would move it to the mesh's device at once: later copies into `share` would be lost,
     and tensors in host memory would be mixed with one on an accelerator.
     """
+    if isinstance(tensor, FlatShard):
+        return tensor.like(share)
     if not isinstance(tensor, DTensor):
         return share
     return DTensor(share, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
@@ -25,5 +31,7 @@ def like(tensor: Tensor, share: Tensor) -> Tensor:
 
 def gathered(tensor: Tensor) -> Tensor:
     """A copy of the unsharded tensor, detached. A collective if it is sharded."""
+    if isinstance(tensor, FlatShard):
+        return tensor.gathered()
     whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole.detach().clone()
