@@ -1,6 +1,7 @@
 """The keys of a DeepSpeed JSON file: accepted, ignored with a note, or refused with the reason.
 
-DeepSpeed accepts an unknown key at the top level and many useless combinations silently; here each is an error.
+DeepSpeed accepts an unknown key at the top level and many useless combinations silently;
+here each is an error.
 """
 
 from __future__ import annotations
@@ -38,6 +39,11 @@ class Free:
 
 Rule = type | tuple[str, ...] | Ignored | Refused | Free | dict[str, Any]
 
+
+def _each(names: str, rule: Rule) -> dict[str, Rule]:
+    return dict.fromkeys(names.split(), rule)
+
+
 _TRACKERS = Refused("is not taken over; use `trackers:` of the YAML")
 _MICS = Refused("is not taken over: MiCS is not tested with this engine; use stage 3", (-1,))
 _ZEROPP = Refused("is not taken over: ZeRO++ is not tested with this engine; remove it", (1,))
@@ -57,20 +63,16 @@ _OFFLOAD = {
 }
 _ZERO: dict[str, Rule] = {
     "stage": int,
-    **dict.fromkeys(
-        (
-            "contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions overlap_comm "
-            "round_robin_gradients stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential "
-            "ignore_unused_parameters log_trace_cache_warnings enable_sanity_checks"
-        ).split(),
+    **_each(
+        "contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions "
+        "overlap_comm round_robin_gradients stage3_use_all_reduce_for_fetch_params "
+        "stage3_allgather_sequential ignore_unused_parameters log_trace_cache_warnings enable_sanity_checks",
         bool,
     ),
-    **dict.fromkeys(
-        (
-            "reduce_bucket_size allgather_bucket_size sub_group_size stage3_prefetch_bucket_size "
-            "stage3_param_persistence_threshold stage3_model_persistence_threshold stage3_max_live_parameters "
-            "stage3_max_reuse_distance stage3_module_granularity_threshold"
-        ).split(),
+    **_each(
+        "reduce_bucket_size allgather_bucket_size sub_group_size stage3_prefetch_bucket_size "
+        "stage3_param_persistence_threshold stage3_model_persistence_threshold "
+        "stage3_max_live_parameters stage3_max_reuse_distance stage3_module_granularity_threshold",
         int,
     ),
     "offload_param": {**_OFFLOAD, "buffer_size": int, "max_in_cpu": int},
@@ -86,27 +88,22 @@ _ZERO: dict[str, Rule] = {
     "memory_efficient_linear": Refused(
         "is not taken over: it replaces torch.nn.functional.linear for the whole process; remove it"
     ),
-    **dict.fromkeys(
-        (
-            "stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save "
-            "load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint"
-        ).split(),
+    **_each(
+        "stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save "
+        "load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint",
         Ignored("checkpoints are in mm_core's format, with whole float32 weights on request"),
     ),
     **dict.fromkeys(("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory"), _OLD_OFFLOAD),
     **dict.fromkeys(("mics_shard_size", "mics_hierarchical_params_gather"), _MICS),
-    **dict.fromkeys(
-        (
-            "zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights "
-            "zero_quantized_gradients zeropp_loco_param"
-        ).split(),
+    **_each(
+        "zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights "
+        "zero_quantized_gradients zeropp_loco_param",
         _ZEROPP,
     ),
     "zenflow": Refused("is not taken over: ZenFlow delays updates, so steps are different from the run's"),
     "legacy_stage1": Refused("is not taken over: DeepSpeed has no such code any more; remove it"),
     "param_persistence_threshold": Refused("has the name stage3_param_persistence_threshold"),
 }
-_HALF = {"enabled": bool, "auto_cast": Refused("is not taken over: batches have the model's dtype")}
 KEYS: dict[str, Rule] = {
     "train_batch_size": int,
     "train_micro_batch_size_per_gpu": int,
@@ -123,7 +120,8 @@ KEYS: dict[str, Rule] = {
         "bf16_optimizer_states": _MASTERS,
     },
     "fp16": {
-        **_HALF,
+        "enabled": bool,
+        "auto_cast": Refused("is not taken over: batches have the model's dtype"),
         "loss_scale": float,
         "initial_scale_power": int,
         "loss_scale_window": int,
@@ -149,15 +147,11 @@ KEYS: dict[str, Rule] = {
         "overlap_events": bool,
         "use_gds": bool,
     },
-    "activation_checkpointing": {
-        **dict.fromkeys(
-            (
-                "partition_activations number_checkpoints contiguous_memory_optimization profile "
-                "synchronize_checkpoint_boundary cpu_checkpointing"
-            ).split(),
-            Ignored("the model decides what is recomputed, by the options of the YAML"),
-        )
-    },
+    "activation_checkpointing": _each(
+        "partition_activations number_checkpoints contiguous_memory_optimization profile "
+        "synchronize_checkpoint_boundary cpu_checkpointing",
+        Ignored("the model decides what is recomputed, by the options of the YAML"),
+    ),
     "checkpoint": {
         "load_universal": Refused("is not taken over: read such a folder with `mm import`"),
         **dict.fromkeys(
@@ -173,16 +167,14 @@ KEYS: dict[str, Rule] = {
     "amp": Refused("is apex, which is not taken over; use bf16"),
     "torch_autocast": Refused("is not taken over; use bf16"),
     "sparse_attention": Refused("is not taken over: the model's own attention computes; remove it"),
-    **dict.fromkeys(
-        "pipeline tensor_parallel autotp expert_parallel sequence_parallel_size".split(), _PARALLEL
-    ),
+    **_each("pipeline tensor_parallel autotp expert_parallel sequence_parallel_size", _PARALLEL),
     "elasticity": Refused("is not taken over: resume at another world size with `--resume last`"),
     "eigenvalue": Refused("is not taken over: it serves DeepSpeed's quantisation only"),
     "progressive_layer_drop": Refused("is not taken over: the model's own forward decides"),
     "compression_training": Refused("is not taken over: the model is trained as it is"),
     "weight_quantization": Refused("is not taken over: it serves inference only"),
-    **dict.fromkeys("curriculum_learning data_efficiency".split(), _CURRICULUM),
-    **dict.fromkeys("tensorboard wandb csv_monitor comet monitor_config".split(), _TRACKERS),
+    **_each("curriculum_learning data_efficiency", _CURRICULUM),
+    **_each("tensorboard wandb csv_monitor comet monitor_config", _TRACKERS),
     "flops_profiler": Refused("is not taken over; the run profiles itself, see `mm-train --help`"),
     "comms_logger": Refused("is not taken over; use torch's profiler"),
     "autotuning": Refused("is not taken over: `--dry-run` prints the model states of each stage"),
@@ -191,7 +183,10 @@ KEYS: dict[str, Rule] = {
     "nebula": Refused("is not taken over: checkpoints are in mm_core's format"),
 }
 
-_ADAM = "lr betas eps weight_decay torch_adam adam_w_mode bias_correction amsgrad fp32_optimizer_states max_grad_norm"
+_ADAM = (
+    "lr betas eps weight_decay torch_adam adam_w_mode bias_correction amsgrad "
+    "fp32_optimizer_states max_grad_norm"
+)
 _WARMUP = "warmup_min_lr warmup_max_lr warmup_num_steps warmup_type last_batch_iteration"
 PARAMS: dict[str, dict[str, str]] = {
     "optimizer": {"Adam": _ADAM, "AdamW": _ADAM},

@@ -152,8 +152,8 @@ def _compare_optimizer(against: _Comparison, part: dict[str, Any], facts: Traini
         name = kind if kind.lower() == "adamw" else f"{kind} with adam_w_mode {str(decoupled).lower()}"
         if ours.type != meant:
             against.faults.append(
-                f"{against.where}.optimizer.type is {name}, which is {meant}, but optimizer.type is {ours.type}; "
-                "make them equal or remove the section"
+                f"{against.where}.optimizer.type is {name}, which is {meant}, but optimizer.type is "
+                f"{ours.type}; make them equal or remove the section"
             )
             return
     for key in ("lr", "betas", "eps", "weight_decay"):
@@ -175,8 +175,8 @@ def _compare_schedule(against: _Comparison, part: dict[str, Any], facts: Trainin
     types, repeated = _SCHEDULES.get(str(kind).lower(), ((ours.type,), {}))
     if ours.type not in types:
         against.faults.append(
-            f"{against.where}.scheduler.type is {kind}, which is {' or '.join(types)}, but lr_schedule.type is "
-            f"{ours.type}; make them equal or remove the section"
+            f"{against.where}.scheduler.type is {kind}, which is {' or '.join(types)}, but "
+            f"lr_schedule.type is {ours.type}; make them equal or remove the section"
         )
         return
     options, lr = ours.options, facts.optimizer.options.get("lr")
