@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from mm_core.errors import did_you_mean
@@ -216,8 +215,9 @@ def checked(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], lis
     faults: list[str] = []
     notes: dict[str, list[str]] = {}
     kept = _section(settings, KEYS, "", faults, notes)
-    if not faults:
-        faults = _combinations(kept)
+    if not any(fault.startswith(("zero_optimization ", "zero_optimization.stage ")) for fault in faults):
+        faults += _combinations(kept)
+    faults += _params(kept)
     shown = [
         f"{', '.join(keys)} {'is' if len(keys) == 1 else 'are'} ignored: {n}" for n, keys in notes.items()
     ]
@@ -269,8 +269,10 @@ def _section(
         elif value == AUTO or value is None:
             kept[key] = value
         else:
-            kept[key] = read(value, rule)
-            if kept[key] is None:
+            found = read(value, rule)
+            if found is not None:
+                kept[key] = found
+            else:
                 faults.append(f"{name} is {value!r}, not {_described(rule)}")
     return kept
 
@@ -327,8 +329,6 @@ def _combinations(settings: Mapping[str, Any]) -> list[str]:
             faults.append(f"{name}.device nvme needs stage 3: at stage {stage} DeepSpeed offloads to the CPU")
         elif device == "nvme" and part.get("nvme_path") in (None, AUTO):
             faults.append(f"{name}.nvme_path is missing: name a folder on the NVMe disk")
-        elif device == "nvme" and not Path(part["nvme_path"]).is_dir():
-            faults.append(f"{name}.nvme_path is {part['nvme_path']!r}, which is not a folder on this machine")
     factor = settings.get("gradient_predivide_factor")
     divided = settings.get("prescale_gradients") is True or factor not in (None, AUTO, 1)
     if divided and stage >= 2 and zero.get("reduce_scatter") is not False:
@@ -336,7 +336,7 @@ def _combinations(settings: Mapping[str, Any]) -> list[str]:
         faults.append(f"{name} fails at stage {stage} unless zero_optimization.reduce_scatter is false")
     if stage == 0 and section(settings, "data_types").get("grad_accum_dtype") not in (None, AUTO, "fp32"):
         faults.append("data_types.grad_accum_dtype has no effect at stage 0; remove it or use stage 1")
-    return faults + _params(settings)
+    return faults
 
 
 def _params(settings: Mapping[str, Any]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from mm_core.contracts import TrainingFacts
@@ -83,7 +84,8 @@ def completed(
     """The config that DeepSpeed gets: `auto` and absent keys from the run, without optimizer and schedule.
 
     Raises:
-        ConfigError: settings that contradict the run; its faults name both places.
+        ConfigError: settings that contradict the run, with both places named, or an NVMe folder that is
+            missing here (a stored run may be opened on a machine without it).
     """
     read_settings = Settings.of(settings)
     kept = checked(settings)[0]
@@ -107,6 +109,11 @@ def completed(
     }
     for key, (value, place) in of_run.items():
         against.compare(key, kept.get(key), value, place)
+    for key in ("offload_optimizer", "offload_param"):
+        part = section(kept, "zero_optimization", key)
+        if part.get("device") == "nvme" and not Path(part["nvme_path"]).is_dir():
+            name = f"{where}.zero_optimization.{key}.nvme_path"
+            against.faults.append(f"{name} is {part['nvme_path']!r}, which is not a folder on this machine")
     _compare_optimizer(against, section(kept, "optimizer"), facts)
     _compare_schedule(against, section(kept, "scheduler"), facts)
     if against.faults:

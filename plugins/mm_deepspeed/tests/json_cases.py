@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from mm_core.contracts import TrainingFacts
-from mm_core.schema import ComponentConfig
+from mm_core.schema.fields import ComponentConfig
 
 FOLDER = Path(__file__).parent / "jsons"
 CASES: dict[str, str | None] = {

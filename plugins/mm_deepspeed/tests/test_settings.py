@@ -28,7 +28,7 @@ def test_a_json_file_is_accepted_by_deepspeed_or_refused_with_a_sentence(name: s
     sentence, path = CASES[name], str(FOLDER / f"{name}.json")
     if sentence is not None:
         with pytest.raises(ConfigError) as caught:
-            DeepSpeedConfig(config=path)
+            completed(DeepSpeedConfig(config=path).settings, facts_of(name))
         assert sentence in caught.value.render()
         return
     config = DeepSpeedConfig(config=path)
@@ -103,6 +103,14 @@ def test_hidden_size_values_become_deepspeeds_defaults_with_a_note() -> None:
     settings = {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}
     assert completed(settings, facts_of())["zero_optimization"]["reduce_bucket_size"] == 500_000_000
     assert any("reduce_bucket_size is auto: 500000000" in note for note in Settings.of(settings).notes)
+
+
+def test_an_nvme_folder_is_looked_for_where_the_run_trains(tmp_path: Any) -> None:
+    settings = {
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    }
+    assert completed(DeepSpeedConfig(settings=settings).settings, facts_of())
+    assert Settings.of(settings).offload_param == "nvme"
 
 
 def test_a_later_change_of_the_file_changes_no_config(tmp_path: Any) -> None:
