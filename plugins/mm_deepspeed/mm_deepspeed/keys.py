@@ -260,9 +260,10 @@ def _section(
             if not _is_off(value, rule):
                 faults.append(f"{name} {rule.why}")
         elif isinstance(rule, (dict, Free)):
-            if isinstance(value, Mapping):
-                free = isinstance(rule, Free)
-                kept[key] = dict(value) if free else _section(value, rule, f"{name}.", faults, notes)
+            if isinstance(value, Mapping) and isinstance(rule, dict):
+                kept[key] = _section(value, rule, f"{name}.", faults, notes)
+            elif isinstance(value, Mapping):
+                kept[key] = dict(value)
             elif value is not None and not (isinstance(rule, Free) and value == AUTO):
                 hint = '; write {"stage": 1}, 2 or 3' if key == "zero_optimization" else ""
                 faults.append(f"{name} is {value!r}, not a section with keys{hint}")
