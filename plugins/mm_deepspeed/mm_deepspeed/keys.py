@@ -52,7 +52,6 @@ _PARALLEL = Refused("is not taken over: this engine shards data-parallel states 
 _MASTERS = Refused(
     "is not taken over: checkpoints need float32 masters; use offload_optimizer to save memory"
 )
-_LOGGING = Ignored("the run logs its own steps")
 
 _OFFLOAD = {
     "device": ("none", "cpu", "nvme"),
@@ -77,11 +76,8 @@ _ZERO: dict[str, Rule] = {
     "offload_param": {**_OFFLOAD, "buffer_size": int, "max_in_cpu": int},
     "offload_optimizer": {
         **_OFFLOAD,
-        "pipeline_read": bool,
-        "pipeline_write": bool,
-        "fast_init": bool,
-        "ratio": float,
-        "cpuadam_cores_perc": float,
+        **_each("pipeline_read pipeline_write fast_init", bool),
+        **_each("ratio cpuadam_cores_perc", float),
         "super_offload": Refused("is not taken over: SuperOffload is not tested with this engine"),
     },
     "memory_efficient_linear": Refused(
@@ -90,10 +86,10 @@ _ZERO: dict[str, Rule] = {
     **_each(
         "stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save "
         "load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint",
-        Ignored("checkpoints are in mm_core's format, with whole float32 weights on request"),
+        Ignored("checkpoints are in mm_core's format"),
     ),
-    **dict.fromkeys(("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory"), _OLD_OFFLOAD),
-    **dict.fromkeys(("mics_shard_size", "mics_hierarchical_params_gather"), _MICS),
+    **_each("cpu_offload cpu_offload_param cpu_offload_use_pin_memory", _OLD_OFFLOAD),
+    **_each("mics_shard_size mics_hierarchical_params_gather", _MICS),
     **_each(
         "zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights "
         "zero_quantized_gradients zeropp_loco_param",
@@ -101,55 +97,40 @@ _ZERO: dict[str, Rule] = {
     ),
     "zenflow": Refused("is not taken over: ZenFlow delays updates, so steps are different from the run's"),
     "legacy_stage1": Refused("is not taken over: DeepSpeed has no such code any more; remove it"),
-    "param_persistence_threshold": Refused("has the name stage3_param_persistence_threshold"),
 }
 KEYS: dict[str, Rule] = {
-    "train_batch_size": int,
-    "train_micro_batch_size_per_gpu": int,
-    "gradient_accumulation_steps": int,
-    "gradient_clipping": float,
+    **_each("train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps", int),
+    **_each("gradient_clipping gradient_predivide_factor", float),
+    **_each("prescale_gradients disable_allgather", bool),
     "optimizer": {"type": str, "params": Free(), "legacy_fusion": bool},
     "scheduler": {"type": str, "params": Free()},
     "zero_optimization": _ZERO,
     "bf16": {
-        "enabled": bool,
-        "immediate_grad_update": bool,
-        "check_grad_overflow": bool,
-        "bf16_master_weights_and_grads": _MASTERS,
-        "bf16_optimizer_states": _MASTERS,
+        **_each("enabled immediate_grad_update check_grad_overflow", bool),
+        **_each("bf16_master_weights_and_grads bf16_optimizer_states", _MASTERS),
     },
     "fp16": {
         "enabled": bool,
         "auto_cast": Refused("is not taken over: batches have the model's dtype"),
         "loss_scale": float,
-        "initial_scale_power": int,
-        "loss_scale_window": int,
-        "hysteresis": int,
         "consecutive_hysteresis": bool,
-        "min_loss_scale": int,
+        **_each("initial_scale_power loss_scale_window hysteresis min_loss_scale", int),
         "fp16_master_weights_and_grads": _MASTERS,
         "opt_level": Refused("is a key of apex; remove it"),
     },
     "data_types": {"grad_accum_dtype": ("fp32", "fp16", "bf16")},
     "communication_data_type": ("fp32", "fp16", "bf16", "fp16_scaled"),
-    "prescale_gradients": bool,
-    "gradient_predivide_factor": float,
-    "disable_allgather": bool,
     "zero_allow_untested_optimizer": Ignored("it is always on"),
     "zero_force_ds_cpu_optimizer": Ignored("the optimizer is the run's own, so it is always off"),
     "aio": {
-        "block_size": int,
-        "queue_depth": int,
+        **_each("block_size queue_depth intra_op_parallelism", int),
+        **_each("single_submit overlap_events use_gds", bool),
         "thread_count": Refused("is an old key; use intra_op_parallelism"),
-        "intra_op_parallelism": int,
-        "single_submit": bool,
-        "overlap_events": bool,
-        "use_gds": bool,
     },
     "activation_checkpointing": _each(
         "partition_activations number_checkpoints contiguous_memory_optimization profile "
         "synchronize_checkpoint_boundary cpu_checkpointing",
-        Ignored("the model decides what is recomputed, by the options of the YAML"),
+        Ignored("the model's plan decides what is recomputed"),
     ),
     "checkpoint": {
         "load_universal": Refused("is not taken over: read such a folder with `mm import`"),
@@ -158,10 +139,11 @@ KEYS: dict[str, Rule] = {
             Ignored("checkpoints are in mm_core's format"),
         ),
     },
-    **dict.fromkeys(("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state"), _LOGGING),
-    **dict.fromkeys(("log_dist", "log_level"), _LOGGING),
+    **_each(
+        "steps_per_print wall_clock_breakdown memory_breakdown dump_state log_dist log_level",
+        Ignored("the run logs its own steps"),
+    ),
     "dataloader_drop_last": Ignored("`data.loader.drop_last` of the YAML decides"),
-    "zero_optimization_stage": Refused('is not a key; write zero_optimization: {"stage": N}'),
     "bfloat16": Refused("is the old name of bf16; rename the section"),
     "amp": Refused("is apex, which is not taken over; use bf16"),
     "torch_autocast": Refused("is not taken over; use bf16"),
@@ -174,7 +156,7 @@ KEYS: dict[str, Rule] = {
     "weight_quantization": Refused("is not taken over: it serves inference only"),
     **_each("curriculum_learning data_efficiency", _CURRICULUM),
     **_each("tensorboard wandb csv_monitor comet monitor_config", _TRACKERS),
-    "flops_profiler": Refused("is not taken over; the run profiles itself, see `mm-train --help`"),
+    "flops_profiler": Refused("is not taken over: `--dry-run` prints the FLOPs of a step"),
     "comms_logger": Refused("is not taken over; use torch's profiler"),
     "autotuning": Refused("is not taken over: `--dry-run` prints the model states of each stage"),
     "hybrid_engine": Refused("is not taken over: it serves generation in DeepSpeed-Chat"),
@@ -209,8 +191,7 @@ def checked(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], lis
 
     Returns:
         the settings that DeepSpeed gets, with numbers that are written as text (`5e8` in YAML) as numbers and
-        without what is ignored or switched off; the faults; the notes. Each is one sentence that starts with
-        its key.
+        without what is ignored or switched off; the faults; the notes. Each fault or note starts with its key.
     """
     faults: list[str] = []
     notes: dict[str, list[str]] = {}

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import pytest
+import yaml
 from json_cases import ACCEPTED, CASES, FOLDER, facts_of
 from mm_deepspeed.config import DeepSpeedConfig
 from mm_deepspeed.settings import Settings, completed
@@ -33,6 +34,7 @@ def test_a_json_file_is_accepted_by_deepspeed_or_refused_with_a_sentence(name: s
         return
     config = DeepSpeedConfig(config=path)
     assert config.config is None and config == DeepSpeedConfig(settings=config.settings)
+    assert yaml.safe_load(yaml.safe_dump(config.settings)) == config.settings
     result = completed(config.settings, facts_of(name))
     assert "auto" not in json.dumps(result)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
