@@ -191,7 +191,7 @@ def checked(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], lis
 
     Returns:
         the settings that DeepSpeed gets, with numbers that are written as text (`5e8` in YAML) as numbers and
-        without what is ignored or switched off; the faults; the notes. Each fault or note starts with its key.
+        without what is ignored or switched off; the faults; the notes. Faults and notes start with their key.
     """
     faults: list[str] = []
     notes: dict[str, list[str]] = {}
