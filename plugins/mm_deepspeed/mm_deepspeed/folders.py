@@ -136,6 +136,8 @@ class _Masters:
         self.where = where
         try:
             self._tensors = self._found()
+        except CheckpointError:
+            raise
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as fault:
             raise CheckpointError(
                 f"the files are not as DeepSpeed writes them ({type(fault).__name__}: {str(fault)[:100]})",
@@ -165,7 +167,8 @@ class _Masters:
             if not optimizers:
                 raise self._error("the files of optimizer states are missing", "copy all files of the folder")
             loaded = [_mapping(self._load(path))["optimizer_state_dict"] for path in optimizers.values()]
-            stage = int(getattr(loaded[0]["zero_stage"], "args", [loaded[0]["zero_stage"]])[0])
+            stage = loaded[0].get("zero_stage", 1)  # files bf16_* of stage 1 do not name it
+            stage = stage.args[0] if isinstance(stage, _StandIn) else stage
             count = loaded[0]["partition_count"]
             world = int(max(count) if isinstance(count, list) else count)
             self._check_complete(world, optimizers, "optimizer")
