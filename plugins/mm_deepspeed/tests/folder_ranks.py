@@ -80,7 +80,7 @@ def train(out: Path, name: str, module: nn.Module) -> None:
         masters = {n: p.detach().clone() for n, p in module.named_parameters() if n not in still}
     kind = torch.bfloat16 if half else torch.float32
     whole = masters | {n: t.to(kind) for n, t in still.items()}
-    whole |= {n: t.clone() for n, t in module.named_buffers()}
+    whole |= {n: t.clone() for n, t in module.named_buffers() if n in module.state_dict()}
     if engine.global_rank == 0:
         torch.save(whole, out / name / "whole.pt")
     engine.destroy()
