@@ -1,4 +1,4 @@
-"""Folders that a DeepSpeed script saved, of ZeRO stages 0 to 3, read without deepspeed. No code in them runs."""
+"""Folders that DeepSpeed scripts saved (ZeRO stages 0 to 3), read without deepspeed. No code in them runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Entry point of the plugin `deepspeed`: its engine and weight format; imports neither torch nor deepspeed."""
+"""Entry point of the plugin `deepspeed`: an engine and a weight format; imports no torch or deepspeed."""
 
 from mm_core import Component, hookimpl
 
