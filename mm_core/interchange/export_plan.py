@@ -134,7 +134,7 @@ class Planner:
             layouts = of_component(self.form.layout(root, module))
             asked = (layout.refusal() for layout in layouts if layout.refusal is not None)
             refusal = next(filter(None, asked), "")
-        if not layouts:
+        if not layouts or any(layout.read_only for layout in layouts):
             raise self._cannot_hold(root, module)
         if refusal:
             raise MMError(
@@ -250,7 +250,10 @@ class Planner:
 
 def _holds(form: WeightFormat, root: str, module: nn.Module, adapter: bool) -> bool:
     try:
-        return bool(form.adapter(root, module) if adapter else form.layout(root, module))
+        if adapter:
+            return bool(form.adapter(root, module))
+        layouts = of_component(form.layout(root, module))
+        return bool(layouts) and not any(layout.read_only for layout in layouts)
     except ContractError:  # the format has no map for this model
         return False
 

@@ -19,7 +19,7 @@ from mm_core.weights.formats.libraries import (
     pipeline_parts,
     read_mapping,
 )
-from mm_core.weights.stored import INDEX, open_stored
+from mm_core.weights.stored import INDEX, load_tensors, open_stored
 from mm_core.weights.streaming import stream
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
     "composed",
     "fit",
     "formats_of",
+    "load_tensors",
     "no_layout_error",
     "only_pickled",
     "open_stored",

@@ -169,7 +169,7 @@ class TorchFile:
     """Tensors in a torch.save file, read with `weights_only` and mapped into memory, not copied."""
 
     def __init__(self, path: Path) -> None:
-        stored = _unnested(_load(path), path)
+        stored = _unnested(load_tensors(path), path)
         self.where = path
         self._tensors = {name: item for name, item in stored.items() if isinstance(item, Tensor)}
         if odd := {name: kind for name, item in self._tensors.items() if (kind := _other_kind(item))}:
@@ -260,10 +260,20 @@ def _why(fault: Exception) -> str:
     return text[:200]
 
 
-def _load(path: Path) -> object:
-    """Loads a torch.save file without running any code in it."""
+def load_tensors(path: Path, stand_ins: Mapping[str, type] | None = None) -> object:
+    """Loads a torch.save file without running any code in it; its tensors are mapped into memory.
+
+    Args:
+        path: the file.
+        stand_ins: classes to build in place of those that the file names, by the name in the file
+            (`package.module.Class`); the package is not imported.
+
+    Raises:
+        CheckpointError: the file is damaged, or needs more than tensors, plain values and `stand_ins`.
+    """
+    allowed: list[Any] = [(kind, name) for name, kind in (stand_ins or {}).items()]
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), torch.serialization.safe_globals(allowed):
             warnings.simplefilter("ignore", UserWarning)  # the error below is enough
             with path.open("rb") as file:
                 check_archive(file, 0, path.stat().st_size)

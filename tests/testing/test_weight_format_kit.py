@@ -25,7 +25,8 @@ def test_shipped_formats_keep_their_contract(name: str) -> None:
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_shipped_format_has_a_model_for_its_checks(name: str) -> None:
-    assert [o.reason for o in examined(name) if o.status == "not applicable"] == []
+    reasons = [o.reason for o in examined(name) if o.status == "not applicable"]
+    assert [reason for reason in reasons if not reason.startswith("the format is only read")] == []
 
 
 def test_a_library_that_is_missing_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,8 @@ class FormatProbe:
         """As `model`; NotApplicable without one, which the check `layout` shows."""
         if self.model is None or not self.build().layout(_NAME, self.model):
             raise NotApplicable("there is no model to store: see the check `layout`")
+        if not _stores(self.build(), self.model):
+            raise NotApplicable("the format is only read: its author tests it with files of its kind")
         return self.model
 
     def tensors(self, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
@@ -230,7 +232,8 @@ def others(probe: FormatProbe) -> None:
 
 def _stores(form: Any, model: nn.Module) -> bool:
     try:
-        return bool(form.layout(_NAME, model))
+        layouts = of_component(form.layout(_NAME, model))
+        return bool(layouts) and not any(layout.read_only for layout in layouts)
     except ContractError:  # it has no map for this model
         return False
 

@@ -63,6 +63,7 @@ class Layout:
             used for reading only. Its prefix is that of `keys`. Raises ContractError for files it cannot map.
         refusal: returns why the library could not load files written in this layout, or "" if it can;
             called before anything is written.
+        read_only: no export is written in this layout.
     """
 
     keys: KeyMap = field(default_factory=KeyMap)
@@ -76,6 +77,7 @@ class Layout:
     optional: bool = False
     reading: Callable[[StoredTensors], KeyMap] | None = None
     refusal: Callable[[], str] | None = None
+    read_only: bool = False
 
 
 @dataclass(frozen=True)
