@@ -1,0 +1,272 @@
+"""The private parts of DeepSpeed that the engine needs: its norms, how it discards, and where masters lie.
+
+DeepSpeed's public API gives the norm after an update only, cannot discard gradients, and sets states only of
+tensors that divide evenly. All of that is here, for the versions in `VERSIONS`, and each line is tested.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import metadata
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from mm_core.device import environment_world
+from mm_core.errors import PluginError
+
+VERSIONS = ("0.19.8",)
+_INSTALL = f"pip install deepspeed=={VERSIONS[-1]}"
+
+
+def load(device: torch.device) -> Any:
+    """Imports DeepSpeed for a device; its messages go to Python's logging, from warnings on.
+
+    Raises:
+        PluginError: it is missing, or of a version whose private parts are not known here.
+    """
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        found = metadata.version("deepspeed")
+        import deepspeed
+    except ImportError as fault:
+        raise PluginError(
+            f"the engine needs deepspeed, which cannot be imported: {fault}", where="engine", hint=_INSTALL
+        ) from None
+    if found not in VERSIONS:
+        raise PluginError(
+            f"deepspeed {found} is installed, whose private parts the engine does not know",
+            where="engine",
+            accepted=f"deepspeed {', '.join(VERSIONS)}",
+            hint=_INSTALL,
+        )
+    logger = logging.getLogger("DeepSpeed")
+    logger.handlers.clear()  # it writes to stdout
+    logger.propagate = True
+    logger.setLevel(logging.WARNING)
+    return deepspeed
+
+
+@contextmanager
+def starting(device: torch.device) -> Iterator[None]:
+    """A context for making DeepSpeed's engine; the environment is as before at its end, but for LOCAL_RANK.
+
+    DeepSpeed compiles nothing for the communication of CPUs in it: gloo does that. Nor does it broadcast rank 0's
+    parameters, which are equal already: it cannot broadcast one without dimensions.
+    """
+    os.environ.setdefault("LOCAL_RANK", str(environment_world().local_rank))  # stage 3 reads it in each step
+    with (
+        patch.dict(os.environ),
+        patch("deepspeed.comm.torch.build_shm_op", lambda: None),
+        patch("deepspeed.runtime.engine.DeepSpeedEngine._broadcast_model", lambda _: None),
+    ):
+        yield
+
+
+class Fragment(NamedTuple):
+    """What a rank holds of a trained parameter.
+
+    Attributes:
+        master: [n] the float32 elements of this rank; n may be 0.
+        start: index of the first in the whole parameter.
+        state: the optimizer's state of the flat buffer, if there is any: tensors of its size are cut to
+            these elements.
+    """
+
+    master: Tensor
+    start: int
+    state: Mapping[str, Tensor]
+
+
+class Zero:
+    """DeepSpeed's optimizer of a stage, through one interface; this is that of stages 1 and 2."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.inner = engine, engine.optimizer
+
+    @property
+    def scaler(self) -> Any:
+        """The loss scaler of float16; None without a dynamic one."""
+        found = getattr(self.inner, "loss_scaler", None)
+        return found if getattr(found, "dynamic", False) else None
+
+    @property
+    def scale(self) -> float:
+        """The factor of the loss before backward."""
+        return float(getattr(self.inner, "loss_scale", 1.0))
+
+    def norm(self) -> float:
+        """The L2 norm of the averaged gradients; not finite if one of them is not."""
+        norm = float(self._norm()) / self.scale
+        return norm if norm >= 0 else float("inf")  # -1 stands for a norm that is not finite
+
+    def step(self, clip: float | None) -> None:
+        """Clips and updates."""
+        self.inner.clip_grad = clip or 0.0
+        self.engine.step()
+
+    def fragment(self, parameter: nn.Parameter) -> Fragment:
+        """What this rank holds of a trained parameter."""
+        mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
+        if mapping is None:
+            flat = self._flats()[0]
+            return Fragment(flat.detach()[:0], 0, self._cut(flat, 0, 0))
+        address = mapping.hp_fragment_address
+        flat = self._flats()[mapping.param_group_index]
+        cut = flat.detach().narrow(0, address.start, address.numel)
+        start = mapping.lp_fragment_address.start
+        return Fragment(cut, start, self._cut(flat, address.start, address.numel))
+
+    def frozen(self, parameter: nn.Parameter) -> Fragment | None:
+        """What this rank holds of a frozen parameter; None if every rank has it whole."""
+        return None
+
+    def make_state(self) -> None:
+        """Gives the optimizer the states of its first step, which are zero."""
+        for flat in self._flats():
+            flat.grad = torch.zeros_like(flat)
+        self._make_state()
+        for flat in self._flats():
+            for key, value in self.inner.optimizer.state[flat].items():
+                value.zero_()
+            if not self._keeps_gradient():
+                flat.grad = None
+
+    # -- what the stages differ in -------------------------------------------------------------
+
+    def _norm(self) -> float:
+        return self.inner.scaled_global_norm()  # type: ignore[no-any-return]
+
+    def _flats(self) -> list[Tensor]:
+        return list(self.inner.single_partition_of_fp32_groups)
+
+    def _keeps_gradient(self) -> bool:
+        return bool(self.inner.cpu_offload)
+
+    def _make_state(self) -> None:
+        for index in range(len(self._flats())):
+            self.inner._optimizer_step(index)
+
+    def _cut(self, flat: Tensor, start: int, count: int) -> dict[str, Tensor]:
+        state = self.inner.optimizer.state.get(flat, {})
+        return {
+            key: value.detach().narrow(0, start, count) if value.shape == flat.shape else value
+            for key, value in state.items()
+        }
+
+    def publish(self) -> None:
+        """Copies the masters into the parameters that compute."""
+        self.inner.update_lp_params()
+
+    def discard(self) -> None:
+        """Clears the gradients of a step."""
+        inner = self.inner
+        inner.micro_step_id = -1
+        inner._wait_for_offload_copies()
+        inner.zero_grad()
+        for key in inner.averaged_gradients:
+            inner.averaged_gradients[key] = inner.all_grad_tensors[key] = None
+        if inner.cpu_offload:
+            inner._offload_accumulated_param_ids = set()
+            inner.reset_cpu_buffers()
+        inner._release_preflattened_grad_buffers()
+
+
+class ZeroBF16(Zero):
+    """Stage 1 in bfloat16 with float32 gradients: another class in DeepSpeed."""
+
+    def _norm(self) -> float:
+        from deepspeed.runtime.utils import get_global_norm_of_tensors
+
+        gradients = self.inner.get_grads_for_norm()[0]
+        return get_global_norm_of_tensors(gradients, mpu=None, norm_type=2)  # type: ignore[no-any-return]
+
+    def _flats(self) -> list[Tensor]:
+        return list(self.inner.fp32_groups_flat_partition)
+
+    def _keeps_gradient(self) -> bool:
+        return True
+
+    def _make_state(self) -> None:
+        self.inner.optimizer.step()
+
+    def discard(self) -> None:
+        self.inner.clear_hp_grads()
+        self.inner.clear_lp_grads()
+
+
+class Zero3(Zero):
+    """Stage 3: the parameters are split too, each of them evenly."""
+
+    def _norm(self) -> float:
+        from deepspeed.runtime.utils import combine_grad_norm_groups
+
+        return combine_grad_norm_groups(self.inner._get_norm_groups())  # type: ignore[no-any-return]
+
+    def _flats(self) -> list[Tensor]:
+        return list(self.inner.fp32_partitioned_groups_flat)
+
+    def _keeps_gradient(self) -> bool:
+        return bool(self.inner.offload_optimizer)
+
+    def fragment(self, parameter: nn.Parameter) -> Fragment:
+        group, offset, size = self.inner.grad_position[self.inner.get_param_id(parameter)]
+        flat = self._flats()[group]
+        start, count = _own_part(parameter, size)
+        return Fragment(flat.detach().narrow(0, offset, count), start, self._cut(flat, offset, count))
+
+    def frozen(self, parameter: nn.Parameter) -> Fragment | None:
+        held = parameter.ds_tensor  # type: ignore[attr-defined]
+        start, count = _own_part(parameter, held.numel())
+        return Fragment(held.detach().view(-1)[:count], start, {})
+
+    def publish(self) -> None:
+        inner = self.inner
+        inner._partition_all_parameters()
+        for index in range(len(inner.fp16_groups)):
+            inner._reassign_or_swap_out_partitioned_parameters(index)
+        if inner.persistent_parameters:
+            inner.persistent_parameters[0].all_gather(inner.persistent_parameters)
+
+    def discard(self) -> None:
+        self.inner._pre_step()
+        self.inner._partition_all_parameters()
+        self.inner._overflow_clean_up(self.scale)
+        if self.inner.persistent_parameters:
+            self.inner.persistent_parameters[0].all_gather(self.inner.persistent_parameters)
+
+
+def _own_part(parameter: nn.Parameter, size: int) -> tuple[int, int]:
+    """First element and number of elements of this rank, without padding."""
+    import torch.distributed as dist
+
+    whole = parameter.ds_numel  # type: ignore[attr-defined]
+    start = min(dist.get_rank() * size, whole)
+    return start, min(size, whole - start)
+
+
+def zero_of(engine: Any, stage: int) -> Zero:
+    """The interface to the optimizer that DeepSpeed has made for a stage from 1 on."""
+    if stage == 3:
+        return Zero3(engine)
+    return ZeroBF16(engine) if type(engine.optimizer).__name__ == "BF16_Optimizer" else Zero(engine)
+
+
+def split(parameter: nn.Parameter, config: Mapping[str, Any]) -> nn.Parameter:
+    """Splits a whole parameter over the ranks for stage 3; rank 0's values count. Called by all ranks."""
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    shell = nn.Module()
+    shape = parameter.shape
+    if not shape:
+        parameter = nn.Parameter(parameter.detach().view(1), parameter.requires_grad)
+    shell.register_parameter("held", parameter)
+    Init(module=shell, config_dict_or_path=dict(config), mem_efficient_linear=False)
+    parameter.ds_shape = shape  # type: ignore[attr-defined]
+    return parameter
