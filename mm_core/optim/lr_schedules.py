@@ -1,10 +1,11 @@
 """Built-in learning-rate schedules: factors of the base rate by the 0-based step.
 
 The convention is that of Transformers' `get_*_schedule_with_warmup`: with a warm-up of w steps, step s < w
-is s / w of the way from `warmup_init` to the base rate, and step w is the first at the full rate (a warm-up
-of the type `log` is log(s + 1) / log(w) of the way, so step w - 1 has the full rate already). A decay
-over a run of N steps would reach `min_lr` at step N, one after the last. Trainers that set a warm-up's next rate after each step, counted from the first call,
-are one step behind: they train steps 0 and 1 with the lowest rate.
+is s / w of the way from `warmup_init` to the base rate, and step w is the first at the full rate. With
+`warmup_type` log it is log(s + 1) / log(w) of the way, so step w - 1 has the full rate already. A decay over
+a run of N steps would reach `min_lr` at step N, one after the last. Trainers that count the steps of a
+warm-up from the first call of their scheduler, after a step, are one step behind: they train steps 0 and 1
+with the lowest rate.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ def model_states(trained: int, frozen: int, states: float, world: int) -> tuple[
         return weights + rest - host, host
 
     return tuple(
-        StageBytes(name, *of(*layout, width=4, master=0), *of(*layout, width=2, master=4))
-        for name, *layout in LAYOUTS
+        StageBytes(name, *of(stage, optimizer, parameters, 4, 0), *of(stage, optimizer, parameters, 2, 4))
+        for name, stage, optimizer, parameters in LAYOUTS
     )
 
 
