@@ -16,16 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mm_core.contracts import (
-    Batch,
-    Engine,
-    Loss,
-    LRSchedule,
-    Randomness,
-    SupportsBeginStep,
-    SupportsLossScale,
-    Task,
-)
+from mm_core.contracts import Batch, Engine, Loss, LRSchedule, Randomness, SupportsBeginStep, SupportsLossScale, Task
 from mm_core.contracts.bases.task_module import loss_of
 from mm_core.errors import CheckpointError, MMError, PeerError, TrainingError
 from mm_core.plan import RunPlan
@@ -108,7 +99,9 @@ def run_steps(training: Training, start: int) -> int:
         grad_norm = engine.grad_norm()
         reporter.enter("optimizer")
         rerun = partial(recompute, training, step, batches)
-        refused = overflow(engine, grad_norm) or training.guard.judge(step, grad_norm, losses, batches, rerun)
+        refused = overflow(engine, grad_norm) or training.guard.judge(
+            step, grad_norm, losses, batches, rerun
+        )
         if refused is None:
             engine.step(grad_norm, training.clip_grad_norm)
         else:
