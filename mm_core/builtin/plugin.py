@@ -25,12 +25,16 @@ _SUMMARIES = {
     "pyav": "FFmpeg through PyAV; detects corrupt frames, honours rotation and variable frame rates",
     "decord": "decord 0.6 (x86_64 Linux wheels only; no AV1, does not detect corrupt frames)",
     "adamw": "torch.optim.AdamW (decoupled weight decay)",
+    "adam": "torch.optim.Adam (L2 decay)",
     "adamw_8bit": "torchao's AdamW with 8-bit moments (extra: low-bit)",
     "muon": "torch.optim.Muon for matrices, AdamW for the rest (torch >= 2.9)",
     "constant": "linear warm-up, then constant",
     "linear": "linear warm-up, then a straight line down to min_lr",
     "cosine": "linear warm-up, then half a cosine down to min_lr",
     "polynomial": "linear warm-up, then (1 - progress)^power down to min_lr",
+    "warmup_decay": "logarithmic warm-up, then a straight line down to min_lr",
+    "one_cycle": "min_lr to the base rate and back, then below min_lr",
+    "lr_range_test": "from the base rate up, to find the largest rate that trains",
     "wsd": "warm-up, stable, decay over the last decay_fraction of the run",
     "tensorboard": "scalars and clips under <run>/tensorboard",
     "wandb": "Weights & Biases, online or offline (extra: wandb)",
@@ -54,9 +58,12 @@ _PAPERS = {
     "fsdp2": "https://arxiv.org/abs/2304.11277",
     "flow_match": "https://arxiv.org/abs/2209.03003",
     "adamw": "https://arxiv.org/abs/1711.05101",
+    "adam": "https://arxiv.org/abs/1412.6980",
     "adamw_8bit": "https://arxiv.org/abs/2110.02861",
     "muon": "https://arxiv.org/abs/2502.16982",
     "cosine": "https://arxiv.org/abs/1608.03983",
+    "one_cycle": "https://arxiv.org/abs/1803.09820",
+    "lr_range_test": "https://arxiv.org/abs/1803.09820",
     "wsd": "https://arxiv.org/abs/2405.18392",
     "anls": "https://arxiv.org/abs/1905.13648",
 }
@@ -168,6 +175,7 @@ def mm_video_readers() -> list[Component]:
 def mm_optimizers() -> list[Component]:
     return [
         _core("adamw", "optim.adamw:adamw", "training:AdamWConfig", state_tensors=2),
+        _core("adam", "optim.adamw:adam", "training:AdamConfig", state_tensors=2),
         _core("adamw_8bit", "optim.adamw_8bit:adamw_8bit", "training:AdamW8bitConfig", state_tensors=1),
         _core("muon", "optim.muon:muon", "training:MuonConfig", state_tensors=1),
     ]
@@ -178,6 +186,9 @@ def mm_lr_schedules() -> list[Component]:
     return [
         _core("constant", "optim.lr_schedules:constant", "training:ConstantConfig", tiny=_WARMUP),
         _core("linear", "optim.lr_schedules:linear", "training:LinearConfig", tiny=_WARMUP),
+        _core("warmup_decay", "optim.lr_schedules:linear", "training:WarmupDecayConfig", tiny=_WARMUP),
+        _core("one_cycle", "optim.lr_schedules:one_cycle", "training:OneCycleConfig"),
+        _core("lr_range_test", "optim.lr_schedules:lr_range_test", "training:LRRangeTestConfig"),
         _core("cosine", "optim.lr_schedules:cosine", "training:CosineConfig", tiny=_WARMUP),
         _core("polynomial", "optim.lr_schedules:polynomial", "training:PolynomialConfig", tiny=_WARMUP),
         _core("wsd", "optim.lr_schedules:wsd", "training:WSDConfig", tiny=_WARMUP),

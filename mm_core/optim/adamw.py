@@ -1,14 +1,17 @@
-"""AdamW with the fastest kernel of the device."""
+"""AdamW and Adam with the fastest kernel of the device."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from mm_core.optim.parameter_groups import Group
+
+Kind = TypeVar("Kind", torch.optim.Adam, torch.optim.AdamW)
 
 
 def adamw(
@@ -28,11 +31,39 @@ def adamw(
         eps: added to the root of the second moment.
         weight_decay: a step removes `lr` times this share of each parameter.
     """
+    return _adam(torch.optim.AdamW, groups, lr, betas, eps, weight_decay)
+
+
+def adam(
+    groups: Sequence[Group], lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+) -> torch.optim.Adam:
+    """The Adam optimizer with L2 decay, else as `adamw`.
+
+    Reference: https://arxiv.org/abs/1412.6980
+
+    Args:
+        groups: parameter groups (`groups_of`); a group's own settings replace those below.
+        lr: base learning rate, which the schedule's factors multiply.
+        betas: decay of the first and the second moment, per step.
+        eps: added to the root of the second moment.
+        weight_decay: this share of each parameter is added to its gradient.
+    """
+    return _adam(torch.optim.Adam, groups, lr, betas, eps, weight_decay)
+
+
+def _adam(
+    kind: type[Kind],
+    groups: Sequence[Group],
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> Kind:
     held = [parameter for group in groups for parameter in group["params"]]
     devices = {parameter.device.type for parameter in held}
     fused = bool(held) and all(p.is_floating_point() for p in held) and all(map(has_fused_adamw, devices))
     first, second = betas  # a YAML gives a list
-    return torch.optim.AdamW(
+    return kind(
         [dict(group) for group in groups],
         lr=lr,
         betas=(first, second),

@@ -1,8 +1,11 @@
 """Built-in learning-rate schedules: factors of the base rate by the 0-based step.
 
 The convention is that of Transformers' `get_*_schedule_with_warmup`: with a warm-up of w steps, step s < w
-is s / w of the way from `warmup_init` to the base rate, and step w is the first at the full rate. A decay
-over a run of N steps would reach `min_lr` at step N, one after the last.
+is s / w of the way from `warmup_init` to the base rate, and step w is the first at the full rate. With
+`warmup_type` log it is log(s + 1) / log(w) of the way, so step w - 1 has the full rate already. A decay over
+a run of N steps would reach `min_lr` at step N, one after the last. Trainers that count the steps of a
+warm-up from the first call of their scheduler, after a step, are one step behind: they train steps 0 and 1
+with the lowest rate.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ Fall = Callable[[float], float]
 
 @dataclass(frozen=True)
 class Schedule:
-    """A learning-rate schedule: linear warm-up, the full rate, then a decay until the end of the run.
+    """A learning-rate schedule: warm-up, the full rate, then a decay until the end of the run.
 
     Args:
         warmup_steps: steps of the warm-up.
@@ -30,6 +33,7 @@ class Schedule:
         total_steps: steps of the run; after a decay, the factor stays at `floor`.
         floor: factor at the end of the decay.
         fall: shape of the decay; None keeps the full rate.
+        logarithmic: the warm-up rises with the logarithm of the step, not in a straight line.
     """
 
     warmup_steps: int
@@ -38,10 +42,15 @@ class Schedule:
     total_steps: int = 0
     floor: float = 0.0
     fall: Fall | None = None
+    logarithmic: bool = False
 
     def factor(self, step: int) -> float:
         """The learning rate's factor at the 0-based `step`."""
         if step < self.warmup_steps:
+            if self.logarithmic:
+                return self.start + (1.0 - self.start) * math.log(step + 1) / math.log(
+                    max(2, self.warmup_steps)
+                )
             return self.start + (1.0 - self.start) * step / self.warmup_steps
         if self.fall is None or step < self.decay_from:
             return 1.0
@@ -57,11 +66,13 @@ class Shared(TypedDict, total=False):
     Attributes:
         warmup_fraction: the warm-up's share of the run, instead of its steps.
         warmup_init: learning rate at step 0 of a warm-up.
+        warmup_type: shape of the warm-up, `linear` or `log`.
         min_lr: learning rate at the end of a decay.
     """
 
     warmup_fraction: float | None
     warmup_init: float
+    warmup_type: str
     min_lr: float
 
 
@@ -178,7 +189,119 @@ def schedule(
     warmup = warmup_length(total_steps, warmup_steps, shared.get("warmup_fraction"))
     start = share(shared.get("warmup_init", 0.0), base_lr, "warmup_init")
     floor = share(shared.get("min_lr", 0.0), base_lr, "min_lr")
-    return Schedule(warmup, start, warmup if decay_from is None else decay_from, total_steps, floor, fall)
+    log = shared.get("warmup_type") == "log"
+    return Schedule(
+        warmup, start, warmup if decay_from is None else decay_from, total_steps, floor, fall, log
+    )
+
+
+@dataclass(frozen=True)
+class OneCycle:
+    """A learning-rate schedule that rises to the full rate, falls back, then decays with 1 / (1 + steps).
+
+    Args:
+        low: factor at both ends of the cycle.
+        first: steps of the rise.
+        second: steps of the fall.
+        stairs: levels of the rise and of the fall; 0 for a straight line.
+        decay: added to the divisor of `low` by each step after the cycle.
+    """
+
+    low: float
+    first: int
+    second: int
+    stairs: tuple[int, int]
+    decay: float
+
+    def factor(self, step: int) -> float:
+        """The learning rate's factor at the 0-based `step`."""
+        left = self.first + self.second - step
+        if left <= 0:
+            return self.low / (1.0 - self.decay * left)
+        rises = step <= self.first
+        part, whole = (step, self.first) if rises else (left, self.second)
+        stairs = self.stairs[0 if rises else 1]
+        height = part * stairs // whole / stairs if stairs else part / whole
+        return self.low + (1.0 - self.low) * height
+
+
+@dataclass(frozen=True)
+class RangeTest:
+    """A learning-rate schedule that rises without end, to find the largest rate that trains.
+
+    Args:
+        step_size: steps in which the factor rises by `step_rate`.
+        step_rate: rise of the factor, from 1.
+        staircase: the rate rises at once at the end of `step_size` steps.
+    """
+
+    step_size: int
+    step_rate: float
+    staircase: bool
+
+    def factor(self, step: int) -> float:
+        """The learning rate's factor at the 0-based `step`."""
+        interval = step // self.step_size if self.staircase else step / self.step_size
+        return 1.0 + self.step_rate * interval
+
+
+def one_cycle(
+    total_steps: int,
+    base_lr: float,
+    min_lr: float = 0.0,
+    cycle_first_step_size: int = 2000,
+    cycle_second_step_size: int | None = None,
+    cycle_first_stair_count: int = 0,
+    cycle_second_stair_count: int | None = None,
+    decay_step_size: int = 0,
+    decay_lr_rate: float = 0.0,
+) -> OneCycle:
+    """A learning-rate schedule: from `min_lr` up to the base rate and back, then a decay below `min_lr`.
+
+    Only the learning rate cycles; the optimizer's momentum stays as configured.
+
+    Reference: https://arxiv.org/abs/1803.09820
+
+    Args:
+        total_steps: steps of the run; the cycle has a length of its own.
+        base_lr: the optimizer's learning rate, the peak of the cycle.
+        min_lr: learning rate at both ends of the cycle.
+        cycle_first_step_size: steps of the rise.
+        cycle_second_step_size: steps of the fall; None for as many.
+        cycle_first_stair_count: levels of the rise; 0 for a straight line.
+        cycle_second_stair_count: levels of the fall; None for as many.
+        decay_step_size: steps in which the decay's divisor grows by `decay_lr_rate`; 0 for no decay.
+        decay_lr_rate: growth of the divisor.
+
+    Raises:
+        ConfigError: `min_lr` is above the base rate.
+    """
+    second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
+    fall = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+    decay = decay_lr_rate / decay_step_size if decay_step_size else 0.0
+    low = share(min_lr, base_lr, "min_lr")
+    return OneCycle(low, cycle_first_step_size, second, (cycle_first_stair_count, fall), decay)
+
+
+def lr_range_test(
+    total_steps: int,
+    base_lr: float,
+    lr_range_test_step_size: int = 2000,
+    lr_range_test_step_rate: float = 1.0,
+    lr_range_test_staircase: bool = False,
+) -> RangeTest:
+    """A learning-rate schedule: from the base rate up, by the same amount at each step or stair.
+
+    Reference: https://arxiv.org/abs/1803.09820
+
+    Args:
+        total_steps: steps of the run; the rate rises until its end.
+        base_lr: the optimizer's learning rate, where the test starts.
+        lr_range_test_step_size: steps in which the rate rises by that share of the base rate.
+        lr_range_test_step_rate: rise in `lr_range_test_step_size` steps, as a multiple of the base rate.
+        lr_range_test_staircase: the rate rises at once after `lr_range_test_step_size` steps.
+    """
+    return RangeTest(lr_range_test_step_size, lr_range_test_step_rate, lr_range_test_staircase)
 
 
 def line(progress: float) -> float:

@@ -32,6 +32,7 @@ from mm_core.device import untested_torch
 from mm_core.errors import ConfigError, ContractError, PlanError, plural
 from mm_core.modules.casting import cast_frozen
 from mm_core.modules.patterns import freeze
+from mm_core.plan.model_states import model_states
 from mm_core.plan.run_plan import ComponentFact, MissingFile, ModuleFact, RunPlan
 from mm_core.plugin.checks.places import place_of_object
 from mm_core.plugin.checks.values import returned
@@ -150,11 +151,15 @@ def make_plan(
         )
     steps, accumulation = _steps(config, size, num_samples), size // wave
     notes = _engine_notes(config, engine, steps, accumulation, layout.data_parallel)
+    modules = _modules(task)
+    trained = sum(m.trained for m in modules if m.trainable)
+    whole = sum(m.parameters for m in modules if m.trainable)
     return RunPlan(
         name=config.run.name,
         engine=layout,
         components=tuple(_components(config)),
-        modules=tuple(_modules(task)),
+        modules=tuple(modules),
+        model_states=model_states(trained, whole - trained, states, world),
         missing=tuple(_missing(config, task)),
         steps=steps,
         micro_batch_size=micro,

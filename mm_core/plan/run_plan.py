@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from mm_core.contracts import EnginePlan, StepFlops
 from mm_core.errors import plural
+from mm_core.plan.model_states import StageBytes, table
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class RunPlan:
     micro_batch_size: int
     global_batch_size: int
     accumulation: int
+    model_states: tuple[StageBytes, ...] = ()
     ema_bytes: int = 0
     ema_on_host: bool = False
     flops: StepFlops | None = None  # of one step over all ranks; None: unknown
@@ -130,6 +132,8 @@ class RunPlan:
             "",
             *self._memory(),
         ]
+        if self.model_states:
+            lines += ["", *table(self.model_states)]
         if self.flops is not None:
             lines += ["", "FLOPs per step, all ranks"]
             lines += [f"  {label:<11} {_flop(count):>24}" for label, count in asdict(self.flops).items()]

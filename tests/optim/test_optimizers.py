@@ -13,7 +13,7 @@ from torch import nn
 
 from mm_core.builtin.configs.training import AdamWConfig, MuonConfig
 from mm_core.errors import PlanError, PluginError
-from mm_core.optim.adamw import adamw, has_fused_adamw
+from mm_core.optim.adamw import adam, adamw, has_fused_adamw
 from mm_core.optim.adamw_8bit import adamw_8bit
 from mm_core.optim.muon import muon
 from support import parts_ranks
@@ -291,3 +291,17 @@ def test_muon_on_two_ranks_moves_as_on_one(tmp_path):
     for name in one:
         # AdamW's fused kernel rounds the last numbers of an odd shard differently.
         assert torch.allclose(one[name], two[name], rtol=1e-6, atol=1e-9), name
+
+
+def test_adam_is_torchs_with_l2_decay():
+    ours, theirs = (nn.Parameter(torch.linspace(-1, 1, 7)) for _ in range(2))
+    group = {"params": [ours], "names": ["w"]}
+    pair = (
+        adam([group], lr=0.1, betas=(0.8, 0.9), eps=1e-8, weight_decay=0.3),
+        torch.optim.Adam([theirs], lr=0.1, betas=(0.8, 0.9), eps=1e-8, weight_decay=0.3, foreach=False),
+    )
+    for _ in range(5):
+        for parameter, optimizer in zip((ours, theirs), pair, strict=True):
+            parameter.grad = parameter.detach() ** 2 - 0.5
+            optimizer.step()
+    torch.testing.assert_close(ours, theirs)

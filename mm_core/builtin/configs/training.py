@@ -21,6 +21,13 @@ class AdamWConfig:
 
 
 @dataclass(frozen=True)
+class AdamConfig(AdamWConfig):
+    """Config of the optimizer `adam`: Adam with L2 decay (Kingma and Ba 2015)."""
+
+    weight_decay: Annotated[float, Range(ge=0)] = 0.0  # this share of each parameter is added to its gradient
+
+
+@dataclass(frozen=True)
 class AdamW8bitConfig(AdamWConfig):
     """Config of the optimizer `adamw_8bit`: AdamW with 8-bit moments (Dettmers et al. 2022)."""
 
@@ -50,6 +57,7 @@ class ConstantConfig:
     warmup_steps: Annotated[int, Range(ge=0)] = 0  # steps from warmup_init to the base rate
     warmup_fraction: Annotated[float, Range(ge=0, le=1)] | None = None  # of the run; instead of warmup_steps
     warmup_init: Annotated[float, Range(ge=0)] = 0.0  # learning rate of the first step; 0 changes no weight
+    warmup_type: Literal["linear", "log"] = "linear"  # log: steep at first, log(step + 1) / log(steps)
 
     def __post_init__(self) -> None:
         if self.warmup_steps and self.warmup_fraction is not None:
@@ -61,6 +69,35 @@ class LinearConfig(ConstantConfig):
     """Config of the schedule `linear`: linear warm-up, then a straight line down to `min_lr`."""
 
     min_lr: Annotated[float, Range(ge=0)] = 0.0  # learning rate at the end of the run
+
+
+@dataclass(frozen=True)
+class WarmupDecayConfig(LinearConfig):
+    """Config of the schedule `warmup_decay`: `linear` with a warm-up that is logarithmic by default."""
+
+    warmup_type: Literal["linear", "log"] = "log"  # log: steep at first, log(step + 1) / log(steps)
+
+
+@dataclass(frozen=True)
+class OneCycleConfig:
+    """Config of the schedule `one_cycle`: from `min_lr` to the base rate and back, then a decay."""
+
+    min_lr: Annotated[float, Range(ge=0)] = 0.0  # learning rate at both ends of the cycle
+    cycle_first_step_size: Annotated[int, Range(ge=1)] = 2000  # steps of the rise
+    cycle_second_step_size: Annotated[int, Range(ge=1)] | None = None  # steps of the fall; null: as many
+    cycle_first_stair_count: Annotated[int, Range(ge=0)] = 0  # levels of the rise; 0 is a straight line
+    cycle_second_stair_count: Annotated[int, Range(ge=0)] | None = None  # levels of the fall; null: as many
+    decay_step_size: Annotated[int, Range(ge=0)] = 0  # steps after the cycle per decay_lr_rate; 0: no decay
+    decay_lr_rate: Annotated[float, Range(ge=0)] = 0.0  # min_lr is divided by 1 + rate * steps / step size
+
+
+@dataclass(frozen=True)
+class LRRangeTestConfig:
+    """Config of the schedule `lr_range_test`: from the base rate up, to find the largest rate that trains."""
+
+    lr_range_test_step_size: Annotated[int, Range(ge=1)] = 2000  # steps of one rise
+    lr_range_test_step_rate: Annotated[float, Range(ge=0)] = 1.0  # one rise, in base rates
+    lr_range_test_staircase: bool = False  # rise at once, at the end of these steps
 
 
 @dataclass(frozen=True)
