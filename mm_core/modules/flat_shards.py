@@ -1,15 +1,15 @@
 """Tensors of which each rank holds a range of the elements, in row-major order, wherever rows begin.
 
-Engines that lay parameters into one flat buffer and split that buffer over the ranks hold such ranges. A range
-is at most 2n-1 boxes of an n-dimensional tensor, and a checkpoint stores and reads boxes: so what such an
-engine writes fits any number of ranks and any other engine, without a copy and without communication.
+Engines that lay parameters into one flat buffer and split that buffer over the ranks hold such ranges. A
+range is at most 2n-1 boxes of an n-dimensional tensor, and a checkpoint stores and reads boxes: so what such
+an engine writes fits any number of ranks and any other engine, without a copy and without communication.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 Ints = tuple[int, ...]
+_ATEN = torch.ops.aten
+_BY_SHARE = {_ATEN.detach.default, _ATEN.clone.default, _ATEN.copy_.default, _ATEN._to_copy.default}
+"""What is done to each rank's elements alone."""
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Ints, Ints]]:
@@ -41,7 +44,7 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Ints, I
 
 
 class FlatShard(Tensor):
-    """A tensor of which this rank holds a range of the elements. It stores and loads; it does not compute.
+    """A tensor of which this rank holds a range of the elements, to store, load and copy, not to compute.
 
     Args:
         share: [n] the elements of this rank, plain memory that a load fills.
@@ -66,8 +69,12 @@ class FlatShard(Tensor):
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> NoReturn:
-        raise NotImplementedError(f"{func} of a tensor whose elements lie on several ranks")
+    ) -> FlatShard:
+        if func not in _BY_SHARE:
+            raise NotImplementedError(f"{func} of a tensor whose elements lie on several ranks")
+        held: FlatShard = args[0]
+        share = func(*[a.share if isinstance(a, FlatShard) else a for a in args], **(kwargs or {}))
+        return held if share is held.share else held.like(share)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"FlatShard({tuple(self.shape)}, {self.share.numel()} elements from {self.start})"

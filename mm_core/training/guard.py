@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 
 from mm_core.checkpoint.files.layout import Document
@@ -12,7 +12,7 @@ from mm_core.contracts import Batch, Loss
 from mm_core.errors import PeerError, TrainingError, plural
 from mm_core.runtime.ranks import Ranks, gather_rows
 
-Rerun = Callable[[], Iterator[Loss]]
+Rerun = Callable[[], Sequence[Callable[[], Loss]]]
 _HINT = "lower the learning rate, check the samples of this step, or train in fp32"
 
 
@@ -27,7 +27,7 @@ class UpdateGuard:
         settings: the config's `train` section, with `non_finite` and `spike`.
         state: the saved result of `state()`, at a resume.
         locate: finds the first module whose output is not finite; called by all ranks, with a function that
-            computes the step's losses again.
+            returns the forwards of the step's micro-batches.
         warn: shows a warning.
     """
 
@@ -64,7 +64,7 @@ class UpdateGuard:
             norm: the global gradient norm.
             losses: of this rank's micro-batches.
             batches: this rank's micro-batches.
-            rerun: computes the losses again, to find the module at fault.
+                rerun: returns the forwards again, to find the module at fault.
 
         Raises:
             TrainingError: the run must end. Raised on the rank that caused it, or on all if none did.

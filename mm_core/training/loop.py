@@ -8,7 +8,7 @@ implement. The loop also uses the data, the gradient guard, the reporter and the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mm_core.contracts import Batch, Engine, Loss, LRSchedule, Randomness, SupportsBeginStep, SupportsLossScale, Task
+from mm_core.contracts import (
+    Batch,
+    Engine,
+    Loss,
+    LRSchedule,
+    Randomness,
+    SupportsBeginStep,
+    SupportsLossScale,
+    Task,
+)
 from mm_core.contracts.bases.task_module import loss_of
 from mm_core.errors import CheckpointError, MMError, PeerError, TrainingError
 from mm_core.plan import RunPlan
@@ -99,9 +108,7 @@ def run_steps(training: Training, start: int) -> int:
         grad_norm = engine.grad_norm()
         reporter.enter("optimizer")
         rerun = partial(recompute, training, step, batches)
-        refused = overflow(engine, grad_norm) or training.guard.judge(
-            step, grad_norm, losses, batches, rerun
-        )
+        refused = overflow(engine, grad_norm) or training.guard.judge(step, grad_norm, losses, batches, rerun)
         if refused is None:
             engine.step(grad_norm, training.clip_grad_norm)
         else:
@@ -139,15 +146,18 @@ def compute(training: Training, batch: Batch) -> Loss:
         return loss_of(training.task, inputs)
 
 
-def recompute(training: Training, step: int, batches: Sequence[Batch]) -> Iterator[Loss]:
-    """Computes the losses of a training step again, with graphs, to find where they stop being finite."""
-    for index, batch in enumerate(batches):
+def recompute(training: Training, step: int, batches: Sequence[Batch]) -> list[Callable[[], Loss]]:
+    """The forwards of a training step's micro-batches again, to find where they stop being finite."""
+
+    def forward(index: int, batch: Batch) -> Loss:
         seed_model(training, step, index)
-        yield compute(training, batch)
+        return compute(training, batch)
+
+    return [partial(forward, index, batch) for index, batch in enumerate(batches)]
 
 
 def overflow(engine: Engine, grad_norm: float) -> str | None:
-    """The reason to skip a step whose gradients are too large for the engine's loss scale; None for others."""
+    """The reason to skip a step whose gradients overflow at the engine's loss scale; None for others."""
     if math.isfinite(grad_norm) or not isinstance(engine, SupportsLossScale):
         return None
     return engine.overflowed()

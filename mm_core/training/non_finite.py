@@ -7,13 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from mm_core.contracts import Loss, TaskModule
+from mm_core.contracts import Engine, Loss, TaskModule
 from mm_core.modules.shards import local
 from mm_core.runtime.ranks import on_any_rank
 
 
 def first_non_finite(
-    task: TaskModule, trained: Sequence[str], rerun: Callable[[], Iterator[Loss]], discard: Callable[[], None]
+    task: TaskModule,
+    trained: Sequence[str],
+    rerun: Callable[[], Sequence[Callable[[], Loss]]],
+    engine: Engine,
 ) -> str | None:
     """Finds the first module of a training step that is not finite on this rank; returns a message, or None.
 
@@ -24,10 +27,10 @@ def first_non_finite(
     Args:
         task: contains the modules, by path.
         trained: paths of the sharded roots.
-        rerun: computes the losses of the step again, with their graphs.
-        discard: clears the gradients of the second computation.
+        rerun: the forwards of the step's micro-batches.
+        engine: runs them, and clears the gradients of the second computation.
     """
-    bad = _parameter(task, trained)
+    bad = _parameter(task, trained, engine)
     if on_any_rank(bad is not None):  # it may be in another rank's shard: all ranks return here together
         return f"the parameter {bad} was not finite before this step" if bad is not None else None
     watch = _Watch()
@@ -37,12 +40,13 @@ def first_non_finite(
         for path, module in task.get_submodule(root).named_modules(prefix=root)
     ]
     try:
-        for loss in rerun():
-            torch.autograd.backward(loss.total)
+        forwards = rerun()
+        for forward in forwards:
+            engine.micro_step(forward, last=forward is forwards[-1], scale=1.0)
     finally:
         for handle in handles:
             handle.remove()
-        discard()
+        engine.discard()
     if watch.output is not None:
         return f"the first module whose output is not finite is {watch.output}"
     if watch.gradient is not None:
@@ -50,7 +54,10 @@ def first_non_finite(
     return None
 
 
-def _parameter(task: TaskModule, trained: Sequence[str]) -> str | None:
+def _parameter(task: TaskModule, trained: Sequence[str], engine: Engine) -> str | None:
+    for shard in engine.shards():
+        if not bool(torch.isfinite(shard.master).all()):
+            return shard.name
     for root in trained:
         for name, parameter in task.get_submodule(root).named_parameters(prefix=root):
             if not bool(torch.isfinite(local(parameter)).all()):

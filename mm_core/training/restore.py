@@ -72,6 +72,8 @@ def restore(
         restored.notes += check_resume(source.manifest, manifest, allow, marks=marks, report=first)
         state = engine.state_template({name.rpartition(".")[0] for name in source.names("optimizer")})
         state["model"] = {name: tensor for name, tensor in state["model"].items() if name not in absent}
+        if "loss_scale" not in source.parts:  # the checkpoint is of another engine or precision
+            state.pop("loss_scale", None)
         averaged = "ema" in source.parts
         if ema is not None and averaged:
             state["ema"] = ema.state_dict()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -10,10 +10,26 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mm_core.contracts import Loss
+from mm_core.engines import EngineBase
 from mm_core.runtime.process_group import process_group
 from mm_core.training.non_finite import first_non_finite
 from support import parts_ranks
 from support.ranks import run_ranks
+
+
+class Plain(EngineBase):
+    """An engine of one process without shards and without an optimizer."""
+
+    def __init__(self, task: nn.Module) -> None:
+        super().__init__()
+        self._parameters = dict(task.named_parameters())
+
+    def micro_step(self, compute, *, last, scale):
+        return self._backward(compute(), scale)
+
+    def discard(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
 
 
 @pytest.fixture(autouse=True)
@@ -70,19 +86,15 @@ def search(task: Task, bad_sample: bool = False, micros: int = 2) -> str | None:
     """The error; the samples of the second micro-batch may not be finite."""
     seen: list[int] = []
 
-    def rerun() -> Iterator[Loss]:
-        for index in range(micros):
-            x = torch.ones(2, 4)
-            if bad_sample and index == 1:
-                x = x * float("nan")
-            seen.append(index)
-            yield Loss(task.model(task.frozen(x)).square().sum(), 1.0)
+    def forward(index: int) -> Loss:
+        x = torch.ones(2, 4)
+        if bad_sample and index == 1:
+            x = x * float("nan")
+        seen.append(index)
+        return Loss(task.model(task.frozen(x)).square().sum(), 1.0)
 
-    def discard() -> None:
-        for parameter in task.parameters():
-            parameter.grad = None
-
-    said = first_non_finite(task, ["model"], rerun, discard)
+    forwards = [partial(forward, index) for index in range(micros)]
+    said = first_non_finite(task, ["model"], lambda: forwards, Plain(task))
     assert all(parameter.grad is None for parameter in task.parameters())
     assert not any(module._forward_hooks for module in task.modules()), "the hooks are gone"
     assert seen in ([], list(range(micros))), "all micro-batches or none: FSDP's ranks must agree"
@@ -125,11 +137,17 @@ def test_a_parameter_that_is_bad_before_the_step_is_named_and_nothing_is_compute
 
 
 def test_a_rerun_that_fails_leaves_no_hooks():
-    task, cleared = Task(""), []
-    fails: Callable[[], Iterator[Loss]] = lambda: (_ for _ in ()).throw(KeyError("gone"))  # noqa: E731
+    task = Task("")
+    for parameter in task.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+    def fails() -> Loss:
+        raise KeyError("gone")
+
     with pytest.raises(KeyError):
-        first_non_finite(task, ["model"], fails, lambda: cleared.append(1))
-    assert cleared == [1] and not any(module._forward_hooks for module in task.modules())
+        first_non_finite(task, ["model"], lambda: [fails], Plain(task))
+    assert all(parameter.grad is None for parameter in task.parameters())
+    assert not any(module._forward_hooks for module in task.modules())
 
 
 @pytest.mark.slow

@@ -19,14 +19,14 @@ from torch import Tensor
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from mm_core.checkpoint.files.fingerprints import Fingerprint
+from mm_core.checkpoint.files.fingerprints import Fingerprint, key_of
 from mm_core.checkpoint.files.host_copies import State
 from mm_core.checkpoint.files.layout import DISTRUST, Checksum, DamagedError
 from mm_core.checkpoint.files.mismatch import Mismatch, size_text
@@ -57,7 +57,7 @@ class _Writer(FileSystemWriter):
         check_finite([item.index.fqn for item in plan.items], tensors, final)
         results = []
         if tensors:
-            expected = [self._expected.get(item.index.fqn) for item in plan.items]
+            expected = [self._expected_of(item.index) for item in plan.items]
             written = write_file(self._folder / name, tensors, expected)
             self.sums[name] = Checksum(written.size, written.crc32)
             for item, (offset, length) in zip(plan.items, written.places, strict=True):
@@ -65,6 +65,10 @@ class _Writer(FileSystemWriter):
                 results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=place))
         done.set_result(results)
         return done
+
+    def _expected_of(self, index: MetadataIndex) -> Fingerprint | None:
+        """The fingerprint of a piece; that of a shard by rows, the only one of its rank, has no offset."""
+        return self._expected.get(key_of(index.fqn, index.offset), self._expected.get(index.fqn))
 
 
 class _Reader(FileSystemReader):
@@ -168,11 +172,11 @@ def check_fits(checked: Metadata, tensors: State, folder: Path, *, exact: bool) 
         tensors: the tensors to be loaded; they are not changed.
         folder: the checkpoint, for the error.
         exact: also compare dtypes, and refuse tensors in the checkpoint that were not requested, except an
-            average (ema) that the run no longer keeps.
+            average (ema) that the run no longer keeps, or the loss scale of another precision.
     """
     wanted = {f"{part}.{name}": tensor for part, named in tensors.items() for name, tensor in named.items()}
     parts = tuple(f"{part}." for part in tensors)
-    spared = () if "ema" in tensors else ("ema.",)
+    spared = tuple(f"{part}." for part in ("ema", "loss_scale") if part not in tensors)
     stored = {
         name: entry
         for name, entry in checked.state_dict_metadata.items()

@@ -7,7 +7,7 @@ stale or incomplete copy is refused; checksums cannot detect one, since they cov
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mm_core.errors import CheckpointError
+from mm_core.modules.flat_shards import FlatShard
 from mm_core.modules.shards import local
 
 _SHARE = 8  # one in this many tensors is compared at each save
@@ -59,13 +60,27 @@ def fingerprints(step: int, state: Mapping[str, Mapping[str, Tensor]]) -> dict[s
     rows: dict[torch.device, dict[str, Tensor]] = {}
     for part, named in state.items():
         for name in drawn(step, named):
-            sums = _sums(local(named[name]))
-            rows.setdefault(sums.device, {})[f"{part}.{name}"] = sums
+            for key, piece in _written(f"{part}.{name}", named[name]):
+                sums = _sums(piece)
+                rows.setdefault(sums.device, {})[key] = sums
     return {
         name: Fingerprint(name, tuple(sums))
         for found in rows.values()
         for name, sums in zip(found, torch.stack([*found.values()]).tolist(), strict=True)
     }
+
+
+def key_of(name: str, offset: Sequence[int] | None) -> str:
+    """The key of a written piece's fingerprint: its tensor's name, and an offset that is not zero."""
+    return name if offset is None or not any(offset) else f"{name}@{tuple(offset)}"
+
+
+def _written(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """What this rank writes of a tensor, by the keys of the fingerprints."""
+    if isinstance(tensor, FlatShard):
+        yield from ((key_of(name, offset), piece) for offset, piece in tensor.pieces().items())
+    else:
+        yield name, local(tensor)
 
 
 def drawn(step: int, names: Iterable[str]) -> list[str]:

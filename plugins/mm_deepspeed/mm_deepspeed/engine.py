@@ -1,8 +1,8 @@
-"""The engine on DeepSpeed's ZeRO: stages 0 to 3, with the optimizer and the parameters in host memory if asked.
+"""The engine on DeepSpeed's ZeRO: stages 0 to 3, the optimizer and the parameters in host memory if asked.
 
-The loop's step maps onto DeepSpeed's: micro-batches are its backward, the norm is read before its update, and a
-refused step is cleared without one. Checkpoints are ours: each rank stores its part of the float32 masters and
-of the optimizer's state under the names of the task.
+The loop's step maps onto DeepSpeed's: micro-batches are its backward, the norm is read before its update, and
+a refused step is cleared without one. Checkpoints are ours: each rank stores its part of the float32 masters
+and of the optimizer's state under the names of the task.
 
 Reference: https://arxiv.org/abs/1910.02054.
 """
@@ -17,7 +17,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard as ByRows
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as ByRows
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from mm_core.contracts import (
@@ -95,13 +96,17 @@ class DeepSpeedEngine(EngineBase):
         layout = decide_layout(task, task.trainable, wrap="auto", recompute=None, ignore=())
         half = settings.dtype != "fp32"
         sizes = [
-            (p.numel(), p.requires_grad) for name in task.trainable for p in task.get_submodule(name).parameters()
+            (p.numel(), p.requires_grad)
+            for name in task.trainable
+            for p in task.get_submodule(name).parameters()
         ]
         whole, trained = sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains)
         stage = settings.stage
         lowered = (whole // (world if stage == 3 else 1)) * (2 if half else 4)
         masters = 4 * trained // world if stage else 0
-        gradients = (2 if half and settings.grad_accum != "fp32" else 4) * trained // (world if stage > 1 else 1)
+        gradients = (
+            (2 if half and settings.grad_accum != "fp32" else 4) * trained // (world if stage > 1 else 1)
+        )
         return EnginePlan(
             world=world,
             data_parallel=world,
@@ -200,6 +205,7 @@ class DeepSpeedEngine(EngineBase):
     ) -> None:
         """Makes DeepSpeed's engine of the components, whose parameters are filled in `rows`."""
         assert self._optimizer is not None
+        deepspeed.init_distributed(dist_init_required=False, auto_mpi_discovery=False)  # joins torch's group
         self._held = self._whole_or_split(rows)
         trained = {id(rows[name]): self._held[name] for name in rows}
         for group in self._optimizer.param_groups:
@@ -360,7 +366,7 @@ class DeepSpeedEngine(EngineBase):
                 yield Shard(name, part.master, tuple(shape), _Stored(shape, part.start))
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """The training state for a checkpoint, as `EngineBase.state_dict`; with a loss scale, its own part."""
+        """The training state for a checkpoint, as of any engine, and the numbers of a loss scaler."""
         if self._zero is None:
             return super().state_dict()
         optimizer = {}
@@ -402,11 +408,10 @@ class DeepSpeedEngine(EngineBase):
         if stepped and not any(self._zero.fragment(p).state for p in self._held.values() if p.requires_grad):
             assert self._optimizer is not None
             rates = [group["lr"] for group in self._optimizer.param_groups]
-            decays = [group.get("weight_decay") for group in self._optimizer.param_groups]
             for group in self._optimizer.param_groups:
                 group["lr"] = 0.0  # the step only makes the tensors
             self._zero.make_state()
-            for group, rate, decay in zip(self._optimizer.param_groups, rates, decays, strict=True):
+            for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
         self._stale = True
         state = self.state_dict()

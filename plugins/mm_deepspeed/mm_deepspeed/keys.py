@@ -60,10 +60,13 @@ _OFFLOAD = {
     "pin_memory": bool,
 }
 _ZERO: dict[str, Rule] = {
+    "round_robin_gradients": Ignored(
+        "is off: with it, DeepSpeed mixes up which part of a parameter a rank holds"
+    ),
     "stage": int,
     **_each(
         "contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions "
-        "overlap_comm round_robin_gradients stage3_use_all_reduce_for_fetch_params "
+        "overlap_comm stage3_use_all_reduce_for_fetch_params "
         "stage3_allgather_sequential ignore_unused_parameters log_trace_cache_warnings enable_sanity_checks",
         bool,
     ),

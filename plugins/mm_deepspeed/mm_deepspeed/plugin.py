@@ -10,6 +10,7 @@ def mm_engines() -> list[Component]:
             name="deepspeed",
             target="mm_deepspeed.engine:DeepSpeedEngine",
             config="mm_deepspeed.config:DeepSpeedConfig",
+            tiny={"settings": {"zero_optimization": {"stage": 2}}},
             summary="DeepSpeed's ZeRO stages 0 to 3 with offloading, from a DeepSpeed JSON file as it is",
             licence="Apache-2.0",
             paper="https://arxiv.org/abs/1910.02054",

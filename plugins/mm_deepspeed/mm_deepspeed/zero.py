@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
@@ -49,16 +50,29 @@ def load(device: torch.device) -> Any:
     logger = logging.getLogger("DeepSpeed")
     logger.handlers.clear()  # it writes to stdout
     logger.propagate = True
-    logger.setLevel(logging.WARNING)
+    logger.setLevel(logging.ERROR)  # its warnings are about its own optimizers and schedules
+    warnings.filterwarnings("ignore", category=FutureWarning, module="deepspeed")
+    _forget_groups()
     return deepspeed
+
+
+def _forget_groups() -> None:
+    """Drops what DeepSpeed keeps of an earlier engine in this process, whose groups are gone."""
+    from deepspeed.comm import comm
+    from deepspeed.runtime.zero.partition_parameters import Init
+    from deepspeed.utils import groups
+
+    comm.cdb = None
+    groups._release_process_group_references()
+    Init.num_persisted_parameters = Init.num_persisted_elements = 0
 
 
 @contextmanager
 def starting(device: torch.device) -> Iterator[None]:
     """A context for making DeepSpeed's engine; the environment is as before at its end, but for LOCAL_RANK.
 
-    DeepSpeed compiles nothing for the communication of CPUs in it: gloo does that. Nor does it broadcast rank 0's
-    parameters, which are equal already: it cannot broadcast one without dimensions.
+    DeepSpeed compiles nothing for the communication of CPUs in it: gloo does that. Nor does it broadcast
+    rank 0's parameters, which are equal already: it cannot broadcast one without dimensions.
     """
     os.environ.setdefault("LOCAL_RANK", str(environment_world().local_rank))  # stage 3 reads it in each step
     with (
@@ -133,7 +147,7 @@ class Zero:
             flat.grad = torch.zeros_like(flat)
         self._make_state()
         for flat in self._flats():
-            for key, value in self.inner.optimizer.state[flat].items():
+            for value in self.inner.optimizer.state[flat].values():
                 value.zero_()
             if not self._keeps_gradient():
                 flat.grad = None
