@@ -50,7 +50,7 @@ _RULES: Mapping[str, tuple[Verdict, str]] = {
     "config.train.adapters": ("allow", "adapters may be scaled differently; new targets have no saved state"),
     "config.train.non_finite": ("safe", "updates are unchanged; only when the run ends changes"),
     "config.train.base_dtype": ("allow", "changes the precision"),
-    "config.engine.type": ("allow", "the engines' states may differ"),
+    "config.engine.type": ("safe", "states are loaded by name, and other names are refused"),
     "config.optimizer.type": ("refused", _STATE),
     "config.init_from": ("safe", "a resumed run loads its own weights"),
     "config.ema.device": ("safe", _SPEED),

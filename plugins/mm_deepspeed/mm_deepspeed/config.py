@@ -20,7 +20,7 @@ class DeepSpeedConfig:
     """
 
     config: str | None = None  # a DeepSpeed JSON file (hjson); its keys become `settings`
-    settings: Annotated[Mapping[str, Any], Resume("allow", "changes sharding, memory or precision")] = field(
+    settings: Annotated[Mapping[str, Any], Resume("safe", "changes sharding, memory or precision")] = field(
         default_factory=dict  # the keys of a DeepSpeed JSON file
     )
 

@@ -51,7 +51,7 @@ def load(device: torch.device) -> Any:
     logger.handlers.clear()  # it writes to stdout
     logger.propagate = True
     logger.setLevel(logging.ERROR)  # its warnings are about its own optimizers and schedules
-    warnings.filterwarnings("ignore", category=FutureWarning, module="deepspeed")
+    warnings.filterwarnings("ignore", r"`torch.distributed.\w+` is deprecated", FutureWarning)
     _forget_groups()
     return deepspeed
 
