@@ -57,7 +57,7 @@ class FlatShard(Tensor):
 
     @staticmethod
     def __new__(cls, share: Tensor, shape: Sequence[int], start: int) -> FlatShard:
-        made: FlatShard = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: FlatShard = Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=share.dtype, device=share.device
         )
         made.share, made.start = share.detach(), start
@@ -67,7 +67,7 @@ class FlatShard(Tensor):
         super().__init__()
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> FlatShard:
         if func not in _BY_SHARE:
@@ -76,7 +76,7 @@ class FlatShard(Tensor):
         share = func(*[a.share if isinstance(a, FlatShard) else a for a in args], **(kwargs or {}))
         return held if share is held.share else held.like(share)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"FlatShard({tuple(self.shape)}, {self.share.numel()} elements from {self.start})"
 
     def like(self, share: Tensor) -> FlatShard:
