@@ -291,7 +291,7 @@ class TrainingFacts:
 
 
 @runtime_checkable
-class SupportsTrainingFacts(Protocol):
+class SupportsCheckTraining(Protocol):
     """Capability of an engine whose own settings repeat what the config of a run fixes elsewhere."""
 
     def check_training(self, facts: TrainingFacts) -> tuple[str, ...]:
@@ -306,7 +306,7 @@ class SupportsTrainingFacts(Protocol):
 
 
 @runtime_checkable
-class SupportsLossScale(Protocol):
+class SupportsOverflowed(Protocol):
     """Capability of an engine that scales losses, so that small gradients do not vanish in float16."""
 
     def overflowed(self) -> str | None:

@@ -12,10 +12,12 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from mm_core.errors import plural
+from mm_core.runtime.ranks import sum_over_ranks
 
 Ints = tuple[int, ...]
 _ATEN = torch.ops.aten
@@ -77,7 +79,7 @@ class FlatShard(Tensor):
         return held if share is held.share else held.like(share)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"FlatShard({tuple(self.shape)}, {self.share.numel()} elements from {self.start})"
+        return f"FlatShard({tuple(self.shape)}, from {self.start}, {plural(self.share.numel(), 'element')})"
 
     def like(self, share: Tensor) -> FlatShard:
         """The same range of a tensor of the same shape, with other elements."""
@@ -87,9 +89,7 @@ class FlatShard(Tensor):
         """The whole tensor on this rank's device. Collective: the ranges of the ranks must cover it once."""
         whole = torch.zeros(self.shape.numel(), dtype=self.dtype, device=self.device)
         whole[self.start : self.start + self.share.numel()] = self.share
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(whole)
-        return whole.view(self.shape)
+        return sum_over_ranks(whole).view(self.shape)
 
     # -- boxes, by the names that torch.distributed.checkpoint asks for ---------------------------
 

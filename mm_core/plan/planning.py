@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,9 +19,9 @@ from mm_core.contracts import (
     StepFlops,
     Streamed,
     SupportsCheckMicroBatch,
+    SupportsCheckTraining,
     SupportsNotes,
     SupportsSampleFlops,
-    SupportsTrainingFacts,
     SupportsWeightsFrom,
     TaskModule,
     TrainingFacts,
@@ -32,7 +33,7 @@ from mm_core.device import untested_torch
 from mm_core.errors import ConfigError, ContractError, PlanError, plural
 from mm_core.modules.casting import cast_frozen
 from mm_core.modules.patterns import freeze
-from mm_core.plan.model_states import model_states
+from mm_core.plan.model_states import StageBytes, model_states
 from mm_core.plan.run_plan import ComponentFact, MissingFile, ModuleFact, RunPlan
 from mm_core.plugin.checks.places import place_of_object
 from mm_core.plugin.checks.values import returned
@@ -150,26 +151,29 @@ def make_plan(
             accepted=f"a multiple of {wave}: {', '.join(map(str, near))}, ...",
         )
     steps, accumulation = _steps(config, size, num_samples), size // wave
-    notes = _engine_notes(config, engine, steps, accumulation, layout.data_parallel)
     modules = _modules(task)
-    trained = sum(m.trained for m in modules if m.trainable)
-    whole = sum(m.parameters for m in modules if m.trainable)
     return RunPlan(
         name=config.run.name,
         engine=layout,
         components=tuple(_components(config)),
         modules=tuple(modules),
-        model_states=model_states(trained, whole - trained, states, world),
+        model_states=_model_states(modules, states, world),
         missing=tuple(_missing(config, task)),
         steps=steps,
         micro_batch_size=micro,
         global_batch_size=size,
         accumulation=accumulation,
-        notes=(*untested_torch(), *_notes(task), *notes),
+        notes=(*untested_torch(), *_notes(task), *_engine_notes(config, engine, steps, accumulation, layout)),
         flops=_step_flops(config, task, layout, size),
         ema_bytes=layout.gradient_bytes if config.ema is not None else 0,
         ema_on_host=config.ema is not None and (config.ema.device == "cpu" or bool(layout.offloaded_bytes)),
     )
+
+
+def _model_states(modules: Sequence[ModuleFact], states: float, world: int) -> tuple[StageBytes, ...]:
+    trained = sum(m.trained for m in modules if m.trainable)
+    whole = sum(m.parameters for m in modules if m.trainable)
+    return model_states(trained, whole - trained, states, world)
 
 
 def _notes(task: TaskModule) -> tuple[str, ...]:
@@ -179,22 +183,22 @@ def _notes(task: TaskModule) -> tuple[str, ...]:
 
 
 def _engine_notes(
-    config: RunConfig, engine: Engine, steps: int, accumulation: int, shares: int
+    config: RunConfig, engine: Engine, steps: int, accumulation: int, layout: EnginePlan
 ) -> tuple[str, ...]:
-    if not isinstance(engine, SupportsTrainingFacts):
+    if not isinstance(engine, SupportsCheckTraining):
         return ()
     train = config.train
     facts = TrainingFacts(
         steps=steps,
         micro_batch_size=train.micro_batch_size,
         accumulation=accumulation,
-        shares=shares,
+        shares=layout.data_parallel,
         clip_grad_norm=train.clip_grad_norm,
         optimizer=config.optimizer,
         lr_schedule=config.lr_schedule,
     )
     found = engine.check_training(facts)
-    return tuple(returned(SupportsTrainingFacts.check_training, found, engine))
+    return tuple(returned(SupportsCheckTraining.check_training, found, engine))
 
 
 def _step_flops(

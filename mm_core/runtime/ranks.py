@@ -128,6 +128,13 @@ def sum_rows(row: Sequence[float] | Tensor, counts: bool = True) -> Tensor:
     return gather_rows(row if counts else [0.0] * len(row)).sum(0)
 
 
+def sum_over_ranks(tensor: Tensor) -> Tensor:
+    """The sum of a tensor on the device over all ranks, in its memory; alone, the tensor as it is."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
 def on_any_rank(flag: bool) -> bool:
     """Whether a flag is set on any rank. Called by all ranks."""
     return bool(gather_rows([float(flag)]).any())

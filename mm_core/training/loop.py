@@ -23,7 +23,7 @@ from mm_core.contracts import (
     LRSchedule,
     Randomness,
     SupportsBeginStep,
-    SupportsLossScale,
+    SupportsOverflowed,
     Task,
 )
 from mm_core.contracts.bases.task_module import loss_of
@@ -158,7 +158,7 @@ def recompute(training: Training, step: int, batches: Sequence[Batch]) -> list[C
 
 def overflow(engine: Engine, grad_norm: float) -> str | None:
     """The reason to skip a step whose gradients overflow at the engine's loss scale; None for others."""
-    if math.isfinite(grad_norm) or not isinstance(engine, SupportsLossScale):
+    if math.isfinite(grad_norm) or not isinstance(engine, SupportsOverflowed):
         return None
     return engine.overflowed()
 

@@ -179,6 +179,12 @@ PAGES: dict[str, Page] = {
         },
         {"mm plugins show": "preset"},
     ),
+    "plugins/mm_deepspeed/README.md": Page(
+        not_run=dict.fromkeys(
+            ("mm weights show", "mm import", "mm-train"),
+            "plugins/mm_deepspeed/tests/test_folders.py runs them on folders that DeepSpeed wrote",
+        )
+    ),
     "examples/shapes/README.md": Page(
         {"data/shapes": "rendered", "--clips 512": "--clips 16"},
         {"python examples/shapes/judge.py": "16 clips"},
@@ -189,6 +195,7 @@ ELSEWHERE = {
     "README.md": "tests/repo/test_readme.py",
     "README.zh-CN.md": "tests/repo/test_readme_languages.py",  # its blocks are those of the English page
     "docs/config.md": "tests/config/test_docs.py",
+    "docs/deepspeed.md": "plugins/mm_deepspeed/tests/test_docs.py",
     "docs/hooks.md": "tests/repo/test_site.py",
     "docs/optimizers.md": "tests/config/test_training_configs.py",
     "docs/ranks.md": "tests/repo/test_ranks_page.py",

@@ -85,7 +85,7 @@ CONTRACTS: Mapping[str, Contract] = MappingProxyType(
             ),
         ),
         "engine": Contract(
-            "mm_core.contracts:Engine", optional=_capabilities("SupportsTrainingFacts", "SupportsLossScale")
+            "mm_core.contracts:Engine", optional=_capabilities("SupportsCheckTraining", "SupportsOverflowed")
         ),
         "optimizer": Contract("mm_core.contracts:Optimizer", base="torch.optim:Optimizer"),
         "lr_schedule": Contract("mm_core.contracts:LRSchedule"),

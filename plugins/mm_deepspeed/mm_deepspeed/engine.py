@@ -12,14 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor import Shard as ByRows
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from mm_core.contracts import (
     DataRanks,
@@ -33,18 +31,13 @@ from mm_core.contracts import (
     WeightPlan,
     torch_dtype,
 )
-from mm_core.engines import EngineBase
-from mm_core.engines.fsdp2 import FSDP2Engine
+from mm_core.engines import EngineBase, FSDP2Engine
 from mm_core.errors import PlanError
-from mm_core.modules import tied_names
-from mm_core.modules.casting import cast_inputs
-from mm_core.modules.flat_shards import FlatShard
-from mm_core.modules.tying import tie
-from mm_core.parallel import place, plan_frozen, recompute
-from mm_core.parallel.layout import decide_layout
+from mm_core.modules import FlatShard, cast_inputs, tied_names
+from mm_core.parallel import place, recompute
 from mm_core.plugin import ComponentConfig
-from mm_core.runtime.groups import device_mesh
 from mm_deepspeed import zero
+from mm_deepspeed.building import Root, handed_over, plan_of, split_rows, whole
 from mm_deepspeed.config import DeepSpeedConfig
 from mm_deepspeed.settings import Settings, completed
 
@@ -70,7 +63,6 @@ class DeepSpeedEngine(EngineBase):
         self._engine: Any = None
         self._held: dict[str, nn.Parameter] = {}
         self._stale = False
-        self._scale_state: dict[str, Tensor] = {}
 
     # -- plan ----------------------------------------------------------------------------------
 
@@ -92,36 +84,7 @@ class DeepSpeedEngine(EngineBase):
         """
         if purpose == "sample":
             return self._sampler().plan(task, world, optimizer_state_tensors, purpose=purpose)
-        settings = self.settings
-        layout = decide_layout(task, task.trainable, wrap="auto", recompute=None, ignore=())
-        half = settings.dtype != "fp32"
-        sizes = [
-            (p.numel(), p.requires_grad)
-            for name in task.trainable
-            for p in task.get_submodule(name).parameters()
-        ]
-        whole, trained = sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains)
-        stage = settings.stage
-        lowered = (whole // (world if stage == 3 else 1)) * (2 if half else 4)
-        masters = 4 * trained // world if stage else 0
-        gradients = (
-            (2 if half and settings.grad_accum != "fp32" else 4) * trained // (world if stage > 1 else 1)
-        )
-        return EnginePlan(
-            world=world,
-            data_parallel=world,
-            mesh={"zero": world},
-            recomputed=layout.recomputed,
-            ignored=(),
-            parameter_bytes=lowered + masters,
-            gradient_bytes=gradients,
-            optimizer_bytes=round(4 * trained * optimizer_state_tensors / (world if stage else 1)),
-            frozen=plan_frozen(task, placements={}, ignored=(), shards=1),
-            offloaded_bytes=masters if settings.offload_optimizer else 0,
-            compute_dtype=settings.dtype if half else None,
-            cast_inputs=(*layout.wrapped, *task.trainable) if half else (),
-            details={f"ZeRO {stage}": task.trainable, "recomputed": layout.recomputed},
-        )
+        return plan_of(self.settings, task, world, optimizer_state_tensors)
 
     def check_training(self, facts: TrainingFacts) -> tuple[str, ...]:
         """Fills what the JSON leaves to the run, and checks what it repeats.
@@ -179,7 +142,7 @@ class DeepSpeedEngine(EngineBase):
         self._tied = {name: tied_names(module) for name, module in self._trained.items()}
         for path in plan.recomputed:
             recompute(task.get_submodule(path), use_reentrant=False)
-        self._split_rows()
+        split_rows(self._trained, self._tied)
         self._allocate(self.device, rng, weights)
         self._begin(optimizer, weights)
         assert self._optimizer is not None
@@ -192,7 +155,7 @@ class DeepSpeedEngine(EngineBase):
         self._zero = zero.zero_of(self._engine, self.settings.stage)
         if self.settings.dtype != "fp32":  # DeepSpeed made the masters from the rounded weights
             for name, parameter in self._held.items():
-                values = _whole(rows[name]).flatten()
+                values = whole(rows[name]).flatten()
                 if parameter.requires_grad:
                     part = self._zero.fragment(parameter)
                     part.master.copy_(values[part.start : part.start + part.master.numel()])
@@ -206,11 +169,12 @@ class DeepSpeedEngine(EngineBase):
         """Makes DeepSpeed's engine of the components, whose parameters are filled in `rows`."""
         assert self._optimizer is not None
         deepspeed.init_distributed(dist_init_required=False, auto_mpi_discovery=False)  # joins torch's group
-        self._held = self._whole_or_split(rows)
+        split = partial(zero.split, config=self._completed) if self.settings.stage == 3 else None
+        self._held = handed_over(self._trained, self._tied, rows, torch_dtype(self.settings.dtype), split)
         trained = {id(rows[name]): self._held[name] for name in rows}
         for group in self._optimizer.param_groups:
             group["params"] = [trained[id(p)] for p in group["params"]]
-        root = _Root(self._trained.values())
+        root = Root(self._trained.values())
         buffers = [(m, n, b) for m in root.modules() for n, b in m.named_buffers(recurse=False)]
         self._engine, *_ = deepspeed.initialize(
             model=root, optimizer=self._optimizer, config=self._completed, dist_init_required=False
@@ -226,42 +190,6 @@ class DeepSpeedEngine(EngineBase):
         sampler.prepare(task, plan, None, rng, weights)
         self.data_ranks, self.evaluating = sampler.data_ranks, sampler.evaluating  # type: ignore[method-assign]
         self._trained, self._tied, self._parameters = sampler._trained, sampler._tied, sampler._parameters
-
-    def _split_rows(self) -> None:
-        """Replaces the parameters of the trained components, on meta, by DTensors of this rank's rows."""
-        mesh = device_mesh((dist.get_world_size(),), ("zero",))
-        for path, module in self._trained.items():
-            for owner in module.modules():
-                for key, parameter in owner._parameters.items():
-                    if parameter is None or isinstance(parameter, DTensor):
-                        continue
-                    how = [ByRows(0) if parameter.dim() else Replicate()]
-                    shape, _ = compute_local_shape_and_global_offset(parameter.shape, mesh, how)
-                    rows = DTensor.from_local(
-                        torch.empty(shape, dtype=parameter.dtype, device="meta"),
-                        mesh,
-                        how,
-                        run_check=False,
-                        shape=parameter.shape,
-                        stride=parameter.stride(),
-                    )
-                    owner._parameters[key] = nn.Parameter(rows, parameter.requires_grad)
-            tie(module, self._tied[path])
-
-    def _whole_or_split(self, rows: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        """Gives the components plain parameters with the values of `rows`, at stage 3 split by DeepSpeed."""
-        dtype = torch_dtype(self.settings.dtype)
-        made: dict[str, nn.Parameter] = {}
-        for path, module in self._trained.items():
-            for name, parameter in [*module.named_parameters(prefix=path)]:
-                whole = nn.Parameter(_whole(parameter).to(dtype), parameter.requires_grad)
-                if self.settings.stage == 3:
-                    whole = zero.split(whole, self._completed)
-                made[name] = whole
-                owner, _, key = name.removeprefix(f"{path}.").rpartition(".")
-                module.get_submodule(owner)._parameters[key] = whole
-            tie(module, self._tied[path])
-        return {name: made[name] for name in rows}
 
     # -- step ----------------------------------------------------------------------------------
 
@@ -341,7 +269,7 @@ class DeepSpeedEngine(EngineBase):
         if self._zero is None or not (self._stale or always):
             return
         self._stale = False
-        self._load_scale()
+        self._zero.load_scale()
         self._zero.publish()
 
     # -- state ---------------------------------------------------------------------------------
@@ -377,8 +305,12 @@ class DeepSpeedEngine(EngineBase):
                     flat = isinstance(value, Tensor) and value.dim() == 1
                     stored = FlatShard(value, _shape(parameter), part.start) if flat else value
                     optimizer[f"{name}.{key}"] = stored
-        scale = {"loss_scale": self._scale_state} if self._read_scale() else {}
-        return {"model": self._model_state(), "optimizer": optimizer, **scale}
+        scale = self._zero.scale_state(loaded=self._stale)
+        return {
+            "model": self._model_state(),
+            "optimizer": optimizer,
+            **({"loss_scale": scale} if scale else {}),
+        }
 
     def _model_state(self) -> dict[str, Tensor]:
         if self._zero is None:
@@ -420,42 +352,6 @@ class DeepSpeedEngine(EngineBase):
         }
         return state
 
-    # -- loss scale ----------------------------------------------------------------------------
-
-    def _read_scale(self) -> bool:
-        """Copies the loss scaler's numbers into the tensors of the checkpoint; whether there is a scaler."""
-        assert self._zero is not None
-        scaler = self._zero.scaler
-        if scaler is None:
-            return False
-        if self._stale and self._scale_state:
-            self._load_scale()  # a checkpoint was loaded into the tensors
-        for key in _SCALE:
-            value = torch.tensor(float(getattr(scaler, key)), dtype=torch.float64)
-            self._scale_state.setdefault(key, value).copy_(value)
-        return True
-
-    def _load_scale(self) -> None:
-        scaler = self._zero.scaler if self._zero is not None else None
-        if scaler is not None:
-            for key, value in self._scale_state.items():
-                setattr(scaler, key, type(getattr(scaler, key))(float(value)))
-
-
-_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""Numbers of DeepSpeed's dynamic loss scaler."""
-
-
-class _Root(nn.Module):
-    """One root of all trained components, as DeepSpeed wants it; its forward runs the task's."""
-
-    def __init__(self, trained: Collection[nn.Module]) -> None:
-        super().__init__()
-        self.trained = nn.ModuleList(trained)
-
-    def forward(self, compute: Callable[[], Tensor]) -> Tensor:
-        return compute()
-
 
 class _Stored:
     """Turns a tensor of a master's shape into what a checkpoint stores (`Shard.stored`)."""
@@ -471,12 +367,6 @@ def _facts(shares: int) -> TrainingFacts:
     """A run of which nothing is known but the number of shares of the data."""
     nothing = ComponentConfig("optimizer", "core/adamw"), ComponentConfig("lr_schedule", "core/constant")
     return TrainingFacts(1, 1, 1, shares, None, *nothing)
-
-
-def _whole(parameter: Tensor) -> Tensor:
-    """The whole tensor on this rank. A collective."""
-    whole: Tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-    return whole.detach()
 
 
 def _shape(parameter: nn.Parameter) -> torch.Size:

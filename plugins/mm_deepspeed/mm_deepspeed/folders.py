@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mm_core.contracts import TaskModule
-from mm_core.errors import CheckpointError
+from mm_core.errors import CheckpointError, plural
 from mm_core.weights import (
     AdapterLayout,
     Companions,
@@ -271,5 +271,5 @@ def _cut(parts: Sequence[Tensor], start: int, size: int) -> tuple[Tensor, ...]:
             left -= found[-1].numel()
         at += part.numel()
     if left:
-        raise ValueError(f"{left} of {size} numbers are missing")
+        raise ValueError(f"{left} of {plural(size, 'number')} are missing")
     return tuple(found) or (parts[0][:0],)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from mm_core.device import environment_world
@@ -83,6 +84,10 @@ def starting(device: torch.device) -> Iterator[None]:
         yield
 
 
+_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""Numbers of DeepSpeed's dynamic loss scaler."""
+
+
 class Fragment(NamedTuple):
     """What a rank holds of a trained parameter.
 
@@ -103,6 +108,7 @@ class Zero:
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.inner = engine, engine.optimizer
+        self._scale_state: dict[str, Tensor] = {}
 
     @property
     def scaler(self) -> Any:
@@ -114,6 +120,27 @@ class Zero:
     def scale(self) -> float:
         """The factor of the loss before backward."""
         return float(getattr(self.inner, "loss_scale", 1.0))
+
+    def scale_state(self, *, loaded: bool) -> dict[str, Tensor]:
+        """The numbers of the loss scaler as tensors; without one, none.
+
+        Args:
+            loaded: a checkpoint may have been loaded into the tensors since the last call.
+        """
+        if (scaler := self.scaler) is None:
+            return {}
+        if loaded:
+            self.load_scale()
+        for key in _SCALE:
+            value = torch.tensor(float(getattr(scaler, key)), dtype=torch.float64)
+            self._scale_state.setdefault(key, value).copy_(value)
+        return self._scale_state
+
+    def load_scale(self) -> None:
+        """Sets the loss scaler to the numbers of `scale_state`'s tensors."""
+        for key, value in self._scale_state.items():
+            kind = type(getattr(self.scaler, key))
+            setattr(self.scaler, key, kind(float(value)))
 
     def norm(self) -> float:
         """The L2 norm of the averaged gradients; not finite if one of them is not."""
@@ -258,8 +285,6 @@ class Zero3(Zero):
 
 def _own_part(parameter: nn.Parameter, size: int) -> tuple[int, int]:
     """First element and number of elements of this rank, without padding."""
-    import torch.distributed as dist
-
     whole = parameter.ds_numel  # type: ignore[attr-defined]
     start = min(dist.get_rank() * size, whole)
     return start, min(size, whole - start)

@@ -1,0 +1,122 @@
+"""How a task's components come to DeepSpeed: planned on meta, filled by rows over the ranks, handed over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from mm_core.contracts import EnginePlan, TaskModule
+from mm_core.modules import tie
+from mm_core.parallel import decide_layout, device_mesh, plan_frozen
+from mm_deepspeed.settings import Settings
+
+Tied = Mapping[str, Mapping[str, str]]
+"""Tied weights of each component, by its path in the task (`tied_names`)."""
+
+
+def plan_of(settings: Settings, task: TaskModule, world: int, state_tensors: float) -> EnginePlan:
+    """The plan of a stage of ZeRO for `world` ranks, with the bytes of each.
+
+    Args:
+        settings: the stage, the dtypes and what is in host memory.
+        task: on the meta device.
+        world: number of ranks.
+        state_tensors: tensors of optimizer state per parameter.
+    """
+    layout = decide_layout(task, task.trainable, wrap="auto", recompute=None, ignore=())
+    half, stage = settings.dtype != "fp32", settings.stage
+    own = [p for name in task.trainable for p in task.get_submodule(name).parameters()]
+    trained = sum(p.numel() for p in own if p.requires_grad)
+    lowered = sum(p.numel() for p in own) // (world if stage == 3 else 1) * (2 if half else 4)
+    masters = 4 * trained // world if stage else 0
+    gradient = 2 if half and settings.grad_accum != "fp32" else 4
+    return EnginePlan(
+        world=world,
+        data_parallel=world,
+        mesh={"zero": world},
+        recomputed=layout.recomputed,
+        ignored=(),
+        parameter_bytes=lowered + masters,
+        gradient_bytes=gradient * trained // (world if stage > 1 else 1),
+        optimizer_bytes=round(4 * trained * state_tensors / (world if stage else 1)),
+        frozen=plan_frozen(task, placements={}, ignored=(), shards=1),
+        offloaded_bytes=masters if settings.offload_optimizer else 0,
+        compute_dtype=settings.dtype if half else None,
+        cast_inputs=(*layout.wrapped, *task.trainable) if half else (),
+        details={f"ZeRO {stage}": task.trainable, "recomputed": layout.recomputed},
+    )
+
+
+def split_rows(trained: Mapping[str, nn.Module], tied: Tied) -> None:
+    """Replaces the parameters of components (by path in the task), on meta, by DTensors of a rank's rows."""
+    mesh = device_mesh((dist.get_world_size(),), ("zero",))
+    for path, module in trained.items():
+        for owner in module.modules():
+            for key, parameter in owner._parameters.items():
+                if parameter is None or isinstance(parameter, DTensor):
+                    continue
+                how = [Shard(0) if parameter.dim() else Replicate()]
+                shape, _ = compute_local_shape_and_global_offset(parameter.shape, mesh, how)
+                rows = DTensor.from_local(
+                    torch.empty(shape, dtype=parameter.dtype, device="meta"),
+                    mesh,
+                    how,
+                    run_check=False,
+                    shape=parameter.shape,
+                    stride=parameter.stride(),
+                )
+                owner._parameters[key] = nn.Parameter(rows, parameter.requires_grad)
+        tie(module, tied[path])
+
+
+def handed_over(
+    trained: Mapping[str, nn.Module],
+    tied: Tied,
+    rows: Mapping[str, nn.Parameter],
+    dtype: torch.dtype,
+    split: Callable[[nn.Parameter], nn.Parameter] | None,
+) -> dict[str, nn.Parameter]:
+    """Gives components plain parameters with the values of `rows`, one after another; called by all ranks.
+
+    Args:
+        trained: the components by path in the task.
+        tied: their tied weights.
+        rows: their parameters by path in the task.
+        dtype: of the new parameters.
+        split: splits a whole parameter over the ranks; None: each rank keeps it whole.
+
+    Returns:
+        The new parameters, by the names of `rows`.
+    """
+    made: dict[str, nn.Parameter] = {}
+    for path, module in trained.items():
+        for name, parameter in [*module.named_parameters(prefix=path)]:
+            new = nn.Parameter(whole(parameter).to(dtype), parameter.requires_grad)
+            made[name] = new = new if split is None else split(new)
+            owner, _, key = name.removeprefix(f"{path}.").rpartition(".")
+            module.get_submodule(owner)._parameters[key] = new
+        tie(module, tied[path])
+    return {name: made[name] for name in rows}
+
+
+class Root(nn.Module):
+    """One root of all trained components, as DeepSpeed wants it; its forward runs the task's."""
+
+    def __init__(self, trained: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.trained = nn.ModuleList(trained)
+
+    def forward(self, compute: Callable[[], Tensor]) -> Tensor:
+        """Runs a forward of the task in it."""
+        return compute()
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """The whole tensor on this rank. A collective."""
+    found: Tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    return found.detach()
