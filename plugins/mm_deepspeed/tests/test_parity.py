@@ -38,7 +38,7 @@ def test_ten_steps_are_those_of_plain_torch(measured: dict[str, Any], case: str)
 
 @pytest.mark.parametrize("case", [*FLOAT32, *(f"bf16 {name}" for name in HALF)])
 def test_a_poisoned_step_is_seen_and_leaves_nothing(measured: dict[str, Any], case: str) -> None:
-    """A loss that is NaN makes the norm not finite; after `discard` the ten steps are those of plain torch."""
+    """A NaN loss makes the norm not finite; after `discard` the ten steps are those of plain torch."""
     assert measured[case]["poisoned norm"] in ("nan", "inf")
     assert measured[case]["unchanged"] is True
     assert measured[case]["frozen"] <= (0 if case.startswith("fp32") else 2**-8)
