@@ -59,6 +59,10 @@ def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) ->
     return max(float((found[n].float() - w).norm() / w.norm()) for n, w in wanted.items())
 
 
+def scale_of(engine: DeepSpeedEngine) -> float:
+    return float(engine.state_dict()["loss_scale"]["cur_scale"])
+
+
 def exploded(micro: int, loss: Loss) -> Loss:
     return Loss(loss.total * HUGE, loss.weight) if micro == 1 else loss
 
@@ -80,7 +84,8 @@ class Run:
         self.note("weights", distance(self.trial.weights(), self.plain.weights()))
 
     def note(self, what: str, value: float) -> None:
-        self.worst[what] = max(self.worst[what], value)
+        if not value <= self.worst[what]:  # NaN too
+            self.worst[what] = value
 
     def unchanged(self, before: dict[str, torch.Tensor]) -> bool:
         now = self.trial.weights()
@@ -115,13 +120,12 @@ def overflowing(settings: dict[str, Any]) -> dict[str, Any]:
     engine = run.trial.engine
     for number in range(STEPS):
         if number == OVERFLOW:
-            before, scale = run.trial.weights(), engine._zero.scale
+            before, scale = run.trial.weights(), scale_of(engine)
             loss = run.trial.backward(number, MICROS, exploded)
-            found = {"loss": loss, "norm": engine.grad_norm(), "sentence": engine.overflowed()}
-            found |= {"scales": [scale, engine._zero.scale], "unchanged": run.unchanged(before)}
+            found = {"loss": loss, "norm": str(engine.grad_norm()), "sentence": engine.overflowed()}
+            found |= {"scales": [scale, scale_of(engine)], "unchanged": run.unchanged(before)}
         run.step(number)
-    kept = {name: float(value) for name, value in engine.state_dict()["loss_scale"].items()}
-    return {**run.worst, "overflow": {**found, "norm": str(found["norm"])}, "kept": kept}
+    return {**run.worst, "overflow": found, "last scale": scale_of(engine)}
 
 
 def main(out: str) -> None:

@@ -51,4 +51,4 @@ def test_an_overflow_halves_the_loss_scale_and_training_goes_on(measured: dict[s
     assert overflow["loss"] < float("inf") and overflow["norm"] in ("nan", "inf")
     assert "beyond float16 at the loss scale 256, which is now 128" in overflow["sentence"]
     assert overflow["scales"] == [256, 128] and overflow["unchanged"] is True
-    assert found["kept"]["cur_scale"] == 128
+    assert found["last scale"] == 128
