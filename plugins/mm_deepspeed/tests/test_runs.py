@@ -4,10 +4,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from support.checkpoints import tensors
@@ -17,32 +15,38 @@ from support.runs import DIT, VIDEO
 
 pytestmark = pytest.mark.slow
 
-FSDP2 = "engine={type: fsdp2}"
-FOURTH = {"predictor": {"type": "custom_dit", **DIT, "num_layers": 1}}
+FSDP2 = ("engine={type: fsdp2}",)
+SMALL = {"predictor": {"type": "custom_dit", **DIT, "num_layers": 1}}
+JSON = """{ # a comment
+  "zero_optimization": {"stage": 2}, "train_batch_size": "auto", "gradient_clipping": "auto"
+}"""
 
 
-def stage(number: int, **more: Any) -> str:
-    settings = {"zero_optimization": {"stage": number}, "train_batch_size": "auto", **more}
-    return f"engine={ {'type': 'deepspeed', 'settings': settings} }"
+def stage(number: int) -> tuple[str, str]:
+    """What turns the YAML's JSON file into settings of a stage."""
+    return "engine.config=null", f"engine.settings={{zero_optimization: {{stage: {number}}}}}"
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The YAML of a run on two ranks: two micro-batches of two on each, clipped, with an average."""
+    """The YAML of a run on two ranks, with a JSON file: two micro-batches of two on each, and an average."""
+    folder = tmp_path_factory.mktemp("configs")
+    (folder / "ds.json").write_text(JSON, encoding="utf-8")
     document = {
         "run": {"name": "run", "seed": 1234},
-        "task": {**VIDEO, **FOURTH, "caption_dropout": 0.2},
+        "task": {**VIDEO, **SMALL, "caption_dropout": 0.2},
         "data": {
             "train": {"type": "shapes", "num_frames": 8, "height": 16, "width": 16, "clips": 32},
             "loader": {"workers": 0},
         },
+        "engine": {"type": "deepspeed", "config": str(folder / "ds.json")},
         "optimizer": {"type": "adamw", "lr": 2e-3},
         "lr_schedule": {"type": "constant"},
         "train": {"steps": 15, "micro_batch_size": 2, "global_batch_size": 8, "clip_grad_norm": 0.5},
         "ema": {"decay": 0.9},
         "checkpoint": {"every": 3, "keep": 9},
     }
-    path = tmp_path_factory.mktemp("configs") / "run.yaml"
+    path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(document), encoding="utf-8")
     return path
 
@@ -52,7 +56,7 @@ def train(config: Path) -> Callable[..., Path]:
     """Trains in a folder on two ranks, to a step; returns the run."""
     from support import warm
 
-    def run(folder: Path, engine: str, steps: int, *more: str) -> Path:
+    def run(folder: Path, steps: int, *engine: str) -> Path:
         words = (
             "train",
             "--config",
@@ -60,11 +64,11 @@ def train(config: Path) -> Callable[..., Path]:
             "--nproc",
             2,
             f"run.dir={folder}",
-            engine,
             f"train.steps={steps}",
+            *engine,
         )
         own = environment(OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")
-        done = warm.mm(*words, *more, env=own, timeout=180)
+        done = warm.mm(*words, env=own, timeout=180)
         assert done.returncode == 0, done.stdout + done.stderr
         return folder / "run"
 
@@ -74,13 +78,13 @@ def train(config: Path) -> Callable[..., Path]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, train: Callable[..., Path]) -> Path:
     """Fifteen steps of fsdp2."""
-    return train(tmp_path_factory.mktemp("whole"), FSDP2, 15)
+    return train(tmp_path_factory.mktemp("whole"), 15, *FSDP2)
 
 
 @pytest.fixture(scope="module")
 def stage_2(tmp_path_factory: pytest.TempPathFactory, train: Callable[..., Path]) -> Path:
-    """Six steps of stage 2."""
-    return train(tmp_path_factory.mktemp("stage2"), stage(2), 6)
+    """Six steps of stage 2, by the JSON file."""
+    return train(tmp_path_factory.mktemp("stage2"), 6)
 
 
 def close(found: Path, wanted: Path) -> None:
@@ -90,10 +94,9 @@ def close(found: Path, wanted: Path) -> None:
         name: (t.shape, t.dtype) for name, t in other.items()
     }
     assert {"model", "optimizer", "ema"} == {name.split(".")[0] for name in one}
-    for name, tensor in one.items():
-        torch.testing.assert_close(
-            tensor, other[name], rtol=1e-6, atol=1e-6, msg=lambda t, n=name: f"{n}: {t}"
-        )
+    far = {n: float((t - other[n]).norm()) / max(float(other[n].norm()), 1e-30) for n, t in one.items()}
+    print(max(far.values()), far)
+    assert {name: distance for name, distance in far.items() if distance > 1e-6} == {}
 
 
 def test_the_losses_of_stage_2_are_those_of_fsdp2(stage_2: Path, whole: Path) -> None:
@@ -109,20 +112,19 @@ def test_a_run_changes_its_stage_and_its_engine(
     """Three steps with each, resumed without --allow: together the fifteen steps of fsdp2."""
     run = Path()
     for number, engine in enumerate((stage(1), stage(2), stage(3), FSDP2, stage(2)), 1):
-        run = train(tmp_path, engine, 3 * number)
+        run = train(tmp_path, 3 * number, *engine)
     assert losses(run) == pytest.approx(losses(whole), rel=1e-6, abs=1e-6)
     close(run / "checkpoints/step_00000015", whole / "checkpoints/step_00000015")
 
 
-@pytest.mark.parametrize("command", [("eval",), ("sample", "--prompt", "a red ball", "--steps", "1")])
-def test_a_stored_run_is_used_where_deepspeed_is_not_installed(
-    stage_2: Path, command: tuple[str, ...]
-) -> None:
+def test_a_stored_run_is_used_where_deepspeed_is_not_installed(stage_2: Path) -> None:
     program = (
         "import sys; sys.modules['deepspeed'] = None\n"
         "from mm_core.cli.main import main\n"
-        "sys.exit(main(sys.argv[1:]))"
+        "first = main(['eval', '--run', sys.argv[1], '--split', 'train', '--rows', '2'])\n"
+        "sys.exit(first or main(['sample', '--run', sys.argv[1], '--prompt', 'a red ball', '--steps', '1']))"
     )
-    words = [sys.executable, "-c", program, command[0], "--run", str(stage_2), *command[1:]]
+    words = [sys.executable, "-c", program, str(stage_2)]
     done = subprocess.run(words, capture_output=True, text=True, env=environment(), check=False)
     assert done.returncode == 0, done.stderr
+    assert "loss" in done.stdout and [*stage_2.rglob("*.mp4")]
