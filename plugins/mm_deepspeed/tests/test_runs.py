@@ -95,7 +95,6 @@ def close(found: Path, wanted: Path) -> None:
     }
     assert {"model", "optimizer", "ema"} == {name.split(".")[0] for name in one}
     far = {n: float((t - other[n]).norm()) / max(float(other[n].norm()), 1e-30) for n, t in one.items()}
-    print(max(far.values()), far)
     assert {name: distance for name, distance in far.items() if distance > 1e-6} == {}
 
 
