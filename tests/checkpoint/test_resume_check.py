@@ -119,10 +119,7 @@ def test_the_keys_of_fsdp2_have_the_verdicts_that_they_had_before_they_were_mark
     }
     assert found == {key: (verdict, reasons[verdict]) for key, verdict in FSDP2.items()}
     assert rule("config.engine.frozen.text_encoder", marks) == found["frozen"]
-    assert rule("config.engine.type", marks) == (
-        "safe",
-        "states are loaded by name, and other names are refused",
-    )
+    assert rule("config.engine.type", marks) == ("safe", "states are loaded by name, and other names are refused")
     assert rule("config.engine.new", marks) == ("allow", "changes what is learned")
 
 

@@ -29,6 +29,10 @@ FLOAT32 |= {
     "fp32 stage 3, all in host memory": {**PARTS, "offload_optimizer": CPU, "offload_param": CPU},
 }
 HALF = {"stage 1": {"stage": 1}, "stage 2": {"stage": 2}, "stage 3": PARTS}
+HOPELESS = {
+    "least scale": {"initial_scale_power": 8, "min_loss_scale": 256, "hysteresis": 1},
+    "fixed scale": {"loss_scale": 256},
+}
 STEPS, DISCARDED, OVERFLOW, MICROS, CLIP = 10, 4, 3, 6, 0.3
 ROWS, WEIGHTS = 6, (1.0, 0.5, 2.0, 0.0, 3.0, 0.25)
 """Six rows, so that each of two ranks has three micro-batches of one row."""
@@ -125,7 +129,23 @@ def overflowing(settings: dict[str, Any]) -> dict[str, Any]:
             found = {"loss": loss, "norm": str(engine.grad_norm()), "sentence": engine.overflowed()}
             found |= {"scales": [scale, scale_of(engine)], "unchanged": run.unchanged(before)}
         run.step(number)
-    return {**run.worst, "overflow": found, "last scale": scale_of(engine)}
+    again = Run(settings).trial
+    again.engine.load_state_dict(engine.state_dict())
+    losses = [each.step(STEPS, MICROS, clip=CLIP) for each in (run.trial, again)]
+    resumed = losses[0] == losses[1] and run.unchanged(again.weights())
+    scales = [scale_of(engine), scale_of(again.engine)]
+    return {**run.worst, "overflow": found, "last scales": scales, "resumed": resumed}
+
+
+def hopeless(fp16: dict[str, Any]) -> dict[str, Any]:
+    """An overflow at a loss scale that cannot be lowered."""
+    run = Run({"zero_optimization": {"stage": 2}, "fp16": {"enabled": True, **fp16}})
+    run.step(0)
+    before, engine = run.trial.weights(), run.trial.engine
+    run.trial.backward(1, MICROS, exploded)
+    found = {"norm": str(engine.grad_norm()), "sentence": engine.overflowed()}
+    engine.discard()
+    return {**found, "unchanged": run.unchanged(before)}
 
 
 def main(out: str) -> None:
@@ -137,6 +157,7 @@ def main(out: str) -> None:
         for name, zero in HALF.items():
             fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
             found[f"fp16 {name}"] = overflowing({"zero_optimization": zero, "fp16": fp16})
+        found |= {f"hopeless {name}": hopeless(fp16) for name, fp16 in HOPELESS.items()}
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(found, indent=1), encoding="utf-8")
 

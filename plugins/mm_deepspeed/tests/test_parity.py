@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parity_ranks import FLOAT32, HALF
+from parity_ranks import FLOAT32, HALF, HOPELESS
 
 from support.ranks import run_ranks
 
@@ -45,10 +45,21 @@ def test_a_poisoned_step_is_seen_and_leaves_nothing(measured: dict[str, Any], ca
 
 
 @pytest.mark.parametrize("name", HALF)
-def test_an_overflow_halves_the_loss_scale_and_training_goes_on(measured: dict[str, Any], name: str) -> None:
+def test_an_overflow_halves_the_loss_scale_and_training_goes_on_and_resumes(
+    measured: dict[str, Any], name: str
+) -> None:
     found = measured[f"fp16 {name}"]
     overflow = found["overflow"]
     assert overflow["loss"] < float("inf") and overflow["norm"] in ("nan", "inf")
     assert "beyond float16 at the loss scale 256, which is now 128" in overflow["sentence"]
     assert overflow["scales"] == [256, 128] and overflow["unchanged"] is True
-    assert found["last scale"] == 128
+    assert found["last scales"] == [128, 128] and found["resumed"] is True
+
+
+@pytest.mark.parametrize("name", HOPELESS)
+def test_an_overflow_at_a_scale_that_cannot_be_lowered_is_no_overflow(
+    measured: dict[str, Any], name: str
+) -> None:
+    """The run ends as with any norm that is not finite."""
+    found = measured[f"hopeless {name}"]
+    assert found == {"norm": "inf", "sentence": None, "unchanged": True}

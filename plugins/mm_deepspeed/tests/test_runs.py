@@ -57,18 +57,9 @@ def train(config: Path) -> Callable[..., Path]:
     from support import warm
 
     def run(folder: Path, steps: int, *engine: str) -> Path:
-        words = (
-            "train",
-            "--config",
-            config,
-            "--nproc",
-            2,
-            f"run.dir={folder}",
-            f"train.steps={steps}",
-            *engine,
-        )
+        words = ("train", "--config", config, "--nproc", 2, f"run.dir={folder}", f"train.steps={steps}")
         own = environment(OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")
-        done = warm.mm(*words, env=own, timeout=180)
+        done = warm.mm(*words, *engine, env=own, timeout=180)
         assert done.returncode == 0, done.stdout + done.stderr
         return folder / "run"
 
