@@ -1,0 +1,120 @@
+"""Real runs on two ranks: the losses are those of fsdp2, and a run changes its stage and its engine."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from support.checkpoints import tensors
+from support.logs import losses
+from support.ranks import environment
+from support.runs import DIT, VIDEO
+
+pytestmark = pytest.mark.slow
+
+FSDP2 = ("engine={type: fsdp2}",)
+SMALL = {"predictor": {"type": "custom_dit", **DIT, "num_layers": 1}}
+JSON = """{ # a comment
+  "zero_optimization": {"stage": 2}, "train_batch_size": "auto", "gradient_clipping": "auto"
+}"""
+
+
+def stage(number: int) -> tuple[str, str]:
+    """What turns the YAML's JSON file into settings of a stage."""
+    return "engine.config=null", f"engine.settings={{zero_optimization: {{stage: {number}}}}}"
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The YAML of a run on two ranks, with a JSON file: two micro-batches of two on each, and an average."""
+    folder = tmp_path_factory.mktemp("configs")
+    (folder / "ds.json").write_text(JSON, encoding="utf-8")
+    document = {
+        "run": {"name": "run", "seed": 1234},
+        "task": {**VIDEO, **SMALL, "caption_dropout": 0.2},
+        "data": {
+            "train": {"type": "shapes", "num_frames": 8, "height": 16, "width": 16, "clips": 32},
+            "loader": {"workers": 0},
+        },
+        "engine": {"type": "deepspeed", "config": str(folder / "ds.json")},
+        "optimizer": {"type": "adamw", "lr": 2e-3},
+        "lr_schedule": {"type": "constant"},
+        "train": {"steps": 15, "micro_batch_size": 2, "global_batch_size": 8, "clip_grad_norm": 0.5},
+        "ema": {"decay": 0.9},
+        "checkpoint": {"every": 3, "keep": 9},
+    }
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(document), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def train(config: Path) -> Callable[..., Path]:
+    """Trains in a folder on two ranks, to a step; returns the run."""
+    from support import warm
+
+    def run(folder: Path, steps: int, *engine: str) -> Path:
+        words = ("train", "--config", config, "--nproc", 2, f"run.dir={folder}", f"train.steps={steps}")
+        own = environment(OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")
+        done = warm.mm(*words, *engine, env=own, timeout=180)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return folder / "run"
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, train: Callable[..., Path]) -> Path:
+    """Fifteen steps of fsdp2."""
+    return train(tmp_path_factory.mktemp("whole"), 15, *FSDP2)
+
+
+@pytest.fixture(scope="module")
+def stage_2(tmp_path_factory: pytest.TempPathFactory, train: Callable[..., Path]) -> Path:
+    """Six steps of stage 2, by the JSON file."""
+    return train(tmp_path_factory.mktemp("stage2"), 6)
+
+
+def close(found: Path, wanted: Path) -> None:
+    """Asserts that two checkpoints hold the same tensors to 1e-6."""
+    one, other = tensors(found), tensors(wanted)
+    assert {name: (t.shape, t.dtype) for name, t in one.items()} == {
+        name: (t.shape, t.dtype) for name, t in other.items()
+    }
+    assert {"model", "optimizer", "ema"} == {name.split(".")[0] for name in one}
+    far = {n: float((t - other[n]).norm()) / max(float(other[n].norm()), 1e-30) for n, t in one.items()}
+    assert {name: distance for name, distance in far.items() if distance > 1e-6} == {}
+
+
+def test_the_losses_of_stage_2_are_those_of_fsdp2(stage_2: Path, whole: Path) -> None:
+    for key in ("loss", "grad_norm"):
+        assert len(losses(stage_2, key)) == 6
+        assert losses(stage_2, key) == pytest.approx(losses(whole, key)[:6], rel=1e-6, abs=1e-6)
+    close(stage_2 / "checkpoints/step_00000006", whole / "checkpoints/step_00000006")
+
+
+def test_a_run_changes_its_stage_and_its_engine(
+    whole: Path, train: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Three steps with each, resumed without --allow: together the fifteen steps of fsdp2."""
+    run = Path()
+    for number, engine in enumerate((stage(1), stage(2), stage(3), FSDP2, stage(2)), 1):
+        run = train(tmp_path, 3 * number, *engine)
+    assert losses(run) == pytest.approx(losses(whole), rel=1e-6, abs=1e-6)
+    close(run / "checkpoints/step_00000015", whole / "checkpoints/step_00000015")
+
+
+def test_a_stored_run_is_used_where_deepspeed_is_not_installed(stage_2: Path) -> None:
+    program = (
+        "import sys; sys.modules['deepspeed'] = None\n"
+        "from mm_core.cli.main import main\n"
+        "first = main(['eval', '--run', sys.argv[1], '--split', 'train', '--rows', '2'])\n"
+        "sys.exit(first or main(['sample', '--run', sys.argv[1], '--prompt', 'a red ball', '--steps', '1']))"
+    )
+    words = [sys.executable, "-c", program, str(stage_2)]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment(), check=False)
+    assert done.returncode == 0, done.stderr
+    assert "loss" in done.stdout and [*stage_2.rglob("*.mp4")]
