@@ -139,18 +139,8 @@ def make_plan(
     assert isinstance(states, (int, float))
     layout = engine.plan(task, world, states)
     _check_base_dtype(config, task, layout)
-    micro = config.train.micro_batch_size
-    wave = micro * layout.data_parallel
-    size = config.train.global_batch_size or wave
-    if size % wave:
-        near = sorted({max(wave, size // wave * wave), (size // wave + 1) * wave})
-        raise PlanError(
-            f"global_batch_size {size} does not divide into micro-batches of {micro}"
-            f" on {plural(layout.data_parallel, 'data-parallel rank')}",
-            where="train.global_batch_size",
-            accepted=f"a multiple of {wave}: {', '.join(map(str, near))}, ...",
-        )
-    steps, accumulation = _steps(config, size, num_samples), size // wave
+    size, accumulation = _batch(config, layout.data_parallel)
+    steps = _steps(config, size, num_samples)
     modules = _modules(task)
     return RunPlan(
         name=config.run.name,
@@ -160,7 +150,7 @@ def make_plan(
         model_states=_model_states(modules, states, world),
         missing=tuple(_missing(config, task)),
         steps=steps,
-        micro_batch_size=micro,
+        micro_batch_size=config.train.micro_batch_size,
         global_batch_size=size,
         accumulation=accumulation,
         notes=(*untested_torch(), *_notes(task), *_engine_notes(config, engine, steps, accumulation, layout)),
@@ -168,6 +158,22 @@ def make_plan(
         ema_bytes=layout.gradient_bytes if config.ema is not None else 0,
         ema_on_host=config.ema is not None and (config.ema.device == "cpu" or bool(layout.offloaded_bytes)),
     )
+
+
+def _batch(config: RunConfig, shares: int) -> tuple[int, int]:
+    """Samples of a step over all ranks, and its micro-batches; PlanError if they do not divide."""
+    micro = config.train.micro_batch_size
+    wave = micro * shares
+    size = config.train.global_batch_size or wave
+    if size % wave:
+        near = sorted({max(wave, size // wave * wave), (size // wave + 1) * wave})
+        raise PlanError(
+            f"global_batch_size {size} does not divide into micro-batches of {micro}"
+            f" on {plural(shares, 'data-parallel rank')}",
+            where="train.global_batch_size",
+            accepted=f"a multiple of {wave}: {', '.join(map(str, near))}, ...",
+        )
+    return size, size // wave
 
 
 def _model_states(modules: Sequence[ModuleFact], states: float, world: int) -> tuple[StageBytes, ...]:

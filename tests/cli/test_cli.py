@@ -337,10 +337,10 @@ def test_show_of_an_annotation_that_does_not_resolve_names_its_line(
 
 def test_show_of_nothing_is_an_error_with_the_nearest(site: Any, capsys: pytest.CaptureFixture[str]) -> None:
     site.plugin("broken", "1 / 0")
-    assert main(["plugins", "show", "adamv"]) == 1
+    assert main(["plugins", "show", "adamwv"]) == 1
     text = capsys.readouterr().err
     assert text.startswith(
-        "mm: error: no component is named 'adamv'\n  hint: did you mean 'adamw'?; plugin 'broken'"
+        "mm: error: no component is named 'adamwv'\n  hint: did you mean 'adamw'?; plugin 'broken'"
     )
 
 

@@ -6,16 +6,12 @@ import pytest
 
 from support.conformance import examined
 
-OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 STAGES: Mapping[str, dict[str, object]] = {
-    "0": {},
     "1": {"stage": 1},
-    "2": {"stage": 2},
+    "2 offloaded": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
     "3": {"stage": 3, "stage3_param_persistence_threshold": 0},
-    "3 with persistent parameters": {"stage": 3},
-    "2 offloaded": {"stage": 2, **OFFLOADED},
-    "3 offloaded": {"stage": 3, **OFFLOADED, "offload_param": {"device": "cpu"}},
 }
+"""The others are compared with plain torch in test_parity.py."""
 
 
 @pytest.mark.slow
