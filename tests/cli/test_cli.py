@@ -340,7 +340,7 @@ def test_show_of_nothing_is_an_error_with_the_nearest(site: Any, capsys: pytest.
     assert main(["plugins", "show", "adamwv"]) == 1
     text = capsys.readouterr().err
     assert text.startswith(
-        "mm: error: no component is named 'adamwv'\n  hint: did you mean 'adamw'?; plugin 'broken'"
+        "mm: error: no component is named 'adamwv'\n  hint: did you mean 'adamw' or 'adam'?; plugin 'broken'"
     )
 
 
