@@ -78,6 +78,7 @@ class Run:
         values = kit.network_values()
         self.trial, self.plain = kit.Trial(DeepSpeedEngine(settings=settings), values=values), kit.Plain()
         self.worst: dict[str, Any] = {"loss": 0.0, "norm": 0.0, "weights": 0.0}
+        self.worst["begun"] = self.unchanged(self.plain.weights())
 
     def step(self, number: int) -> None:
         factor = 1 - number / STEPS
