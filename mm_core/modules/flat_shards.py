@@ -59,6 +59,7 @@ class FlatShard(Tensor):
 
     @staticmethod
     def __new__(cls, share: Tensor, shape: Sequence[int], start: int) -> FlatShard:
+        assert 0 <= start <= start + share.numel() <= prod(shape), (start, share.shape, shape)
         made: FlatShard = Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=share.dtype, device=share.device
         )
@@ -72,14 +73,21 @@ class FlatShard(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> FlatShard:
-        if func not in _BY_SHARE:
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        shards = [a for a in tensors if isinstance(a, FlatShard)]
+        alike = len(shards) == len(tensors) and len({shard._range for shard in shards}) == 1
+        if func not in _BY_SHARE or not alike:
             raise NotImplementedError(f"{func} of a tensor whose elements lie on several ranks")
-        held: FlatShard = args[0]
         share = func(*[a.share if isinstance(a, FlatShard) else a for a in args], **(kwargs or {}))
+        held = shards[0]
         return held if share is held.share else held.like(share)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"FlatShard({tuple(self.shape)}, from {self.start}, {plural(self.share.numel(), 'element')})"
+
+    @property
+    def _range(self) -> tuple[torch.Size, int, int]:
+        return self.shape, self.start, self.share.numel()
 
     def like(self, share: Tensor) -> FlatShard:
         """The same range of a tensor of the same shape, with other elements."""

@@ -178,3 +178,15 @@ def test_each_piece_of_a_range_has_a_fingerprint():
     held.share[0] += 1
     after = fingerprints(1, {"model": {"a": held}})
     assert [key for key in before if before[key] != after[key]] == ["model.a@(0, 1, 2)"]
+
+
+def test_a_copy_between_different_ranges_or_with_a_plain_tensor_is_refused() -> None:
+    shard = FlatShard(torch.arange(5.0), (3, 4, 5), 5)
+    for target, source in (
+        (shard, FlatShard(torch.ones(5), (3, 4, 5), 20)),
+        (torch.zeros(3, 4, 5), shard),
+        (shard, torch.ones(3, 4, 5)),
+    ):
+        with pytest.raises(NotImplementedError):
+            target.copy_(source)
+    assert shard.share.tolist() == [0, 1, 2, 3, 4]

@@ -62,7 +62,8 @@ class DeepSpeedEngine(EngineBase):
         self._zero: zero.Zero | None = None
         self._engine: Any = None
         self._held: dict[str, nn.Parameter] = {}
-        self._stale = False
+        self._frozen: dict[str, nn.Parameter] = {}  # values before they were rounded for the computation
+        self._stale = self._loaded = False
 
     # -- plan ----------------------------------------------------------------------------------
 
@@ -161,6 +162,8 @@ class DeepSpeedEngine(EngineBase):
                     part.master.copy_(values[part.start : part.start + part.master.numel()])
             self._stale = True
         self._parameters = {}
+        kept = {n: p for n, p in rows.items() if not p.requires_grad and p.dtype != self._held[n].dtype}
+        self._frozen = {name: p for name, p in kept.items() if p.is_floating_point()}
         return None
 
     def _hand_over(
@@ -270,6 +273,11 @@ class DeepSpeedEngine(EngineBase):
             return
         self._stale = False
         self._zero.load_scale()
+        if self._loaded:
+            self._loaded = False
+            for name, rows in self._frozen.items():
+                part = self._zero.frozen(self._held[name])
+                part.master.copy_(whole(rows).flatten()[part.start : part.start + part.master.numel()])
         self._zero.publish()
 
     # -- state ---------------------------------------------------------------------------------
@@ -320,14 +328,20 @@ class DeepSpeedEngine(EngineBase):
             for name in module.state_dict():
                 if name not in self._tied[path]:
                     key = f"{path}.{name}"
-                    state[key] = self._stored(self._held[key]) if key in self._held else _buffer(module, name)
+                    state[key] = self._tensor(key) if key in self._held else _buffer(module, name)
         return state
 
-    def _stored(self, parameter: nn.Parameter) -> Tensor:
+    def _tensor(self, name: str) -> Tensor:
+        """What a checkpoint stores of a parameter."""
+        if name in self._frozen:
+            return self._frozen[name]
+        parameter = self._held[name]
         assert self._zero is not None
         trained = parameter.requires_grad
+        if not trained and self.settings.stage < 3:  # whole on each rank
+            return parameter
         part = self._zero.fragment(parameter) if trained else self._zero.frozen(parameter)
-        return parameter if part is None else FlatShard(part.master, _shape(parameter), part.start)
+        return FlatShard(part.master, _shape(parameter), part.start)
 
     def state_template(self, stepped: Collection[str]) -> dict[str, dict[str, Tensor]]:
         """The training state as tensors to load a checkpoint into, in place.
@@ -345,7 +359,7 @@ class DeepSpeedEngine(EngineBase):
             self._zero.make_state()
             for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
-        self._stale = True
+        self._stale = self._loaded = True
         state = self.state_dict()
         state["optimizer"] = {
             key: value for key, value in state["optimizer"].items() if key.rpartition(".")[0] in stepped

@@ -164,9 +164,9 @@ class Zero:
         start = mapping.lp_fragment_address.start
         return Fragment(cut, start, self._cut(flat, address.start, address.numel))
 
-    def frozen(self, parameter: nn.Parameter) -> Fragment | None:
-        """What this rank holds of a frozen parameter; None if every rank has it whole."""
-        return None
+    def frozen(self, parameter: nn.Parameter) -> Fragment:
+        """What this rank holds of a frozen parameter, in the dtype of the computation."""
+        return Fragment(parameter.detach().view(-1), 0, {})
 
     def make_state(self) -> None:
         """Gives the optimizer the states of its first step, which are zero."""
@@ -262,7 +262,7 @@ class Zero3(Zero):
         start, count = _own_part(parameter, size)
         return Fragment(flat.detach().narrow(0, offset, count), start, self._cut(flat, offset, count))
 
-    def frozen(self, parameter: nn.Parameter) -> Fragment | None:
+    def frozen(self, parameter: nn.Parameter) -> Fragment:
         held = parameter.ds_tensor  # type: ignore[attr-defined]
         start, count = _own_part(parameter, held.numel())
         return Fragment(held.detach().view(-1)[:count], start, {})
