@@ -79,6 +79,7 @@ def starting(device: torch.device) -> Iterator[None]:
     with (
         patch.dict(os.environ),
         patch("deepspeed.comm.torch.build_shm_op", lambda: None),
+        patch("deepspeed.runtime.bf16_optimizer.see_memory_usage", lambda *_, **__: None),  # it prints
         patch("deepspeed.runtime.engine.DeepSpeedEngine._broadcast_model", lambda _: None),
     ):
         yield
