@@ -282,7 +282,7 @@ def make_guard(config: RunConfig, parts: RunParts, restored: Restored, reporter:
     return UpdateGuard(
         config.train,
         restored.facts.get("guard"),
-        locate=lambda rerun: first_non_finite(parts.task, roots, rerun, parts.engine),
+        locate=lambda forwards: first_non_finite(parts.task, roots, forwards, parts.engine),
         warn=reporter.note,
     )
 

@@ -12,7 +12,7 @@ from mm_core.contracts import Batch, Loss
 from mm_core.errors import PeerError, TrainingError, plural
 from mm_core.runtime.ranks import Ranks, gather_rows
 
-Rerun = Callable[[], Sequence[Callable[[], Loss]]]
+Forwards = Sequence[Callable[[], Loss]]
 _HINT = "lower the learning rate, check the samples of this step, or train in fp32"
 
 
@@ -26,8 +26,8 @@ class UpdateGuard:
     Args:
         settings: the config's `train` section, with `non_finite` and `spike`.
         state: the saved result of `state()`, at a resume.
-        locate: finds the first module whose output is not finite; called by all ranks, with a function that
-            returns the forwards of the step's micro-batches.
+        locate: finds the first module whose output is not finite; called by all ranks, with the
+            forwards of the step's micro-batches.
         warn: shows a warning.
     """
 
@@ -35,7 +35,7 @@ class UpdateGuard:
         self,
         settings: TrainSection,
         state: Document | None = None,
-        locate: Callable[[Rerun], str | None] = lambda rerun: None,
+        locate: Callable[[Forwards], str | None] = lambda forwards: None,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.settings = settings
@@ -55,7 +55,7 @@ class UpdateGuard:
         }
 
     def judge(
-        self, step: int, norm: float, losses: Sequence[Loss], batches: Sequence[Batch], rerun: Rerun
+        self, step: int, norm: float, losses: Sequence[Loss], batches: Sequence[Batch], forwards: Forwards
     ) -> str | None:
         """Decides whether a training step updates the weights: None to update, or the reason to skip it.
 
@@ -64,14 +64,14 @@ class UpdateGuard:
             norm: the global gradient norm.
             losses: of this rank's micro-batches.
             batches: this rank's micro-batches.
-                rerun: returns the forwards again, to find the module at fault.
+                forwards: of its micro-batches, to run again and find the module at fault.
 
         Raises:
             TrainingError: the run must end. Raised on the rank that caused it, or on all if none did.
             PeerError: on the other ranks.
         """
         if not math.isfinite(norm):
-            return self._non_finite(step, norm, losses, batches, rerun)
+            return self._non_finite(step, norm, losses, batches, forwards)
         refused = self._spike(step, norm)
         if refused is None:
             self._in_a_row = self._spikes = 0
@@ -82,10 +82,10 @@ class UpdateGuard:
     # -- not finite ----------------------------------------------------------------------------
 
     def _non_finite(
-        self, step: int, norm: float, losses: Sequence[Loss], batches: Sequence[Batch], rerun: Rerun
+        self, step: int, norm: float, losses: Sequence[Loss], batches: Sequence[Batch], forwards: Forwards
     ) -> str:
         guilty = [not math.isfinite(float(loss.total)) for loss in losses]
-        place = self._locate(rerun)
+        place = self._locate(forwards)
         # A rank with a bad loss comes before one that only found a bad module; of the ranks with a bad loss,
         # the one that can name the module reports.
         mine = 2.0 * any(guilty) + (place is not None)

@@ -7,10 +7,10 @@ implement. The loop also uses the data, the gradient guard, the reporter and the
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import isfinite
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -99,16 +99,15 @@ def run_steps(training: Training, start: int) -> int:
         agreed = agree(training, batches, weights, fault)
         lr = engine.scale_lr(training.lr_schedule.factor(step))
         scale = engine.data_ranks.count / agreed.weight  # the engine averages over the shares of the data
+        forwards = [partial(compute, training, step, index, batch) for index, batch in enumerate(batches)]
         losses: list[Loss] = []
-        for index, batch in enumerate(batches):
-            seed_model(training, step, index)
-            last = index == len(batches) - 1
-            losses.append(engine.micro_step(partial(compute, training, batch), last=last, scale=scale))
+        for forward in forwards:
+            losses.append(engine.micro_step(forward, last=forward is forwards[-1], scale=scale))
             reporter.micro(losses[-1])
         grad_norm = engine.grad_norm()
         reporter.enter("optimizer")
-        rerun = partial(recompute, training, step, batches)
-        refused = overflow(engine, grad_norm) or training.guard.judge(step, grad_norm, losses, batches, rerun)
+        refused = overflow(engine, grad_norm)
+        refused = refused or training.guard.judge(step, grad_norm, losses, batches, forwards)
         if refused is None:
             engine.step(grad_norm, training.clip_grad_norm)
         else:
@@ -135,8 +134,9 @@ def read_step(training: Training) -> tuple[list[Batch], list[float], MMError | N
         return [], [], fault
 
 
-def compute(training: Training, batch: Batch) -> Loss:
-    """Computes the loss of one micro-batch on the device: encodes inputs without gradients, then forward."""
+def compute(training: Training, step: int, index: int, batch: Batch) -> Loss:
+    """Computes the loss of a step's micro-batch on the device: encodes without gradients, then forward."""
+    seed_model(training, step, index)
     with training.reporter.counting():
         training.reporter.enter("encode")
         on_device = batch.to(training.engine.device, non_blocking=True)
@@ -146,21 +146,9 @@ def compute(training: Training, batch: Batch) -> Loss:
         return loss_of(training.task, inputs)
 
 
-def recompute(training: Training, step: int, batches: Sequence[Batch]) -> list[Callable[[], Loss]]:
-    """The forwards of a training step's micro-batches again, to find where they stop being finite."""
-
-    def forward(index: int, batch: Batch) -> Loss:
-        seed_model(training, step, index)
-        return compute(training, batch)
-
-    return [partial(forward, index, batch) for index, batch in enumerate(batches)]
-
-
 def overflow(engine: Engine, grad_norm: float) -> str | None:
     """The reason to skip a step whose gradients overflow at the engine's loss scale; None for others."""
-    if math.isfinite(grad_norm) or not isinstance(engine, SupportsOverflowed):
-        return None
-    return engine.overflowed()
+    return engine.overflowed() if not isfinite(grad_norm) and isinstance(engine, SupportsOverflowed) else None
 
 
 def seed_model(training: Training, step: int, index: int) -> None:

@@ -15,7 +15,7 @@ from mm_core.runtime.ranks import on_any_rank
 def first_non_finite(
     task: TaskModule,
     trained: Sequence[str],
-    rerun: Callable[[], Sequence[Callable[[], Loss]]],
+    forwards: Sequence[Callable[[], Loss]],
     engine: Engine,
 ) -> str | None:
     """Finds the first module of a training step that is not finite on this rank; returns a message, or None.
@@ -27,7 +27,7 @@ def first_non_finite(
     Args:
         task: contains the modules, by path.
         trained: paths of the sharded roots.
-        rerun: the forwards of the step's micro-batches.
+        forwards: of the step's micro-batches.
         engine: runs them, and clears the gradients of the second computation.
     """
     bad = _parameter(task, trained, engine)
@@ -40,7 +40,6 @@ def first_non_finite(
         for path, module in task.get_submodule(root).named_modules(prefix=root)
     ]
     try:
-        forwards = rerun()
         for forward in forwards:
             engine.micro_step(forward, last=forward is forwards[-1], scale=1.0)
     finally:

@@ -122,7 +122,7 @@ def use_bad_parameter() -> list[list[str]]:
     batch = Batch([SampleKey(0, 0)], torch.ones(1), [f"clip_{dist.get_rank()}.mp4"])
     guard = UpdateGuard(
         TrainSection(steps=9),
-        locate=lambda rerun: first_non_finite(task, task.trainable, rerun, engine),
+        locate=lambda forwards: first_non_finite(task, task.trainable, forwards, engine),
     )
     try:
         said = ["", guard.judge(0, engine.grad_norm(), [loss], [batch], lambda: iter([compute()])) or ""]

@@ -24,7 +24,7 @@ def group():
 
 def judge(guard: UpdateGuard, step: int, norm: float, loss: float = 1.0) -> str | None:
     batch = Batch([SampleKey(0, 3)], torch.ones(1), ["clip_3.mp4"])
-    return guard.judge(step, norm, [Loss(torch.tensor(loss), 1.0)], [batch], lambda: iter(()))
+    return guard.judge(step, norm, [Loss(torch.tensor(loss), 1.0)], [batch], [])
 
 
 def settings(**sections) -> TrainSection:

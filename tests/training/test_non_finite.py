@@ -94,7 +94,7 @@ def search(task: Task, bad_sample: bool = False, micros: int = 2) -> str | None:
         return Loss(task.model(task.frozen(x)).square().sum(), 1.0)
 
     forwards = [partial(forward, index) for index in range(micros)]
-    said = first_non_finite(task, ["model"], lambda: forwards, Plain(task))
+    said = first_non_finite(task, ["model"], forwards, Plain(task))
     assert all(parameter.grad is None for parameter in task.parameters())
     assert not any(module._forward_hooks for module in task.modules()), "the hooks are gone"
     assert seen in ([], list(range(micros))), "all micro-batches or none: FSDP's ranks must agree"
@@ -145,7 +145,7 @@ def test_a_rerun_that_fails_leaves_no_hooks():
         raise KeyError("gone")
 
     with pytest.raises(KeyError):
-        first_non_finite(task, ["model"], lambda: [fails], Plain(task))
+        first_non_finite(task, ["model"], [fails], Plain(task))
     assert all(parameter.grad is None for parameter in task.parameters())
     assert not any(module._forward_hooks for module in task.modules())
 

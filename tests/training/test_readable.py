@@ -146,7 +146,7 @@ def test_all_that_a_run_of_one_step_enters_is_read_in_a_day(reading):
     } <= entered
     assert {"Validator.run", "RunReporter.step"} <= entered
     docstrings = docstring_lines(found)
-    assert lines(found) - docstrings <= 2545 and docstrings <= 790, sorted(entered)
+    assert lines(found) - docstrings <= 2555 and docstrings <= 790, sorted(entered)
 
 
 def test_the_whole_loop_is_read_at_a_sitting():
