@@ -148,7 +148,7 @@ class DeepSpeedEngine(EngineBase):
         self._begin(optimizer, weights)
         assert self._optimizer is not None
         rows = self._parameters
-        with zero.starting(self.device):
+        with zero.starting():
             self._hand_over(deepspeed, task, plan, rows)
         if not self.settings.stage:
             self._parameters = self._held
@@ -156,10 +156,8 @@ class DeepSpeedEngine(EngineBase):
         self._zero = zero.zero_of(self._engine, self.settings.stage)
         if self.settings.dtype != "fp32":  # DeepSpeed made the masters from the rounded weights
             for name, parameter in self._held.items():
-                values = whole(rows[name]).flatten()
                 if parameter.requires_grad:
-                    part = self._zero.fragment(parameter)
-                    part.master.copy_(values[part.start : part.start + part.master.numel()])
+                    _fill(self._zero.fragment(parameter), rows[name])
             self._stale = True
         self._parameters = {}
         kept = {n: p for n, p in rows.items() if not p.requires_grad and p.dtype != self._held[n].dtype}
@@ -276,8 +274,7 @@ class DeepSpeedEngine(EngineBase):
         if self._loaded:
             self._loaded = False
             for name, rows in self._frozen.items():
-                part = self._zero.frozen(self._held[name])
-                part.master.copy_(whole(rows).flatten()[part.start : part.start + part.master.numel()])
+                _fill(self._zero.frozen(self._held[name]), rows)
         self._zero.publish()
 
     # -- state ---------------------------------------------------------------------------------
@@ -299,7 +296,7 @@ class DeepSpeedEngine(EngineBase):
         for name, parameter in self._held.items():
             if parameter.requires_grad:
                 part, shape = self._zero.fragment(parameter), _shape(parameter)
-                yield Shard(name, part.master, tuple(shape), _Stored(shape, part.start))
+                yield Shard(name, part.master, tuple(shape), FlatShard(part.master, shape, part.start).like)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """The training state for a checkpoint, as of any engine, and the numbers of a loss scaler."""
@@ -367,14 +364,9 @@ class DeepSpeedEngine(EngineBase):
         return state
 
 
-class _Stored:
-    """Turns a tensor of a master's shape into what a checkpoint stores (`Shard.stored`)."""
-
-    def __init__(self, shape: torch.Size, start: int) -> None:
-        self.shape, self.start = shape, start
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        return FlatShard(tensor, self.shape, self.start)
+def _fill(part: zero.Fragment, rows: Tensor) -> None:
+    """Copies a rank's part of the parameter in `rows` into it; called by all ranks."""
+    part.master.copy_(whole(rows).flatten()[part.start : part.start + part.master.numel()])
 
 
 def _facts(shares: int) -> TrainingFacts:

@@ -69,7 +69,7 @@ def _forget_groups() -> None:
 
 
 @contextmanager
-def starting(device: torch.device) -> Iterator[None]:
+def starting() -> Iterator[None]:
     """A context for making DeepSpeed's engine; the environment is as before at its end, but for LOCAL_RANK.
 
     DeepSpeed compiles nothing for the communication of CPUs in it: gloo does that. Nor does it broadcast
@@ -287,15 +287,18 @@ class Zero3(Zero):
         inner._partition_all_parameters()
         for index in range(len(inner.fp16_groups)):
             inner._reassign_or_swap_out_partitioned_parameters(index)
-        if inner.persistent_parameters:
-            inner.persistent_parameters[0].all_gather(inner.persistent_parameters)
+        self._gather_persistent()
 
     def discard(self) -> None:
         self.inner._pre_step()
         self.inner._partition_all_parameters()
         self.inner._overflow_clean_up(self.scale)
-        if self.inner.persistent_parameters:
-            self.inner.persistent_parameters[0].all_gather(self.inner.persistent_parameters)
+        self._gather_persistent()
+
+    def _gather_persistent(self) -> None:
+        """Gathers the small parameters, which stay whole between steps."""
+        if kept := self.inner.persistent_parameters:
+            kept[0].all_gather(kept)
 
 
 def _own_part(parameter: nn.Parameter, size: int) -> tuple[int, int]:
