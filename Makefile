@@ -50,7 +50,8 @@ test: $(STAMP)
 
 ## slow: the tests that take more than ten seconds or start processes
 slow: $(STAMP)
-	$(BIN)/python -m pytest -m "slow and not nightly" -n $(SLOW_JOBS) --dist loadfile --durations=15
+	$(BIN)/python -m pytest -m "slow and not nightly" -n $(SLOW_JOBS) --dist loadfile --durations=15 \
+	  -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true
 
 ## nightly: every test with the oldest and the newest torch, and the benchmarks, in environments built from nothing
 nightly:
