@@ -1,10 +1,11 @@
 """Compares the engine on ZeRO with a plain DeepSpeed loop: same JSON, weights and rows; losses and step time.
 
     python benchmarks/zero_step.py [--stage 2] [--ranks 2] [--rounds 20] [--steps 5]
+    python benchmarks/zero_step.py --device cuda --dtype bf16 --ranks 1 --layers 16 --width 4096 --rows 4096
 
 Both train in the same process (of each rank) in turn: a round is `steps` steps of one, then of the other.
 The plain loop is what DeepSpeed documents: forward, backward, step, with its clipping. Needs the plugin
-mm-deepspeed.
+mm-deepspeed. With bf16 both start from rounded weights, and the bar of the losses is that of rounding.
 """
 
 from __future__ import annotations
@@ -19,72 +20,93 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-LOSS_BAR, TIME_BAR = 1e-7, 1.05
-LAYERS, WIDTH, ROWS = 8, 512, 64
+LOSS_BARS, TIME_BAR = {"fp32": 1e-7, "bf16": 1e-2}, 1.05
 
 
 def main() -> int:
     """Starts the ranks; in a child process, runs as one of them."""
     parser = argparse.ArgumentParser()
-    for name, value in (("stage", 2), ("ranks", 2), ("rounds", 20), ("steps", 5)):
+    of_run = {"stage": 2, "ranks": 2, "rounds": 20, "steps": 5}
+    for name, value in (of_run | {"layers": 8, "width": 512, "rows": 64}).items():
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", choices=tuple(LOSS_BARS), default="fp32")
     args = parser.parse_args()
     if "RANK" in os.environ:
-        return run_rank(args.stage, args.rounds, args.steps)
+        return run_rank(args)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(args.ranks)]
     words = [*launcher, "--standalone", __file__, *sys.argv[1:]]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "MM_DEVICE": args.device, "DS_ACCELERATOR": args.device}
     return subprocess.run(words, env=env, check=False).returncode
 
 
-def run_rank(stage: int, rounds: int, steps: int) -> int:
+def run_rank(args: argparse.Namespace) -> int:
     """Times both loops in turn; rank 0 prints. Returns 1 on all ranks where a bar is missed."""
     import torch
     import torch.distributed as dist
 
+    from mm_core.contracts import torch_dtype
+    from mm_core.device import synchronize
     from mm_core.runtime.process_group import process_group
 
     warnings.simplefilter("ignore", FutureWarning)
-    settings = {"zero_optimization": {"stage": stage}}
+    settings: dict[str, Any] = {"zero_optimization": {"stage": args.stage}}
+    if args.dtype == "bf16":
+        settings |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
     with process_group() as ranks:
         torch.manual_seed(7)
-        values = {name: value.clone() for name, value in network().state_dict().items()}
-        loops = {"mm_core": ours(settings, values), "deepspeed": plain(settings, values, ranks.count)}
+        dtype = torch_dtype(args.dtype)
+        values = {name: value.to(dtype).float() for name, value in network(args).state_dict().items()}
+        loops = {
+            "mm_core": ours(args, settings, values),
+            "deepspeed": plain(args, settings, values, ranks.count),
+        }
         times: dict[str, list[float]] = {name: [] for name in loops}
         losses: dict[str, list[float]] = {name: [] for name in loops}
-        for number in range(rounds + 1):
+        for number in range(args.rounds + 1):
             for name, step in loops.items():
+                synchronize()
                 dist.barrier()
                 began = time.perf_counter()
-                losses[name] += [step(number * steps + index) for index in range(steps)]
+                losses[name] += [step(number * args.steps + index) for index in range(args.steps)]
+                synchronize()
                 if number:  # the first round warms up
-                    times[name].append((time.perf_counter() - began) / steps)
-        met = report(times, losses, stage, ranks.count) if ranks.rank == 0 else True
+                    times[name].append((time.perf_counter() - began) / args.steps)
+        met = report(args, times, losses) if ranks.rank == 0 else True
         return int(not ranks.from_first(met))
 
 
-def network() -> Any:
+def network(args: argparse.Namespace) -> Any:
     """The model: equal layers with activations between them."""
     from torch import nn
 
-    return nn.Sequential(
-        *(layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())), nn.Linear(WIDTH, 8)
-    )
+    width = args.width
+    layers = (layer for _ in range(args.layers) for layer in (nn.Linear(width, width), nn.GELU()))
+    return nn.Sequential(*layers, nn.Linear(width, 8))
 
 
-def rows(step: int) -> tuple[Any, Any]:
-    """Inputs [ROWS, WIDTH] and targets [ROWS, 8] of a rank's step."""
+def rows_of(args: argparse.Namespace) -> Callable[[int], tuple[Any, Any]]:
+    """Makes inputs [rows, width], in the dtype of the computation, and targets [rows, 8] of a rank's step."""
     import torch
     import torch.distributed as dist
 
-    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
-    return (
-        torch.randn(ROWS, WIDTH, generator=generator),
-        torch.randn(ROWS, 8, generator=generator),
-    )
+    from mm_core.contracts import torch_dtype
+    from mm_core.device import current_device
+
+    generator = torch.Generator(current_device())
+    dtype = torch_dtype(args.dtype)
+
+    def rows(step: int) -> tuple[Any, Any]:
+        generator.manual_seed(1000 * step + dist.get_rank())
+        options: dict[str, Any] = {"generator": generator, "device": generator.device}
+        return torch.randn(args.rows, args.width, **options).to(dtype), torch.randn(args.rows, 8, **options)
+
+    return rows
 
 
-def ours(settings: dict[str, Any], values: dict[str, Any]) -> Callable[[int], float]:
+def ours(
+    args: argparse.Namespace, settings: dict[str, Any], values: dict[str, Any]
+) -> Callable[[int], float]:
     """A step with mm_core's engine, as the training loop takes it."""
     import torch
     from mm_deepspeed.engine import DeepSpeedEngine
@@ -97,13 +119,13 @@ def ours(settings: dict[str, Any], values: dict[str, Any]) -> Callable[[int], fl
 
         def __init__(self) -> None:
             super().__init__()
-            self.net = network()
+            self.net = network(args)
 
     with torch.device("meta"):
         task = Task()
     engine = DeepSpeedEngine(settings=settings)
     plan = engine.plan(task, torch.distributed.get_world_size(), 2.0)
-    named = Values({f"net.{name}": value for name, value in values.items()})
+    named, rows = Values({f"net.{name}": value for name, value in values.items()}), rows_of(args)
     engine.prepare(task, plan, lambda p: torch.optim.AdamW(p.values(), lr=1e-3), Randomness(0), named)
 
     def step(number: int) -> float:
@@ -117,12 +139,14 @@ def ours(settings: dict[str, Any], values: dict[str, Any]) -> Callable[[int], fl
     return step
 
 
-def plain(settings: dict[str, Any], values: dict[str, Any], world: int) -> Callable[[int], float]:
+def plain(
+    args: argparse.Namespace, settings: dict[str, Any], values: dict[str, Any], world: int
+) -> Callable[[int], float]:
     """A step of DeepSpeed's own loop."""
     import deepspeed
     import torch
 
-    net = network()
+    net, rows = network(args), rows_of(args)
     net.load_state_dict(values)
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -145,9 +169,13 @@ def plain(settings: dict[str, Any], values: dict[str, Any], world: int) -> Calla
     return step
 
 
-def report(times: dict[str, list[float]], losses: dict[str, list[float]], stage: int, world: int) -> bool:
+def report(args: argparse.Namespace, times: dict[str, list[float]], losses: dict[str, list[float]]) -> bool:
     """Prints the table and the RESULT lines; returns whether the bars are met."""
-    print(f"ZeRO {stage}, {world} ranks, {len(times['mm_core'])} paired rounds")
+    from mm_core.errors import plural
+
+    stage, bar = args.stage, LOSS_BARS[args.dtype]
+    size = f"{args.layers} layers of width {args.width}, {args.rows} rows, {args.dtype} on {args.device}"
+    print(f"ZeRO {stage}, {plural(args.ranks, 'rank')}, {len(times['mm_core'])} paired rounds; {size}")
     print(f"{'loop':<14}{'median ms/step':>18}{'least':>10}{'most':>10}")
     for name, values in times.items():
         milli = sorted(1000 * value for value in values)
@@ -155,9 +183,9 @@ def report(times: dict[str, list[float]], losses: dict[str, list[float]], stage:
     ratio = statistics.median(a / b for a, b in zip(times["mm_core"], times["deepspeed"], strict=True))
     pairs = zip(losses["mm_core"], losses["deepspeed"], strict=True)
     off = max(abs(a - b) / abs(b) for a, b in pairs)
-    print(f"RESULT zero{stage}_loss {off:.2e} {LOSS_BAR:g} {'ok' if off <= LOSS_BAR else 'short'}")
+    print(f"RESULT zero{stage}_loss {off:.2e} {bar:g} {'ok' if off <= bar else 'short'}")
     print(f"RESULT zero{stage}_time {ratio:.3f} {TIME_BAR} {'ok' if ratio <= TIME_BAR else 'short'}")
-    return off <= LOSS_BAR and ratio <= TIME_BAR
+    return off <= bar and ratio <= TIME_BAR
 
 
 if __name__ == "__main__":
