@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from support.checkpoints import tensors
@@ -15,6 +16,7 @@ from support.runs import DIT, VIDEO
 
 pytestmark = pytest.mark.slow
 
+PROBED = Path(__file__).with_name("probed.py")
 FSDP2 = ("engine={type: fsdp2}",)
 SMALL = {"predictor": {"type": "custom_dit", **DIT, "num_layers": 1}}
 JSON = """{ # a comment
@@ -23,8 +25,9 @@ JSON = """{ # a comment
 
 
 def stage(number: int) -> tuple[str, str]:
-    """What turns the YAML's JSON file into settings of a stage."""
-    return "engine.config=null", f"engine.settings={{zero_optimization: {{stage: {number}}}}}"
+    """What turns the YAML's engine into one of a stage that shows what it has loaded."""
+    settings = f"{{zero_optimization: {{stage: {number}}}}}"
+    return f"engine={{type: local/probed, settings: {settings}}}", f"plugins.path=[{PROBED}]"
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +45,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "engine": {"type": "deepspeed", "config": str(folder / "ds.json")},
         "optimizer": {"type": "adamw", "lr": 2e-3},
         "lr_schedule": {"type": "constant"},
-        "train": {"steps": 15, "micro_batch_size": 2, "global_batch_size": 8, "clip_grad_norm": 0.5},
+        "train": {"steps": 18, "micro_batch_size": 2, "global_batch_size": 8, "clip_grad_norm": 0.5},
         "ema": {"decay": 0.9},
         "checkpoint": {"every": 3, "keep": 9},
     }
@@ -53,12 +56,13 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def train(config: Path) -> Callable[..., Path]:
-    """Trains in a folder on two ranks, to a step; returns the run."""
+    """Trains in a folder to a step, on two ranks by default; returns the run."""
     from support import warm
 
-    def run(folder: Path, steps: int, *engine: str) -> Path:
-        words = ("train", "--config", config, "--nproc", 2, f"run.dir={folder}", f"train.steps={steps}")
-        own = environment(OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")
+    def run(folder: Path, steps: int, *engine: str, ranks: int = 2) -> Path:
+        words = ("train", "--config", config, "--nproc", ranks, f"run.dir={folder}", f"train.steps={steps}")
+        probe = {"PROBE": str(folder / "loaded.pt")}
+        own = environment(OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu", **probe)
         done = warm.mm(*words, *engine, env=own, timeout=180)
         assert done.returncode == 0, done.stdout + done.stderr
         return folder / "run"
@@ -68,8 +72,8 @@ def train(config: Path) -> Callable[..., Path]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, train: Callable[..., Path]) -> Path:
-    """Fifteen steps of fsdp2."""
-    return train(tmp_path_factory.mktemp("whole"), 15, *FSDP2)
+    """Eighteen steps of fsdp2."""
+    return train(tmp_path_factory.mktemp("whole"), 18, *FSDP2)
 
 
 @pytest.fixture(scope="module")
@@ -96,15 +100,25 @@ def test_the_losses_of_stage_2_are_those_of_fsdp2(stage_2: Path, whole: Path) ->
     close(stage_2 / "checkpoints/step_00000006", whole / "checkpoints/step_00000006")
 
 
-def test_a_run_changes_its_stage_and_its_engine(
+def test_a_run_changes_its_ranks_its_stage_and_its_engine(
     whole: Path, train: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Three steps with each, resumed without --allow: together the fifteen steps of fsdp2."""
-    run = Path()
-    for number, engine in enumerate((stage(1), stage(2), stage(3), FSDP2, stage(2)), 1):
-        run = train(tmp_path, 3 * number, *engine)
+    """Three steps with each, resumed without --allow: together the eighteen steps of fsdp2 on two ranks.
+
+    What a stage has loaded is the checkpoint bit for bit, from two ranks on one and from one on two.
+    """
+    run, before = Path(), None
+    chain = ((stage(1), 2), (stage(2), 1), (stage(3), 2), (stage(3), 1), (FSDP2, 1), (stage(2), 2))
+    for number, (engine, ranks) in enumerate(chain, 1):
+        run = train(tmp_path, 3 * number, *engine, ranks=ranks)
+        if before is not None and engine is not FSDP2:
+            loaded = torch.load(tmp_path / "loaded.pt")
+            saved = {name: t for name, t in before.items() if not name.startswith("ema.")}
+            assert loaded.keys() == saved.keys()
+            assert [name for name, tensor in saved.items() if not torch.equal(loaded[name], tensor)] == []
+        before = tensors(run / f"checkpoints/step_{3 * number:08d}")
     assert losses(run) == pytest.approx(losses(whole), rel=1e-6, abs=1e-6)
-    close(run / "checkpoints/step_00000015", whole / "checkpoints/step_00000015")
+    close(run / "checkpoints/step_00000018", whole / "checkpoints/step_00000018")
 
 
 def test_a_stored_run_is_used_where_deepspeed_is_not_installed(stage_2: Path) -> None:
