@@ -20,14 +20,29 @@ _HIDDEN_SIZE = {
     "stage3_param_persistence_threshold": 100_000,
 }
 """Keys that the Trainer fills from the model's hidden size -> DeepSpeed's defaults."""
-_SCHEDULES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
-    "warmuplr": (("core/constant",), {"warmup_min_lr": "warmup_init"}),
-    "warmupdecaylr": (("core/warmup_decay", "core/linear"), {"warmup_min_lr": "warmup_init"}),
-    "warmupcosinelr": (("core/cosine",), {}),
-    "onecycle": (("core/one_cycle",), {}),
-    "lrrangetest": (("core/lr_range_test",), {}),
+_MOMENTUM = "a cycle of the momentum in lr_schedule"
+_RATE, _INIT, _TYPE = "optimizer.lr", "lr_schedule.warmup_init", "lr_schedule.warmup_type"
+_WARMUP = {"warmup_min_lr": (_INIT,), "warmup_max_lr": (_RATE,), "warmup_type": (_TYPE,)}
+_SCHEDULES: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
+    "warmuplr": (("core/constant",), _WARMUP),
+    "warmupdecaylr": (  # its line ends at the rate at which the warm-up begins
+        ("core/warmup_decay", "core/linear"),
+        {**_WARMUP, "warmup_min_lr": (_INIT, "lr_schedule.min_lr")},
+    ),
+    "warmupcosinelr": (("core/cosine",), {"warmup_type": (_TYPE,)}),
+    "onecycle": (
+        ("core/one_cycle",),
+        {
+            "cycle_min_lr": ("lr_schedule.min_lr",),
+            "cycle_max_lr": (_RATE,),
+            "cycle_momentum": (_MOMENTUM,),
+        },
+    ),
+    "lrrangetest": (("core/lr_range_test",), {"lr_range_test_min_lr": (_RATE,)}),
 }
-"""DeepSpeed's schedule -> schedules of the run that match, and its parameters that an option repeats."""
+"""DeepSpeed's schedule -> schedules of the run that match, and its parameters that keys of the run repeat."""
+_DEFAULTS = {"warmup_type": "log", "cycle_momentum": True}
+"""What DeepSpeed computes without a key, where schedules of the run are different."""
 _RATIOS = {"warmup_min_ratio": "warmup_init", "cos_min_ratio": "min_lr"}
 
 
@@ -142,12 +157,12 @@ class _Comparison:
         self.where = where
         self.faults: list[str] = []
 
-    def compare(self, key: str, found: Any, run: Any, place: str) -> None:
+    def compare(self, key: str, found: Any, run: Any, place: str, note: str = "") -> None:
         """Records a fault unless the setting is absent, `auto` or equal to the run's value."""
         if found is None or found == AUTO or _same(found, run):
             return
         self.faults.append(
-            f"{self.where}.{key} is {_spelt(found)}, but {place}; make them equal or write auto"
+            f"{self.where}.{key} is {_spelt(found)}{note}, but {place}; make them equal or write auto"
         )
 
 
@@ -187,23 +202,27 @@ def _compare_schedule(against: _Comparison, part: dict[str, Any], facts: Trainin
         )
         return
     options, lr = ours.options, facts.optimizer.options.get("lr")
+    run = {_RATE: lr, _MOMENTUM: False, **{f"lr_schedule.{name}": value for name, value in options.items()}}
+    for what in ("step_size", "stair_count"):  # null: as many as in the first half
+        first, second = (f"lr_schedule.cycle_{half}_{what}" for half in ("first", "second"))
+        if second in run and run[second] is None:
+            run[second] = run[first]
     # DeepSpeed's names are also those of options that a schedule of ours takes over as they are.
-    names = {**{p: p for p in params if p in options}, **repeated}
-    values = {p: (options[o], f"lr_schedule.{o}") for p, o in names.items() if o in options}
+    keys = {**{p: (f"lr_schedule.{p}",) for p in params}, **repeated}
+    values = [(p, run[key], key) for p, own in keys.items() for key in own if key in run]
     fraction, warmup = options.get("warmup_fraction"), options.get("warmup_steps", 0)
     length = warmup if fraction is None else round(fraction * facts.steps)
-    values["warmup_num_steps"] = (
-        length,
-        "lr_schedule.warmup_steps" if fraction is None else "the warm-up of lr_schedule.warmup_fraction",
-    )
-    values["total_num_steps"] = (facts.steps, "the number of steps of the run")
-    values["warmup_max_lr"] = (lr, "optimizer.lr")
-    values.setdefault("warmup_type", ("linear", "the warm-up of lr_schedule"))
+    place = "lr_schedule.warmup_steps" if fraction is None else "the warm-up of lr_schedule.warmup_fraction"
+    values.append(("warmup_num_steps", length, place))
+    values.append(("total_num_steps", facts.steps, "the number of steps of the run"))
     for ratio, option in _RATIOS.items():
         if lr and option in options:
-            values[ratio] = (options[option] / lr, f"lr_schedule.{option} / optimizer.lr")
-    for key, (value, place) in values.items():
-        against.compare(f"scheduler.params.{key}", params.get(key), value, f"{place} is {_spelt(value)}")
+            values.append((ratio, options[option] / lr, f"lr_schedule.{option} / optimizer.lr"))
+    for key, value, place in values:
+        found, note = params.get(key), ""
+        if key in repeated and key not in params and (key != "warmup_type" or length):
+            found, note = _DEFAULTS.get(key), " by DeepSpeed's default"
+        against.compare(f"scheduler.params.{key}", found, value, f"{place} is {_spelt(value)}", note)
 
 
 def _without_auto(values: Mapping[str, Any]) -> dict[str, Any]:

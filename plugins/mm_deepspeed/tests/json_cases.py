@@ -26,6 +26,7 @@ def facts_of(name: str = "stage0", shares: int = 1) -> TrainingFacts:
     kind, decay = ("core/adam", 0.01) if name == "adam_l2" else ("core/adamw", 0.0)
     adam = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": decay}
     warmup = {"warmup_steps": 10, "warmup_fraction": None, "warmup_init": 0.0}
+    warmup["warmup_type"] = "log" if name == "trainer_zero2_auto" else "linear"  # as its WarmupLR does
     schedule = ComponentConfig("lr_schedule", "core/constant", warmup)
     if name == "warmup_cosine":
         schedule = ComponentConfig("lr_schedule", "core/cosine", {**warmup, "min_lr": 1e-4})

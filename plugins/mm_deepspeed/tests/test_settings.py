@@ -1,6 +1,7 @@
 """A DeepSpeed JSON file as it is: completed from the run, compared with it, accepted by DeepSpeed."""
 
 import copy
+import dataclasses
 import json
 import os
 import subprocess
@@ -13,7 +14,9 @@ from json_cases import ACCEPTED, CASES, FOLDER, facts_of
 from mm_deepspeed.config import DeepSpeedConfig
 from mm_deepspeed.settings import Settings, completed
 
+from mm_core.contracts import TrainingFacts
 from mm_core.errors import ConfigError
+from mm_core.schema.fields import ComponentConfig
 
 WHERE = "engine.settings"
 
@@ -95,6 +98,108 @@ def test_another_optimizer_or_schedule_than_the_runs_is_one_fault(
 ) -> None:
     (fault,) = faults_of(section)
     assert expected in fault
+
+
+def of_schedule(kind: str, **options: Any) -> TrainingFacts:
+    """A run with lr 1e-3 and this schedule."""
+    return dataclasses.replace(
+        facts_of(), lr_schedule=ComponentConfig("lr_schedule", f"core/{kind}", options)
+    )
+
+
+WARMUP = {"warmup_steps": 10, "warmup_fraction": None, "warmup_init": 1e-5, "warmup_type": "log"}
+CYCLE = {"min_lr": 1e-4, "cycle_first_step_size": 9, "cycle_second_step_size": None, "decay_lr_rate": 0.5}
+RISE = {"lr_range_test_step_size": 7, "lr_range_test_staircase": True}
+SCHEDULES: dict[str, tuple[TrainingFacts, dict[str, Any], dict[str, tuple[Any, str]]]] = {
+    "WarmupLR": (
+        of_schedule("constant", **WARMUP),
+        {"warmup_min_lr": 1e-5, "warmup_max_lr": 1e-3, "warmup_num_steps": 10},
+        {
+            "warmup_min_lr": (0, "lr_schedule.warmup_init is 1e-05"),
+            "warmup_max_lr": (2e-3, "optimizer.lr is 0.001"),
+            "warmup_num_steps": (1000, "lr_schedule.warmup_steps is 10"),
+            "warmup_type": ("linear", "lr_schedule.warmup_type is log"),
+        },
+    ),
+    "WarmupDecayLR": (
+        of_schedule("warmup_decay", **WARMUP, min_lr=1e-5),
+        {"warmup_min_lr": 1e-5, "total_num_steps": 100, "warmup_type": "log"},
+        {
+            "total_num_steps": (500, "the number of steps of the run is 100"),
+            "warmup_type": ("linear", "lr_schedule.warmup_type is log"),
+        },
+    ),
+    "OneCycle": (
+        of_schedule("one_cycle", **CYCLE),
+        {
+            **{"cycle_min_lr": "1e-4", "cycle_max_lr": 1e-3, "cycle_momentum": False},
+            **{"cycle_first_step_size": 9, "cycle_second_step_size": 9, "decay_lr_rate": 0.5},
+        },
+        {
+            "cycle_min_lr": (1e-3, "lr_schedule.min_lr is 0.0001"),
+            "cycle_max_lr": (1e-2, "optimizer.lr is 0.001"),
+            "cycle_first_step_size": (2000, "lr_schedule.cycle_first_step_size is 9"),
+            "cycle_second_step_size": (11, "lr_schedule.cycle_second_step_size is 9"),
+            "decay_lr_rate": (0.0, "lr_schedule.decay_lr_rate is 0.5"),
+            "cycle_momentum": (True, "a cycle of the momentum in lr_schedule is false"),
+        },
+    ),
+    "LRRangeTest": (
+        of_schedule("lr_range_test", **RISE),
+        {"lr_range_test_min_lr": 1e-3, **RISE},
+        {
+            "lr_range_test_min_lr": (1e-5, "optimizer.lr is 0.001"),
+            "lr_range_test_step_size": (2000, "lr_schedule.lr_range_test_step_size is 7"),
+            "lr_range_test_staircase": (False, "lr_schedule.lr_range_test_staircase is true"),
+        },
+    ),
+}
+"""DeepSpeed's schedule -> a run, parameters that agree, and other values with what they contradict."""
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_schedule_section_agrees_with_the_run_or_each_difference_is_one_fault(kind: str) -> None:
+    facts, equal, others = SCHEDULES[kind]
+    completed({"scheduler": {"type": kind, "params": equal}}, facts)
+    for name, (value, place) in others.items():
+        with pytest.raises(ConfigError) as caught:
+            completed({"scheduler": {"type": kind, "params": {**equal, name: value}}}, facts)
+        (fault,) = caught.value.faults
+        assert f"{WHERE}.scheduler.params.{name} is " in fault.what and f", but {place};" in fault.what
+
+
+@pytest.mark.parametrize(
+    ("kind", "facts", "sentence"),
+    [
+        (
+            "WarmupLR",
+            facts_of(),
+            "warmup_type is log by DeepSpeed's default, but lr_schedule.warmup_type is linear",
+        ),
+        (
+            "OneCycle",
+            SCHEDULES["OneCycle"][0],
+            "cycle_momentum is true by DeepSpeed's default, but a cycle of",
+        ),
+    ],
+)
+def test_an_absent_key_has_deepspeeds_default(kind: str, facts: TrainingFacts, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        completed({"scheduler": {"type": kind, "params": {}}}, facts)
+    name = sentence.split()[0]
+    completed({"scheduler": {"type": kind, "params": {name: "auto"}}}, facts)  # the run's own
+    completed({}, facts)
+
+
+def test_the_shape_of_no_warm_up_is_not_compared() -> None:
+    facts = of_schedule("constant", **{**WARMUP, "warmup_steps": 0, "warmup_type": "linear"})
+    completed({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}}, facts)
+
+
+def test_the_line_of_warmup_decay_ends_at_its_least_rate() -> None:
+    facts = of_schedule("linear", **WARMUP, min_lr=0.0)
+    with pytest.raises(ConfigError, match=r"warmup_min_lr is 1e-05, but lr_schedule.min_lr is 0.0"):
+        completed({"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_min_lr": 1e-5}}}, facts)
 
 
 def test_adam_without_adam_w_mode_is_adamw() -> None:
