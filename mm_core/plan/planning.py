@@ -226,7 +226,7 @@ def _check_base_dtype(config: RunConfig, task: TaskModule, layout: EnginePlan) -
             f"adapters are fp32 but the weights under them would be {name}, and no dtype is set for the"
             " computation",
             where="train.base_dtype",
-            hint="set engine.param_dtype: bf16",
+            hint="set engine.param_dtype: bf16, or what your engine calls that",
         )
     for path in layout.ignored:
         if any(p.dtype == torch_dtype(name) for p in task.get_submodule(path).parameters()):

@@ -488,7 +488,7 @@ def test_a_dtype_below_adapters_that_nothing_computes_in_is_a_readable_error(tmp
         make_plan(with_base_dtype(tmp_path, param_dtype=None), 1, num_samples=100)
     assert str(caught.value) == (
         "train.base_dtype: adapters are fp32 but the weights under them would be bf16, and no dtype is set"
-        " for the computation\n  hint: set engine.param_dtype: bf16"
+        " for the computation\n  hint: set engine.param_dtype: bf16, or what your engine calls that"
     )
     monkeypatch.setattr(casting, "shards_mixed", lambda: False)
     said = "predictor has parameters in bfloat16 and float32, which torch .* cannot shard together"

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
+from support import warm
 from support.checkpoints import tensors
 from support.logs import losses
 from support.ranks import environment
@@ -57,7 +59,6 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def train(config: Path) -> Callable[..., Path]:
     """Trains in a folder to a step, on two ranks by default; returns the run."""
-    from support import warm
 
     def run(folder: Path, steps: int, *engine: str, ranks: int = 2) -> Path:
         words = ("train", "--config", config, "--nproc", ranks, f"run.dir={folder}", f"train.steps={steps}")
@@ -119,6 +120,27 @@ def test_a_run_changes_its_ranks_its_stage_and_its_engine(
         before = tensors(run / f"checkpoints/step_{3 * number:08d}")
     assert losses(run) == pytest.approx(losses(whole), rel=1e-6, abs=1e-6)
     close(run / "checkpoints/step_00000018", whole / "checkpoints/step_00000018")
+
+
+def test_an_adapter_is_the_one_of_fsdp2_and_resumes(train: Callable[..., Path], tmp_path: Path) -> None:
+    """LoRA at stage 3: the same losses, files of the adapter and, resumed after two steps, bits."""
+    lora = ("train.adapters=[{targets: [predictor], rank: 2}]",)
+    runs = [
+        train(tmp_path / "fsdp2", 3, *FSDP2, *lora, ranks=1),
+        train(tmp_path / "zero", 3, *stage(3), *lora),
+    ]
+    assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=1e-6, abs=1e-6)
+    close(*(run / "checkpoints/step_00000003" for run in runs))
+    train(tmp_path, 4, *stage(3), *lora, "--verify-resume", "2", ranks=1)
+    files = []
+    for run in runs:
+        words = ("export", "--run", run, "--to", "safetensors", "--out", run / "adapter", "--allow-code")
+        done = warm.mm(*words, env=environment(), timeout=60)
+        assert done.returncode == 0, done.stderr
+        files.append(load_file(run / "adapter/adapter_model.safetensors"))
+    assert files[0].keys() == files[1].keys()
+    for name, tensor in files[0].items():
+        torch.testing.assert_close(files[1][name], tensor, rtol=0, atol=1e-6)
 
 
 def test_a_stored_run_is_used_where_deepspeed_is_not_installed(stage_2: Path) -> None:
