@@ -207,17 +207,22 @@ class CheckpointStore:
         """The checkpoint that `--resume` names, unchecked.
 
         Args:
-            request: "auto" (the newest of this run, if any), "never", or the path of a checkpoint or of a
-                run, whose newest checkpoint is used.
+            request: "auto" (the newest of this run, if any), "last" (the newest, which must be there),
+                "never", or the path of a checkpoint or of a run, whose newest checkpoint is used.
 
         Raises:
-            CheckpointError: there is no complete checkpoint at that path.
+            CheckpointError: there is no complete checkpoint there.
         """
         if request == "never":
             return None
-        if request == "auto":
-            return self.latest()
-        return find_checkpoint(Path(request), words="'auto', 'never', ")
+        if request in ("auto", "last"):
+            if (newest := self.latest()) is None and request == "last":
+                hint = "leave out --resume to start at step 0"
+                raise CheckpointError(
+                    "this run has no complete checkpoint", where=str(self.folder.parent), hint=hint
+                )
+            return newest
+        return find_checkpoint(Path(request), words="'auto', 'last', 'never', ")
 
     def open(self, request: str) -> tuple[OpenedCheckpoint | None, list[CheckpointError]]:
         """Opens the checkpoint that `--resume` names and checks its bytes and values. Called by all ranks.

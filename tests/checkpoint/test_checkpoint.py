@@ -260,10 +260,12 @@ def test_a_damaged_or_foreign_checksum_file(store, state, empty):
 
 def test_what_resume_accepts(store, state):
     assert store.resolve("auto") is None
+    with pytest.raises(CheckpointError, match=f"^{store.folder.parent}: this run has no complete checkpoint"):
+        store.resolve("last")
     path = store.save(3, state, {}, CONFIG)
     run = store.folder.parent
     assert store.resolve("never") is None
-    assert store.resolve("auto") == path
+    assert store.resolve("auto") == store.resolve("last") == path
     assert store.resolve(str(path)) == store.resolve(str(run)) == store.resolve(str(store.folder)) == path
 
 
@@ -276,7 +278,7 @@ def test_what_resume_refuses(store, state, tmp_path):
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"")
     accepted = (
-        "\n  accepted: 'auto', 'never', a checkpoint folder (runs/NAME/checkpoints/step_N) "
+        "\n  accepted: 'auto', 'last', 'never', a checkpoint folder (runs/NAME/checkpoints/step_N) "
         "or a run folder (runs/NAME)"
     )
     for request, words in (

@@ -44,8 +44,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--resume",
         default="auto",
-        metavar="auto|PATH|never",
-        help="checkpoint to resume from; auto (the default): the run's newest complete one, if there is one",
+        metavar="auto|last|PATH|never",
+        help="checkpoint to resume from; auto (the default): the run's newest complete one, if there is one;"
+        " last: that one, which must be there",
     )
     add(
         "--allow",

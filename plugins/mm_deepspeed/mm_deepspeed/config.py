@@ -42,7 +42,8 @@ def _read(file: str) -> dict[str, Any]:
     try:
         found = hjson.loads(Path(file).read_text("utf-8"), object_pairs_hook=_unique)
     except OSError as error:
-        raise ValueError(f"config {file} cannot be read: {error.strerror}") from None
+        what = f"config {file} cannot be read: {error.strerror}"
+        raise ValueError(f"{what}; a relative path is from where the command starts") from None
     except ValueError as error:
         raise ValueError(f"config {file} is not a DeepSpeed JSON file: {error}") from None
     if not isinstance(found, dict):

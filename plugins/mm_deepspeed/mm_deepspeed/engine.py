@@ -135,7 +135,7 @@ class DeepSpeedEngine(EngineBase):
         """
         if optimizer is None:
             return self._prepare_samples(task, rng, weights)
-        deepspeed = zero.load(self.device)
+        deepspeed = zero.load(self.device, self.settings.dtype)
         if not self._completed:  # the engine is used on its own
             self._completed = completed(self.config.settings, _facts(plan.data_parallel))
         self.data_ranks = DataRanks(dist.get_rank(), plan.data_parallel)

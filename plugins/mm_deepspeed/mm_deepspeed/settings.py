@@ -22,7 +22,11 @@ _HIDDEN_SIZE = {
 """Keys that the Trainer fills from the model's hidden size -> DeepSpeed's defaults."""
 _MOMENTUM = "a cycle of the momentum in lr_schedule"
 _RATE, _INIT, _TYPE = "optimizer.lr", "lr_schedule.warmup_init", "lr_schedule.warmup_type"
-_WARMUP = {"warmup_min_lr": (_INIT,), "warmup_max_lr": (_RATE,), "warmup_type": (_TYPE,)}
+_WARMUP: dict[str, tuple[str, ...]] = {
+    "warmup_min_lr": (_INIT,),
+    "warmup_max_lr": (_RATE,),
+    "warmup_type": (_TYPE,),
+}
 _SCHEDULES: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
     "warmuplr": (("core/constant",), _WARMUP),
     "warmupdecaylr": (  # its line ends at the rate at which the warm-up begins

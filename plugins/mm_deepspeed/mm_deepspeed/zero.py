@@ -20,17 +20,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mm_core.device import environment_world
-from mm_core.errors import PluginError
+from mm_core.errors import PlanError, PluginError
 
 VERSIONS = ("0.19.8",)
 _INSTALL = f"pip install deepspeed=={VERSIONS[-1]}"
 
 
-def load(device: torch.device) -> Any:
+def load(device: torch.device, dtype: str = "fp32") -> Any:
     """Imports DeepSpeed for a device; its messages go to Python's logging, from warnings on.
+
+    Args:
+        device: on which it computes.
+        dtype: in which it computes, `fp32`, `bf16` or `fp16`.
 
     Raises:
         PluginError: it is missing, or of a version whose private parts are not known here.
+        PlanError: it does not compute in that dtype on the device.
     """
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -47,6 +52,13 @@ def load(device: torch.device) -> Any:
             where="engine",
             accepted=f"deepspeed {', '.join(VERSIONS)}",
             hint=_INSTALL,
+        )
+    if dtype != "fp32" and not getattr(deepspeed.get_accelerator(), f"is_{dtype}_supported")():
+        raise PlanError(
+            f"{dtype}.enabled is true, but DeepSpeed does not compute in {dtype} on this device",
+            where="engine.settings",
+            accepted="fp32" if dtype == "bf16" else "bf16, fp32",
+            hint=f"remove the section {dtype}, or enable bf16 where the device has it",
         )
     logger = logging.getLogger("DeepSpeed")
     logger.handlers.clear()  # it writes to stdout

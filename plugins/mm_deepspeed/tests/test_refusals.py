@@ -63,6 +63,18 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught.value.accepted == "deepspeed 0.19.8" and caught.value.hint == INSTALL
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_dtype_that_the_device_does_not_have_is_refused(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    deepspeed = pytest.importorskip("deepspeed", reason="it knows what the device has")
+    monkeypatch.setattr(type(deepspeed.get_accelerator()), f"is_{dtype}_supported", lambda _: False)
+    with pytest.raises(PlanError, match=f"does not compute in {dtype} on this device") as caught:
+        zero.load(torch.device("cpu"), dtype)
+    assert f"remove the section {dtype}" in str(caught.value.hint)
+
+
 def absent(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     of = metadata.version
 
