@@ -20,6 +20,7 @@ _SUMMARIES = {
     "bytes": "deterministic byte-level hidden states; nothing to download",
     "hf_text": "any Transformers text encoder directory, frozen",
     "video_text": "clips and captions from a JSON or JSONL annotation file",
+    "media_text": "captioned images and clips: tables, folders with .txt captions and WebDataset tars, mixed",
     "shapes": "captioned clips of moving shapes, drawn in memory: to try a model without any file",
     "text_rows": "texts of a JSON, CSV, TSV or Parquet table with labels, for Transformers models",
     "pyav": "FFmpeg through PyAV; detects corrupt frames, honours rotation and variable frame rates",
@@ -78,6 +79,7 @@ def _core(
     tiny: Mapping[str, object] | str = MappingProxyType({}),
     expected_failures: Mapping[str, str] = MappingProxyType({}),
     examples: str | None = None,
+    check: str | None = None,
 ) -> Component:
     """A component whose target is in mm_core and whose config is in `builtin.configs`.
 
@@ -89,6 +91,7 @@ def _core(
         tiny: fields of a small instance, or the name of a function of `mm_core.builtin.tiny`.
         expected_failures: name of a conformance check -> why the component fails it.
         examples: name of a function of `mm_core.builtin.tiny`.
+        check: `module:name` of a function in mm_core.
     """
     return Component(
         name,
@@ -100,6 +103,7 @@ def _core(
         tiny=f"mm_core.builtin.tiny:{tiny}" if isinstance(tiny, str) else tiny,
         expected_failures=expected_failures,
         examples=examples and f"mm_core.builtin.tiny:{examples}",
+        check=check and f"mm_core.{check}",
     )
 
 
@@ -152,6 +156,13 @@ def mm_datasets() -> list[Component]:
     rows = "data.datasets"
     return [
         _core("video_text", f"{rows}.video_text:VideoTextDataset", "data:VideoTextConfig", tiny="video_text"),
+        _core(
+            "media_text",
+            f"{rows}.media_text:MediaTextDataset",
+            "data:MediaTextConfig",
+            tiny="media_text",
+            check="data.rows.sources:faults",
+        ),
         _core(
             "shapes",
             f"{rows}.shapes:ShapesDataset",

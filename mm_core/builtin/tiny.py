@@ -130,6 +130,21 @@ def video_text(folder: Path) -> Mapping[str, object]:
     return {"annotations": str(folder / "rows.json"), "random_start": True, **size}
 
 
+def media_text(folder: Path) -> Mapping[str, object]:
+    """Writes short clips in a table, and others in a folder with captions beside them."""
+    table = video_text(folder)
+    beside = folder / "beside"
+    beside.mkdir()
+    for number, caption in enumerate(CAPTIONS[:2]):
+        frames = torch.full((6, 16, 16, 3), 60 + 90 * number, dtype=torch.uint8)
+        write_clip(beside / f"{number}.mp4", frames, 8)
+        (beside / f"{number}.txt").write_text(f"{caption}, still, grey", encoding="utf-8")
+    tags = {"shuffle": True, "drop": 0.2, "keep": 1}
+    sources = [{"annotations": table["annotations"]}, {"annotations": str(beside), "tags": tags}]
+    sizes = {name: table[name] for name in ("num_frames", "height", "width")}
+    return {"sources": sources, "random_start": True, **sizes}
+
+
 def command(folder: Path) -> Mapping[str, object]:
     """A program that does nothing, at every event."""
     return {"run": [sys.executable, "-S", "-E", "-c", ""], "events": get_args(Event)}

@@ -45,6 +45,14 @@ def _marks(value: object, registry: Registry, prefix: str) -> Iterator[tuple[str
         yield from _marks(item, registry, f"{prefix}{name}.")
 
 
+def option_faults(config: RunConfig) -> list[MMError]:
+    """Errors outside the YAML that the checks of a config's components find, such as missing files."""
+    found: list[MMError] = []
+    for _, each in walk_components(config):
+        found += config.registry.resolve(each.kind, each.type).option_faults(each.options)
+    return found
+
+
 def target_faults(config: RunConfig, *, import_targets: bool = False) -> list[MMError]:
     """Errors of the targets of a config's components: missing ones, members, arguments.
 

@@ -52,6 +52,7 @@ from mm_core.contracts.conversation import (
 from mm_core.contracts.data import (
     Dataset,
     Ending,
+    SupportsBatchSpecs,
     SupportsCheckMicroBatch,
     SupportsClassNames,
     SupportsEvaluated,
@@ -158,6 +159,7 @@ __all__ = [
     "StepFlops",
     "Streamed",
     "SupportsAnswer",
+    "SupportsBatchSpecs",
     "SupportsBeginStep",
     "SupportsCheckMicroBatch",
     "SupportsCheckRequest",

@@ -117,6 +117,19 @@ class SupportsCheckMicroBatch(Protocol):
 
 
 @runtime_checkable
+class SupportsBatchSpecs(Protocol):
+    """Capability of a dataset class whose batches have several sizes."""
+
+    @classmethod
+    def batch_specs(cls, options: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+        """What `Task.check` is called with for each size of the dataset's batches, by a name for messages.
+
+        Args:
+            options: the options from the config, with defaults filled in.
+        """
+
+
+@runtime_checkable
 class SupportsEvaluated(Protocol):
     """Capability of a dataset class with options that are only for training."""
 

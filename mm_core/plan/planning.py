@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mm_core.config.components import target_faults, walk_components
+from mm_core.config.components import option_faults, target_faults, walk_components
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import (
     Engine,
@@ -18,6 +19,7 @@ from mm_core.contracts import (
     SampleRequest,
     StepFlops,
     Streamed,
+    SupportsBatchSpecs,
     SupportsCheckMicroBatch,
     SupportsCheckTraining,
     SupportsNotes,
@@ -89,20 +91,36 @@ def build_frozen(task: TaskModule) -> None:
 def check_data(config: RunConfig, task: TaskModule) -> None:
     """Checks, for the plan of a run, the task against the requested samples, the datasets and batch sizes.
 
-    No dataset is opened.
+    No dataset is opened; a component's own check may read the beginnings of files.
 
     Raises:
         ContractError: the options do not match.
+        MMError: a component's own check finds a fault.
     """
+    if faults := option_faults(config):
+        raise faults[0] if len(faults) == 1 else ConfigError(faults)
     registry = config.registry
     asked = config.validation is not None and config.validation.samples is not None
     if asked and isinstance(task, TaskModule):
         TaskModule.check_request(task, SampleRequest(prompts=()))
     for data in config.data.splits.values():
-        task.check(data.options)
         class_: object = registry.resolve("dataset", data.type).load_target()
+        _check_batches(task, class_, data.options)
         if isinstance(class_, SupportsCheckMicroBatch):
             class_.check_micro_batch(config.train.micro_batch_size, data.options)
+
+
+def _check_batches(task: TaskModule, class_: object, options: Mapping[str, Any]) -> None:
+    """Checks a task against the batches of a dataset's class, of every size that it has."""
+    if not isinstance(class_, SupportsBatchSpecs):
+        task.check(options)
+        return
+    for name, spec in class_.batch_specs(options).items():
+        try:
+            task.check(spec)
+        except ContractError as fault:
+            what = f"the data has {name}, which this task does not take: {fault.what}"
+            raise ContractError(what, where=fault.where, accepted=fault.accepted, hint=fault.hint) from None
 
 
 def make_plan(

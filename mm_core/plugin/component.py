@@ -34,6 +34,9 @@ class Component:
         examples: `package.module:function`, called with an empty folder; it returns what the component is
             tested with where the core cannot know it: for a weight format a model that it can store, for a
             metric pairs of a batch and its evaluation.
+        check: `package.module:function`, called with the checked options by `mm validate` and before a run
+            is planned; it imports nothing heavy, and yields an MMError for each fault outside the YAML that
+            shows within a second, such as a file that is missing.
     """
 
     name: str
@@ -47,6 +50,7 @@ class Component:
     tiny: Mapping[str, object] | str = field(default_factory=dict)
     expected_failures: Mapping[str, str] = field(default_factory=dict)
     examples: str | None = None
+    check: str | None = None
 
     def __post_init__(self) -> None:
         for name in (self.name, *self.aliases):
@@ -61,6 +65,7 @@ class Component:
             ("config", self.config),
             ("tiny", tiny),
             ("examples", self.examples),
+            ("check", self.check),
         ):
             if target is not None and not _TARGET.match(target):
                 raise PluginError(

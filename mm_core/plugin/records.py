@@ -134,6 +134,17 @@ class Registered:
         make: Any = self._load("examples", self.component.examples)
         return make(folder)
 
+    def option_faults(self, options: Mapping[str, object]) -> list[MMError]:
+        """Faults of checked options that the component's own `check` finds outside the YAML.
+
+        Args:
+            options: the fields of the config.
+        """
+        if self.component.check is None:
+            return []
+        check: Any = self._load("check", self.component.check)
+        return list(check(options))
+
     @property
     def place(self) -> str:
         """The plugin and component as error messages name them when loading fails."""

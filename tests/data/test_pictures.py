@@ -134,7 +134,7 @@ def test_an_animation_that_ffmpeg_takes_for_a_picture_is_refused(tmp_path: Path,
     for act in (lambda: reader.probe(path), lambda: reader.read(path, [0.0])):
         with pytest.raises(DataError) as fault:
             act()
-        assert fault.value.what == "the WEBP file is animated (3 frames), but is read as a single picture"
+        assert fault.value.what == "the WEBP file is animated (3 frames), but is read as one picture"
 
 
 @pytest.mark.parametrize("reader", READERS)

@@ -45,23 +45,23 @@ def test_each_kind_of_file_gives_the_same_cells_by_name(tmp_path, kind):
 @pytest.mark.parametrize("kind", ["json", "jsonl", "csv", "tsv", "parquet"])
 def test_an_optional_column_may_be_absent_and_no_other(tmp_path, kind):
     file = save(tmp_path, kind)
-    found = [cells.values for cells in read_table(file, ["answer", "text"], optional="answer")]
+    found = [cells.values for cells in read_table(file, ["answer", "text"], optional=["answer"])]
     assert found == [(None, text) for text, _ in ROWS]
-    there = [cells.values[0] for cells in read_table(file, ["text"], optional="text")]
+    there = [cells.values[0] for cells in read_table(file, ["text"], optional=["text"])]
     assert there == [text for text, _ in ROWS]
     broken = "no column 'answer'"
     if kind.startswith("json"):
-        cells = next(iter(read_table(file, ["answer", "text"], optional="text")))
+        cells = next(iter(read_table(file, ["answer", "text"], optional=["text"])))
         assert broken in str(cells.fault)
     else:
         with pytest.raises(DataError, match=broken):
-            list(read_table(file, ["answer", "text"], optional="text"))
+            list(read_table(file, ["answer", "text"], optional=["text"]))
 
 
 def test_an_optional_number_may_be_absent(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text('["a"]\n["b", "c"]\n{"x": "d"}\n')
-    found = list(read_table(file, [0, 1], optional=1))
+    found = list(read_table(file, [0, 1], optional=[1]))
     assert [cells.values for cells in found[:2]] == [("a", None), ("b", "c")]
     assert "column 0 is a number" in str(found[2].fault)
 

@@ -28,6 +28,67 @@ class VideoTextConfig:
 
 
 @dataclass(frozen=True)
+class MediaColumns:
+    """Names of a source's columns, or their numbers from 0. Sizes are hints: the file itself decides."""
+
+    path: _Column = "path"  # the picture or clip, relative to the source's folder
+    caption: _Column | tuple[_Column, ...] = "cap"  # a text or a list of texts; several columns: one is drawn
+    num_frames: _Column = "num_frames"  # frames of a clip
+    fps: _Column = "fps"  # frames per second
+    resolution: _Column = "resolution"  # {height, width}, [height, width] or "480x832"
+    height: _Column = "height"  # pixels
+    width: _Column = "width"  # pixels
+
+
+@dataclass(frozen=True)
+class CaptionTags:
+    """How captions that are lists of tags change each time a row is read."""
+
+    separator: str = ","  # between two tags
+    keep: Annotated[int, Range(ge=0)] = 0  # first tags that stay in their places
+    shuffle: bool = False  # whether the other tags are shuffled
+    drop: _Share = 0.0  # share of the other tags that is left out
+
+    def __post_init__(self) -> None:
+        if not self.separator.strip():
+            raise ValueError("separator is empty or white space, which words inside a tag contain too")
+
+
+@dataclass(frozen=True)
+class MediaSource:
+    """One table, folder or archive of pictures and clips, and how often an epoch uses it."""
+
+    annotations: str  # a table of rows, a folder of media with .txt captions beside them, or WebDataset tars
+    folder: str | None = None  # base folder of a table's paths; null: the folder of the table
+    weight: Annotated[float, Range(gt=0, le=1000)] = (
+        1.0  # uses per epoch: 2 is each row twice, 0.5 half of them
+    )
+    where: str | None = None  # condition on the columns, e.g. width >= 480; other rows are left out
+    columns: MediaColumns = MediaColumns()  # names of the columns
+    caption_prefix: str = ""  # text before each caption
+    tags: CaptionTags | None = None  # captions are lists of tags; null: they are kept as they are
+
+
+@dataclass(frozen=True)
+class MediaTextConfig:
+    """Config of the dataset `media_text`: captioned pictures and clips from several sources."""
+
+    sources: tuple[MediaSource, ...]  # tables, folders and archives; an epoch uses all of them
+    num_frames: Annotated[int, Range(ge=1)]  # frames per training clip; a picture is a clip of one frame
+    height: Annotated[int, Range(ge=1)]  # pixels, after resizing and cropping
+    width: Annotated[int, Range(ge=1)]  # pixels, after resizing and cropping
+    fps: Annotated[float, Range(gt=0)] | None = None  # frames sampled per second; null: each clip's own rate
+    random_start: bool = False  # start clips at a random frame of a longer video; false: at its beginning
+    interpolation: Literal["bicubic", "bilinear"] = "bicubic"  # interpolation of the resize (antialiased)
+    max_pixels: Annotated[int, Range(ge=1)] = 8192 * 8192  # larger pictures are refused before decoding
+    reader: Annotated[ComponentConfig, Kind("video_reader")] = _PYAV  # decoder of the clips
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise ValueError("sources is empty: list at least one table, folder or archive")
+
+
+@dataclass(frozen=True)
 class ShapesConfig:
     """Config of the dataset `shapes`: captioned clips of moving shapes, drawn without files."""
 

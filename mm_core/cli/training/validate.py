@@ -22,12 +22,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Runs `mm validate`: exit code 0 when the config is valid, 1 after printing every error in it."""
-    from mm_core.config.components import target_faults
+    from mm_core.config.components import option_faults, target_faults
     from mm_core.config.load import load_config
 
     try:
         config = load_config(args.config, args.overrides, allow_code=args.allow_code)
-        if faults := target_faults(config):
+        if faults := target_faults(config) or option_faults(config):
             raise ConfigError(faults, where=args.config)
     except MMError as error:
         if not args.json:

@@ -66,7 +66,7 @@ class TextQuestions:
         """The prompts in a file of text rows with the dataset's own columns; `text` after a prompt is its
         reference answer, and may be left out."""
         columns = [self.wanted.text, *([] if self.wanted.prompt is None else [self.wanted.prompt])]
-        answers = None if self.wanted.prompt is None else self.wanted.text
+        answers = [] if self.wanted.prompt is None else [self.wanted.text]
         rows = read_table(file, columns, self.wanted.quotes, optional=answers)
         return [partial(self._question, file, cells) for cells in rows]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,16 +9,16 @@ from typing import Any
 import torch
 
 from mm_core.builtin.configs.data import VideoTextConfig
-from mm_core.contracts import Randomness, VideoInfo, VideoReader, VideoTextBatch
+from mm_core.contracts import Randomness, VideoReader, VideoTextBatch
 from mm_core.data.datasets import Sample
-from mm_core.data.media.frames import read_frames
+from mm_core.data.media.frames import clip_times, read_frames, too_short
 from mm_core.data.media.readers import PyAVReader
 from mm_core.data.media.transforms import resize_centre_crop
 from mm_core.data.rows.annotations import Annotation, inside, read_annotations
 from mm_core.data.rows.captions import clean_caption, half_character
 from mm_core.data.rows.packed_rows import PackedRows
 from mm_core.data.rows.paths import check_folder
-from mm_core.errors import DataError, plural
+from mm_core.errors import DataError
 
 
 class VideoTextDataset:
@@ -83,9 +82,9 @@ class VideoTextDataset:
             if half := half_character(text):
                 raise _half(path, half)
         if wanted.fps is None and row.num_frames is not None and row.num_frames < wanted.num_frames:
-            raise self._short(path, row.num_frames, "the annotation declares")
+            raise too_short(path, row.num_frames, "the annotation declares", wanted.num_frames, None)
         info = self.reader.probe(path)
-        times = self._times(path, info, start)
+        times = clip_times(info, path, wanted.num_frames, wanted.fps, start)
         frames = read_frames(self.reader, path, times)
         return {
             "pixels": resize_centre_crop(frames, wanted.height, wanted.width, wanted.interpolation),
@@ -93,26 +92,6 @@ class VideoTextDataset:
             "id": row.path,
             "fps": info.fps if wanted.fps is None else wanted.fps,
         }
-
-    def _times(self, path: Path, info: VideoInfo, start: float) -> list[float]:
-        """The times to read, in seconds: the middle of source frames, so that rounding does not matter."""
-        period = 1.0 / info.fps
-        spacing = period if self.wanted.fps is None else 1.0 / self.wanted.fps
-        spare = info.num_frames * period - period - (self.wanted.num_frames - 1) * spacing
-        if spare < -1e-6:
-            available = math.floor((info.num_frames - 1) * period / spacing + 1e-6) + 1
-            raise self._short(path, available, "it has")
-        first = int(start * (math.floor(spare / period + 1e-6) + 1))
-        return [(first + 0.5) * period + frame * spacing for frame in range(self.wanted.num_frames)]
-
-    def _short(self, path: Path, available: int, verb: str) -> DataError:
-        rate = "" if self.wanted.fps is None else f" at {self.wanted.fps:g} per second"
-        return DataError(
-            f"the video is too short: {verb} {plural(available, 'frame')}{rate}, "
-            f"but a clip needs {self.wanted.num_frames}",
-            where=str(path),
-            hint="use a longer video, or lower num_frames of the dataset",
-        )
 
 
 def _half(path: Path, half: str) -> DataError:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from mm_core.contracts import VideoReader
-from mm_core.errors import ContractError, plural
+from mm_core.contracts import VideoInfo, VideoReader
+from mm_core.errors import ContractError, DataError, plural
 from mm_core.plugin.checks.places import place_of_object
 
 
@@ -20,6 +21,41 @@ def read_frames(reader: VideoReader, path: Path, seconds: Sequence[float]) -> Te
     if shape is None or frames.dtype != torch.uint8 or frames.shape != shape:
         raise _wrong_frames(reader, frames, len(seconds))
     return frames
+
+
+def clip_times(info: VideoInfo, path: Path, num_frames: int, fps: float | None, start: float) -> list[float]:
+    """The times of a clip's frames in a video, in seconds.
+
+    They are the middle of source frames, so that rounding does not matter.
+
+    Args:
+        info: of the video.
+        path: of the video, for errors.
+        num_frames: frames of the clip.
+        fps: frames per second of the clip; None: the video's.
+        start: where the clip begins, from 0 (the video's first frame) to 1 (the last possible one).
+
+    Raises:
+        DataError: the video is too short.
+    """
+    period = 1.0 / info.fps
+    spacing = period if fps is None else 1.0 / fps
+    spare = info.num_frames * period - period - (num_frames - 1) * spacing
+    if spare < -1e-6:
+        available = math.floor((info.num_frames - 1) * period / spacing + 1e-6) + 1
+        raise too_short(path, available, "it has", num_frames, fps)
+    first = int(start * (math.floor(spare / period + 1e-6) + 1))
+    return [(first + 0.5) * period + frame * spacing for frame in range(num_frames)]
+
+
+def too_short(path: Path, available: int, verb: str, num_frames: int, fps: float | None) -> DataError:
+    """The error for a video with fewer frames than a clip needs."""
+    rate = "" if fps is None else f" at {fps:g} per second"
+    return DataError(
+        f"the video is too short: {verb} {plural(available, 'frame')}{rate}, but a clip needs {num_frames}",
+        where=str(path),
+        hint="use a longer video, or lower num_frames of the dataset",
+    )
 
 
 def _wrong_frames(reader: VideoReader, found: object, count: int) -> ContractError:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from io import BytesIO
 from pathlib import Path
 
 import numpy
 import torch
-from PIL import Image, ImageFile, ImageOps
+from PIL import Image, ImageCms, ImageFile, ImageOps
 from torch import Tensor
 
 from mm_core.data.rows.paths import plain_file
-from mm_core.errors import DataError, MMError
+from mm_core.errors import DataError, MMError, plural
 
 
 def read_image(path: Path) -> Tensor:
@@ -24,6 +25,51 @@ def read_image(path: Path) -> Tensor:
     with opened_image(path) as opened:
         image = _eight_bits(ImageOps.exif_transpose(opened)).convert("RGB")
     return _tensor(image)
+
+
+def read_photo(path: Path, max_pixels: int) -> Tensor:
+    """Reads an image file for training: as `read_image`, with what is transparent over white, and CMYK by the
+    file's own colour profile.
+
+    Args:
+        path: the file.
+        max_pixels: larger images are refused before they are decoded.
+
+    Raises:
+        DataError: the file is not a readable image of one frame, or too large.
+    """
+    with opened_image(path) as opened:
+        check_still(opened, path)
+        if opened.width * opened.height > max_pixels:
+            raise DataError(
+                f"the image of {opened.width}x{opened.height} is larger than the dataset's max_pixels",
+                where=str(path),
+                accepted=f"up to {plural(max_pixels, 'pixel')}",
+                hint="shrink the image, or raise `max_pixels` of the dataset if the machine has the memory",
+            )
+        image = _eight_bits(ImageOps.exif_transpose(opened))
+        if image.mode == "CMYK" and (profile := image.info.get("icc_profile")):
+            with suppress(ImageCms.PyCMSError, OSError):  # a damaged profile: converted without it
+                own, srgb = ImageCms.ImageCmsProfile(BytesIO(profile)), ImageCms.createProfile("sRGB")
+                image = ImageCms.profileToProfile(image, own, srgb, outputMode="RGB") or image
+        if image.has_transparency_data:
+            image = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+        image = image.convert("RGB")
+    return _tensor(image)
+
+
+def check_still(image: ImageFile.ImageFile, path: Path) -> None:
+    """Refuses an animation, by DataError. Further pictures in a camera's JPEG or in a TIFF are previews or
+    pages."""
+    count = 1 if image.format in ("MPO", "TIFF") else getattr(image, "n_frames", 1)
+    if count > 1:
+        raise DataError(
+            f"the {image.format} file is animated ({plural(count, 'frame')}), but is read as one picture",
+            where=str(path),
+            accepted="pictures of one frame; animations as GIF, APNG or videos",
+            hint="convert it, for example to mp4",
+        )
 
 
 @contextmanager

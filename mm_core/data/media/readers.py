@@ -30,7 +30,7 @@ from mm_core.data.media.geometry import (
     shown_size,
     shown_width,
 )
-from mm_core.data.media.images import opened_image, read_image
+from mm_core.data.media.images import check_still, opened_image, read_image
 from mm_core.data.media.timeline import AGAIN, open_groups, peek, timed, timeline
 from mm_core.data.rows.paths import plain_file
 from mm_core.errors import DataError, MMError, plain_reason, plural
@@ -234,16 +234,7 @@ def _picture(container: InputContainer, path: Path) -> Tensor | None:
         return None
     try:
         with opened_image(path) as image:
-            # Further pictures in a camera's JPEG or in a TIFF are previews or pages.
-            count = 1 if image.format in ("MPO", "TIFF") else getattr(image, "n_frames", 1)
-        if count > 1:
-            raise DataError(
-                f"the {image.format} file is animated ({plural(count, 'frame')}), but is read as a"
-                " single picture",
-                where=str(path),
-                accepted="pictures of one frame; animations as GIF, APNG or videos",
-                hint="convert it, for example to mp4",
-            )
+            check_still(image, path)
         return read_image(path).permute(1, 2, 0)[None].contiguous()
     except DataError as fault:
         if isinstance(fault.__cause__, UnidentifiedImageError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +42,7 @@ class Cells:
 
 
 def read_table(
-    file: Path, columns: Sequence[Column], quotes: bool = True, optional: Column | None = None
+    file: Path, columns: Sequence[Column], quotes: bool = True, optional: Collection[Column] = ()
 ) -> Iterator[Cells]:
     """Reads every row of a table as cells of the selected columns; broken rows are included.
 
@@ -50,7 +50,7 @@ def read_table(
         file: of a kind in `SUFFIXES`.
         columns: names, or numbers from 0.
         quotes: whether fields in CSV and TSV may be in double quotes; False reads quotes as letters.
-        optional: one of `columns` that the table, or a row of JSON, may lack: its cell is then None.
+        optional: those of `columns` that the table, or a row of JSON, may lack: their cells are then None.
 
     Raises:
         DataError: the file is missing, of another kind, lacks a column, or has no rows. In JSON each row has
@@ -79,14 +79,14 @@ def read_table(
     yield from found
 
 
-def _json_cells(place: str, value: object, columns: Sequence[Column], optional: Column | None) -> Cells:
+def _json_cells(place: str, value: object, columns: Sequence[Column], optional: Collection[Column]) -> Cells:
     if isinstance(value, DataError):
         return Cells(place, fault=value.what)
     if not isinstance(value, (dict, list)):
         return Cells(place, fault=f"{kind_of(value)} instead of a row")
     cells: list[Any] = []
     for column in columns:
-        if column == optional and not _has(value, column):
+        if column in optional and not _has(value, column):
             cells.append(None)
             continue
         if isinstance(column, int):
@@ -124,7 +124,7 @@ def _long_fields() -> Iterator[None]:
 
 
 def _separated(
-    rows: RowFile, columns: Sequence[Column], optional: Column | None, separator: str, quotes: bool
+    rows: RowFile, columns: Sequence[Column], optional: Collection[Column], separator: str, quotes: bool
 ) -> Iterator[Cells]:
     """Rows of CSV and TSV. The first line contains names if a column is selected by name."""
     quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
@@ -134,7 +134,7 @@ def _separated(
 
 
 def _lines(
-    rows: RowFile, reader: Reader, columns: Sequence[Column], optional: Column | None
+    rows: RowFile, reader: Reader, columns: Sequence[Column], optional: Collection[Column]
 ) -> Iterator[Cells]:
     head: list[str] | None = None
     named = any(isinstance(column, str) for column in columns)
@@ -166,8 +166,8 @@ def _lines(
         raise rows.empty()
 
 
-def _place(rows: RowFile, column: Column, head: Sequence[str], optional: Column | None) -> int | None:
-    """The number of a column; None if the optional one does not exist. DataError if another does not."""
+def _place(rows: RowFile, column: Column, head: Sequence[str], optional: Collection[Column]) -> int | None:
+    """The number of a column; None if an optional one does not exist. DataError if another does not."""
     if isinstance(column, int) and column < len(head):
         return column
     if (count := list(head).count(str(column))) == 1:
@@ -178,7 +178,7 @@ def _place(rows: RowFile, column: Column, head: Sequence[str], optional: Column 
             where=str(rows.path),
             hint="rename all but one",
         )
-    if column == optional:
+    if column in optional:
         return None
     raise DataError(
         f"the table has no column {column!r}",
@@ -188,7 +188,7 @@ def _place(rows: RowFile, column: Column, head: Sequence[str], optional: Column 
     )
 
 
-def _parquet(rows: RowFile, columns: Sequence[Column], optional: Column | None) -> Iterator[Cells]:
+def _parquet(rows: RowFile, columns: Sequence[Column], optional: Collection[Column]) -> Iterator[Cells]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:

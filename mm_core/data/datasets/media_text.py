@@ -1,0 +1,224 @@
+"""The dataset `media_text`: captioned images and clips from tables, folders and archives."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mm_core.builtin.configs.data import CaptionTags, MediaSource, MediaTextConfig
+from mm_core.contracts import Randomness, VideoReader, VideoTextBatch
+from mm_core.data.datasets import Sample
+from mm_core.data.datasets.video_text import collate_clips
+from mm_core.data.media.frames import clip_times, read_frames
+from mm_core.data.media.images import read_photo
+from mm_core.data.media.readers import PyAVReader
+from mm_core.data.media.transforms import resize_centre_crop
+from mm_core.data.rows.annotations import inside
+from mm_core.data.rows.captions import clean_caption
+from mm_core.data.rows.media_rows import CAPTIONS, MediaRow
+from mm_core.data.rows.mixture import Mixture
+from mm_core.data.rows.packed_rows import PackedRows
+from mm_core.data.rows.paths import refusal
+from mm_core.data.rows.sources import SourceReader, media_of
+from mm_core.errors import ContractError, DataError, MMError, RunWarning, plural
+
+IMAGE_FPS = 25.0
+"""Frames per second of an image, as in the video readers."""
+
+
+class MediaTextDataset:
+    """The dataset `media_text`: images and clips of several sources, each with a caption.
+
+    A sample is as in `video_text`: {"pixels": float32 [3,F,Y,X] in [-1,1], "caption", "id", "fps"}. An image
+    is a clip of one frame. An epoch uses the rows of each source by its weight (`Mixture`). Sizes in a row
+    are never trusted: the file decides.
+
+    Args:
+        sources: tables, folders and archives.
+        num_frames: frames of a clip.
+        height: in pixels, after resizing and cropping.
+        width: in pixels, after resizing and cropping.
+        reader: decodes the clips; None: a `PyAVReader`.
+        others: further fields of `MediaTextConfig`.
+
+    Raises:
+        DataError: in the constructor if a source cannot be used; for a sample if its file or caption is
+            missing, damaged, outside its folder, too large, or shorter than a clip.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[MediaSource],
+        num_frames: int,
+        height: int,
+        width: int,
+        *,
+        reader: VideoReader | None = None,
+        **others: Any,
+    ) -> None:
+        self.wanted = MediaTextConfig(tuple(sources), num_frames, height, width, **others)
+        self.reader = PyAVReader() if reader is None else reader
+        readers = [SourceReader(number, source) for number, source in enumerate(self.wanted.sources)]
+        self.folders = [each.folder for each in readers]
+        self.archives = [each.archives for each in readers]
+        self.rows: Sequence[MediaRow] = PackedRows((row for each in readers for row in each.rows()), MediaRow)
+        self.dropped = [dict(each.dropped) for each in readers]
+        for each in readers:
+            left_out = sum(count for reason, count in each.dropped.items() if not reason.startswith("where"))
+            if left_out:
+                reasons = ", ".join(each.dropped)
+                what = f"{each.path}: {plural(left_out, 'image or clip')} left out: {reasons}"
+                warnings.warn(what, RunWarning, stacklevel=2)
+        counts = [sum(each.kept.values()) for each in readers]
+        self.mixture = Mixture(counts, [source.weight for source in self.wanted.sources])
+        if not len(self.mixture):
+            raise DataError(
+                "no image or clip remains: the weights of all sources are too small",
+                where="sources",
+                hint="raise `weight` of a source: 1 uses each row once per epoch",
+            )
+
+    def __len__(self) -> int:
+        return len(self.mixture)
+
+    def __getitem__(self, index: int) -> Sample:
+        """The sample without random choices: a clip's first frames, the first caption, its tags in order."""
+        return self._sample(self.rows[int(self.mixture.rows()[index])], None)
+
+    def sample_at(self, index: int, rng: Randomness) -> Sample:
+        """The sample with its start, caption and tags drawn from `rng`."""
+        epoch = int(rng.path[-2])  # rng is at ("data", epoch, index)
+        return self._sample(self.rows[int(self.mixture.rows(epoch)[index])], rng)
+
+    def collate(self, samples: Sequence[Sample]) -> VideoTextBatch:
+        """Collates images or clips into a batch; the loader has added `key` and `weight` to each sample."""
+        if len({sample["pixels"].shape for sample in samples}) > 1:
+            raise _mixed(len(samples), "a micro-batch", ", ".join(sample["id"] for sample in samples[:4]))
+        return collate_clips(samples)
+
+    @classmethod
+    def check_micro_batch(cls, size: int, options: Mapping[str, Any]) -> None:
+        """Checks that images and clips do not have to share a micro-batch, by the first rows of each source.
+
+        Raises:
+            ContractError: they would.
+        """
+        if size == 1 or options["num_frames"] == 1:
+            return
+        found = media_of(options["sources"])
+        if len(set().union(*found)) > 1:
+            listed = zip(options["sources"], found, strict=True)
+            shown = (
+                f"{source.annotations} ({' and '.join(f'{each}s' for each in sorted(media))})"
+                for source, media in listed
+                if media
+            )
+            raise _mixed(size, ", ".join(shown), "train.micro_batch_size")
+
+    @classmethod
+    def batch_specs(cls, options: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+        """The sizes of clips, and of images where the sources have any."""
+        found = set().union(*media_of(options["sources"]))
+        specs: dict[str, Mapping[str, Any]] = {}
+        if "clip" in found or not found:
+            specs["clips"] = options
+        if "image" in found:
+            specs["images, clips of one frame"] = {**options, "num_frames": 1}
+        return specs
+
+    # -- samples --------------------------------------------------------------------------------
+
+    def name_of(self, row: MediaRow) -> str:
+        """The name of a row for reports: its path, or its archive and member."""
+        of = self.folders[row.source] if row.archive is None else self.archives[row.source][row.archive]
+        return str(of / row.path)
+
+    def _sample(self, row: MediaRow, rng: Randomness | None) -> Sample:
+        wanted = self.wanted
+        caption = self.caption(row, rng)
+        start = rng.uniform("start") if rng is not None and wanted.random_start else 0.0
+        with self.opened(row) as path:
+            if row.medium == "image":
+                frames, fps = read_photo(path, wanted.max_pixels).permute(1, 2, 0)[None], IMAGE_FPS
+            else:
+                info = self.reader.probe(path)
+                times = clip_times(info, path, wanted.num_frames, wanted.fps, start)
+                frames, fps = read_frames(self.reader, path, times), info.fps
+        return {
+            "pixels": resize_centre_crop(frames, wanted.height, wanted.width, wanted.interpolation),
+            "caption": caption,
+            "id": self.name_of(row),
+            "fps": fps if wanted.fps is None else wanted.fps,
+        }
+
+    @contextmanager
+    def opened(self, row: MediaRow) -> Iterator[Path]:
+        """A context with the path of a row's file; a member of an archive is copied to a temporary one.
+
+        Raises:
+            DataError: the path leaves its folder; errors in the block about a copy name the member.
+        """
+        if row.archive is None:
+            yield inside(self.folders[row.source], row.path)
+            return
+        with tempfile.NamedTemporaryFile(suffix=Path(row.path).suffix) as copy:
+            archive = self.archives[row.source][row.archive]
+            try:
+                with archive.open("rb") as file:
+                    file.seek(row.start)
+                    copy.write(file.read(row.size))
+                    copy.flush()
+            except OSError as error:
+                raise DataError(f"the archive cannot be read: {refusal(error)}", where=str(archive)) from None
+            try:
+                yield Path(copy.name)
+            except MMError as error:
+                error.where = self.name_of(row)
+                raise
+
+    def caption(self, row: MediaRow, rng: Randomness | None) -> str:
+        """The caption of a row with its prefix: one of several and its tags are drawn from `rng`, if any."""
+        source = self.wanted.sources[row.source]
+        if not row.captions:
+            text = self._text_beside(row)
+        else:
+            drawn = 0.0 if rng is None else rng.uniform("caption")
+            text = row.captions[int(drawn * len(row.captions))]
+        if source.tags is not None and rng is not None:
+            text = drawn_tags(text, source.tags, rng)
+        return clean_caption(source.caption_prefix + text)
+
+    def _text_beside(self, row: MediaRow) -> str:
+        path = inside(self.folders[row.source], str(Path(row.path).with_suffix(CAPTIONS)))
+        try:
+            return path.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = refusal(error) if isinstance(error, OSError) else "it is not UTF-8 text"
+            raise DataError(f"the caption cannot be read: {reason}", where=str(path)) from None
+
+
+def drawn_tags(text: str, tags: CaptionTags, rng: Randomness) -> str:
+    """A caption of tags with those after the first `keep` dropped and shuffled, drawn from `rng`."""
+    parts = [part.strip() for part in text.split(tags.separator)]
+    kept, rest = parts[: tags.keep], parts[tags.keep :]
+    generator = rng.generator("tags")
+    chance: Tensor = torch.rand(len(rest), generator=generator)
+    places = torch.randperm(len(rest), generator=generator) if tags.shuffle else torch.arange(len(rest))
+    return f"{tags.separator} ".join(
+        kept + [rest[place] for place in places.tolist() if chance[place] >= tags.drop]
+    )
+
+
+def _mixed(size: int, what: str, where: str) -> ContractError:
+    return ContractError(
+        f"{what} would join images, which have one frame, and clips in micro-batches of {size}",
+        where=where,
+        accepted="one kind of medium, num_frames: 1, or train.micro_batch_size: 1",
+    )

@@ -1,0 +1,295 @@
+"""Sources of images and clips: tables, folders and archives, read as rows without opening any medium."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from mm_core.builtin.configs.data import MediaSource
+from mm_core.data.rows.annotations import describe_faults, escapes
+from mm_core.data.rows.archives import Member, read_archive
+from mm_core.data.rows.captions import half_character
+from mm_core.data.rows.json_rows import kind_of
+from mm_core.data.rows.media_rows import CAPTIONS, MediaRow, Medium, declared, medium_of, number_of
+from mm_core.data.rows.paths import check_folder, status
+from mm_core.data.rows.tables import SUFFIXES, Column, read_table
+from mm_core.data.rows.where import Where
+from mm_core.errors import DataError, MMError, plural
+
+ACCEPTED = f"a table ({', '.join(SUFFIXES)}), a folder of images and clips, or .tar files"
+HEAD = 100
+"""Rows of a source that are read to check a config."""
+
+_SIZES = ("num_frames", "fps", "resolution", "height", "width")
+
+
+class SourceReader:
+    """Reads the rows of one source, and counts what it leaves out.
+
+    Args:
+        number: of the source.
+        source: its config.
+
+    Attributes:
+        archives: the tar files of the source, in order.
+        kept: number of rows of each medium.
+        dropped: number of rows left out for each reason.
+
+    Raises:
+        DataError: the source is of no known kind, is missing, or its `where` is no condition.
+    """
+
+    def __init__(self, number: int, source: MediaSource) -> None:
+        self.number, self.source, self.path = number, source, Path(source.annotations)
+        self.where = None if source.where is None else Where(source.where)
+        self.kept: Counter[Medium] = Counter()
+        self.dropped: Counter[str] = Counter()
+        self.archives = self._archives()
+        own = self.path if self.path.is_dir() else self.path.parent
+        self.folder = own if source.folder is None else Path(source.folder)
+        self.in_table = not self.archives and not self.path.is_dir()
+        if self.in_table and self.path.suffix.lower() not in SUFFIXES and self.path.exists():
+            raise DataError("the source is of no known kind", where=str(self.path), accepted=ACCEPTED)
+        check_folder(self.folder, "the folder of the images and clips")
+        self._met: set[str] = set()  # names in `where` that have had a value
+
+    def rows(self, most: int | None = None) -> Iterator[MediaRow]:
+        """Reads every row of the source, or the first `most`, without those that `where` leaves out.
+
+        Raises:
+            DataError: a file cannot be read, rows are broken (all errors of a table at once), `where` names
+                an unknown column, or no row is left.
+        """
+        self.kept.clear()
+        self.dropped.clear()
+        found = (
+            self._in_archives() if self.archives else self._in_table() if self.in_table else self._in_folder()
+        )
+        for row in islice(found, most):
+            if row is not None:
+                self.kept[row.medium] += 1
+                yield row
+        complete = most is None or sum(self.kept.values()) + sum(self.dropped.values()) < most
+        if self.where is not None and (complete or self.path.suffix.lower() in (".csv", ".tsv", ".parquet")):
+            self._check_names(self.where)
+        if complete and not self.kept:
+            reasons = ", ".join(
+                f"{reason} ({plural(count, 'row')})" for reason, count in self.dropped.items()
+            )
+            raise DataError(
+                f"the source has no image or clip{': ' + reasons if reasons else ''}",
+                where=str(self.path),
+                accepted=ACCEPTED,
+            )
+
+    def _archives(self) -> tuple[Path, ...]:
+        if self.path.suffix.lower() == ".tar":
+            return (self.path,)
+        if not self.path.is_dir():
+            return ()
+        return tuple(sorted(path for path in self.path.iterdir() if path.suffix.lower() == ".tar"))
+
+    # -- kinds of sources: each yields a row, or None for one that is left out ------------------
+
+    def _in_folder(self) -> Iterator[MediaRow | None]:
+        for place, folders, names in os.walk(self.path):
+            folders.sort()
+            there = set(names)
+            for name in sorted(names):
+                if medium_of(name) is None or name.startswith("."):
+                    continue
+                path = (Path(place) / name).relative_to(self.path).as_posix()
+                if Path(name).stem + CAPTIONS not in there:
+                    self._left_out(f"no {CAPTIONS} file beside it")
+                    yield None
+                elif self._admits({"path": path}):
+                    yield MediaRow(self.number, path, ())
+                else:
+                    yield None
+
+    def _in_archives(self) -> Iterator[MediaRow | None]:
+        for number, archive in enumerate(self.archives):
+            for member in read_archive(archive):
+                yield from self._of_member(number, member, archive)
+
+    def _of_member(self, number: int, member: Member, archive: Path) -> Iterator[MediaRow | None]:
+        where = f"{archive}, {member.key}"
+        texts = {suffix: _decoded(content, where) for suffix, content in member.texts.items()}
+        values: dict[str, Any] = {}
+        if ".json" in texts:
+            with suppress(ValueError, RecursionError):
+                values = json.loads(texts[".json"])
+            if not isinstance(values, dict):
+                raise DataError("the .json member is not a JSON object", where=where)
+        names = self._columns()[1]
+        captions = (
+            [texts[CAPTIONS]] if CAPTIONS in texts else _texts([values.get(str(name)) for name in names])
+        )
+        sizes = declared(self._sizes(values))
+        for name, start, size in member.media:
+            if not captions:
+                self._left_out(f"no {CAPTIONS} member and no caption in a .json member")
+                yield None
+            elif self._admits({**sizes, **values, "path": name}):
+                row = MediaRow(self.number, name, tuple(captions), number, start, size, **sizes)  # type: ignore[arg-type]
+                yield row
+            else:
+                yield None
+
+    def _in_table(self) -> Iterator[MediaRow | None]:
+        path, captions, sizes = self._columns()
+        named = self.where.names if self.where is not None else ()
+        optional = [column for column in (*sizes.values(), *named) if column not in (path, *captions)]
+        columns = list(dict.fromkeys([path, *captions, *optional]))
+        faults: dict[str, list[str]] = {}
+        separated = self.path.suffix.lower() in (".csv", ".tsv")
+        for cells in read_table(self.path, columns, optional=optional):
+            values = dict(zip(columns, cells.values, strict=True)) if cells.fault is None else {}
+            texts = _texts([values.get(column) for column in captions])
+            fault = cells.fault or _fault(values[path], texts, [values[column] for column in captions])
+            if fault is not None:
+                faults.setdefault(fault, []).append(cells.place)
+                continue
+            facts = declared(self._sizes(values))
+            if named:
+                own = {name: values.get(name) for name in named}
+                if separated:
+                    own = {name: number_of(value) for name, value in own.items()}
+                if not self._admits({**own, **{k: v for k, v in facts.items() if own.get(k) is None}}):
+                    yield None
+                    continue
+            yield MediaRow(self.number, values[path], tuple(texts), **facts)  # type: ignore[arg-type]
+        if faults:
+            raise DataError(describe_faults(faults), where=str(self.path), accepted=ACCEPTED_ROWS)
+
+    def _columns(self) -> tuple[Column, list[Column], dict[str, Column]]:
+        """The columns of path, captions and sizes. Without names in the file, only numbers."""
+        named = self.source.columns
+        captions = list(named.caption) if isinstance(named.caption, tuple) else [named.caption]
+        sizes: dict[str, Column] = {name: getattr(named, name) for name in _SIZES}
+        return named.path, captions, {k: v for k, v in sizes.items() if type(v) is type(named.path)}
+
+    def _sizes(self, values: Mapping[Any, Any]) -> dict[str, object]:
+        return {name: values.get(column) for name, column in self._columns()[2].items()}
+
+    # -- conditions -----------------------------------------------------------------------------
+
+    def _left_out(self, reason: str) -> None:
+        self.dropped[reason] += 1
+
+    def _admits(self, values: Mapping[str, object]) -> bool:
+        """Whether `where` keeps a row with these values of columns; counts it otherwise."""
+        if self.where is None:
+            return True
+        given = {name: values.get(name) for name in self.where.names}
+        self._met.update(name for name, value in given.items() if value is not None)
+        try:
+            if self.where(given):
+                return True
+            self._left_out(f"where: {self.source.where}")
+        except TypeError as error:
+            empty = [name for name, value in given.items() if value is None]
+            self._left_out(f"where: {' and '.join(empty)} unknown" if empty else f"where: {error}")
+        return False
+
+    def _check_names(self, where: Where) -> None:
+        for name in where.names:
+            if name in self._met:
+                continue
+            if self.in_table:
+                cells = next(read_table(self.path, [name]))  # names the columns that there are
+                if cells.fault is None:
+                    continue
+                raise DataError(f"`where: {where.text}`: {cells.fault}", where=str(self.path))
+            raise DataError(f"`where: {where.text}`: no row has {name!r}", where=str(self.path))
+
+
+ACCEPTED_ROWS = (
+    'rows {"path": "clips/a.mp4", "cap": "a caption" (or a list of captions), ...}; `columns` of the source '
+    "renames the columns: {path: file, caption: text}"
+)
+
+
+def _decoded(content: bytes, where: str) -> str:
+    try:
+        return content.decode("utf-8-sig").strip()
+    except UnicodeDecodeError:
+        raise DataError("a text member of the archive is not UTF-8", where=where) from None
+
+
+def _texts(cells: Sequence[object]) -> list[str]:
+    """The captions in cells that each hold a text or a list of texts; [] if one holds anything else."""
+    found: list[object] = []
+    for cell in cells:
+        found += cell if isinstance(cell, list) else [] if cell is None else [cell]
+    return [text for text in found if isinstance(text, str)] if all(isinstance(t, str) for t in found) else []
+
+
+def _fault(path: object, texts: Sequence[str], cells: Sequence[object]) -> str | None:
+    """The error of a row without its place, so that equal errors can be grouped."""
+    if not isinstance(path, str) or not path:
+        return f"the path is {kind_of(path)}, not a file name"
+    if escapes(path):
+        return f"the path {path!r} leads outside the folder"
+    if not texts:
+        return f"the caption is {kind_of(cells[0])}, not a text or a list of texts"
+    for text in texts:
+        if not text.isascii() and (half := half_character(text)):
+            return f"the caption contains {half}, half of a character"
+    return None
+
+
+def faults(options: Mapping[str, Any]) -> Iterator[MMError]:
+    """Errors of the sources of `media_text` that their first rows show: for `mm validate` and the plan.
+
+    Args:
+        options: of the dataset.
+    """
+    for source in options["sources"]:
+        try:
+            folder, rows = head(source)
+        except DataError as fault:
+            yield fault
+            continue
+        files = [row.path for row in rows if row.archive is None]
+        missing = [path for path in files if status(folder / path, "file") is None]
+        if missing:
+            yield DataError(
+                f"{len(missing)} of the first {plural(len(files), 'file')} of {source.annotations} cannot be"
+                f" found, such as {missing[0]}",
+                where=str(folder),
+                hint="correct the paths, or set `folder` of the source",
+            )
+
+
+def head(source: MediaSource) -> tuple[Path, Sequence[MediaRow]]:
+    """The folder of a source, and its first rows.
+
+    Raises:
+        DataError: as for `SourceReader`.
+    """
+    changed = status(Path(source.annotations), "source")
+    return _head(source, None if changed is None else changed.st_mtime_ns)
+
+
+@lru_cache(maxsize=32)
+def _head(source: MediaSource, changed: int | None) -> tuple[Path, Sequence[MediaRow]]:
+    reader = SourceReader(0, source)
+    return reader.folder, tuple(reader.rows(HEAD))
+
+
+def media_of(sources: Sequence[MediaSource]) -> list[set[Medium]]:
+    """The media in the first rows of each source; an unreadable source has none."""
+    found: list[set[Medium]] = []
+    for source in sources:
+        found.append(set())
+        with suppress(DataError):
+            found[-1] |= {row.medium for row in head(source)[1]}
+    return found
