@@ -6,6 +6,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,11 @@ from mm_core.data.media.readers import PyAVReader
 from mm_core.data.media.transforms import resize_centre_crop
 from mm_core.data.rows.annotations import inside
 from mm_core.data.rows.captions import clean_caption
+from mm_core.data.rows.mapped_rows import MappedRows, read_once
 from mm_core.data.rows.media_rows import CAPTIONS, MediaRow
 from mm_core.data.rows.mixture import Mixture
-from mm_core.data.rows.packed_rows import PackedRows
 from mm_core.data.rows.paths import refusal
-from mm_core.data.rows.sources import SourceReader, media_of
+from mm_core.data.rows.sources import OpenedSource, SourceReader, media_of
 from mm_core.errors import ContractError, DataError, MMError, RunWarning, plural
 
 IMAGE_FPS = 25.0
@@ -65,18 +66,15 @@ class MediaTextDataset:
     ) -> None:
         self.wanted = MediaTextConfig(tuple(sources), num_frames, height, width, **others)
         self.reader = PyAVReader() if reader is None else reader
-        readers = [SourceReader(number, source) for number, source in enumerate(self.wanted.sources)]
-        self.folders = [each.folder for each in readers]
-        self.archives = [each.archives for each in readers]
-        self.rows: Sequence[MediaRow] = PackedRows((row for each in readers for row in each.rows()), MediaRow)
-        self.dropped = [dict(each.dropped) for each in readers]
-        for each in readers:
-            left_out = sum(count for reason, count in each.dropped.items() if not reason.startswith("where"))
-            if left_out:
-                reasons = ", ".join(each.dropped)
-                what = f"{each.path}: {plural(left_out, 'image or clip')} left out: {reasons}"
-                warnings.warn(what, RunWarning, stacklevel=2)
-        counts = [sum(each.kept.values()) for each in readers]
+        folder, opened = read_once(partial(_write_rows, self.wanted.sources))
+        self.rows = MappedRows(folder)
+        self.sources: Sequence[OpenedSource] = opened
+        for source in self.sources:
+            if source.uncaptioned:
+                reasons = ", ".join(source.dropped)
+                what = f"{plural(source.uncaptioned, 'image or clip')} left out: {reasons}"
+                warnings.warn(f"{source.name}: {what}", RunWarning, stacklevel=2)
+        counts = [sum(source.kept.values()) for source in self.sources]
         self.mixture = Mixture(counts, [source.weight for source in self.wanted.sources])
         if not len(self.mixture):
             raise DataError(
@@ -137,8 +135,8 @@ class MediaTextDataset:
 
     def name_of(self, row: MediaRow) -> str:
         """The name of a row for reports: its path, or its archive and member."""
-        of = self.folders[row.source] if row.archive is None else self.archives[row.source][row.archive]
-        return str(of / row.path)
+        source = self.sources[row.source]
+        return str((source.folder if row.archive is None else source.archives[row.archive]) / row.path)
 
     def _sample(self, row: MediaRow, rng: Randomness | None) -> Sample:
         wanted = self.wanted
@@ -166,10 +164,10 @@ class MediaTextDataset:
             DataError: the path leaves its folder; errors in the block about a copy name the member.
         """
         if row.archive is None:
-            yield inside(self.folders[row.source], row.path)
+            yield inside(self.sources[row.source].folder, row.path)
             return
         with tempfile.NamedTemporaryFile(suffix=Path(row.path).suffix) as copy:
-            archive = self.archives[row.source][row.archive]
+            archive = self.sources[row.source].archives[row.archive]
             try:
                 with archive.open("rb") as file:
                     file.seek(row.start)
@@ -196,12 +194,19 @@ class MediaTextDataset:
         return clean_caption(source.caption_prefix + text)
 
     def _text_beside(self, row: MediaRow) -> str:
-        path = inside(self.folders[row.source], str(Path(row.path).with_suffix(CAPTIONS)))
+        path = inside(self.sources[row.source].folder, str(Path(row.path).with_suffix(CAPTIONS)))
         try:
             return path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             reason = refusal(error) if isinstance(error, OSError) else "it is not UTF-8 text"
             raise DataError(f"the caption cannot be read: {reason}", where=str(path)) from None
+
+
+def _write_rows(sources: Sequence[MediaSource], folder: Path) -> list[OpenedSource]:
+    """Writes the rows of all sources for `MappedRows`."""
+    readers = [SourceReader(number, source) for number, source in enumerate(sources)]
+    MappedRows.write((row for each in readers for row in each.rows()), folder)
+    return [each.opened() for each in readers]
 
 
 def drawn_tags(text: str, tags: CaptionTags, rng: Randomness) -> str:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import PurePosixPath
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 Medium = Literal["image", "clip"]
 
@@ -21,30 +19,29 @@ CAPTIONS = ".txt"
 _SIDES = re.compile(r"\s*(\d+)\s*[x×*,]\s*(\d+)\s*")
 
 
-@dataclass(frozen=True)
-class MediaRow:
+class MediaRow(NamedTuple):
     """An image or clip with its captions. Sizes are what its row declares, not what its file has.
 
     Attributes:
         source: number of its source.
         path: in the folder of the source; with `archive`, in the archive.
         captions: its texts; (): the text file beside it.
+        num_frames: None where the row declares none, like the other sizes.
         archive: number of its archive in the source; None: it is a file.
         start: of its bytes in the archive.
         size: in bytes, in an archive.
-        num_frames: None where the row declares none, like the others.
     """
 
     source: int
     path: str
     captions: tuple[str, ...]
-    archive: int | None = None
-    start: int = 0
-    size: int = 0
     num_frames: int | None = None
     fps: float | None = None
     height: int | None = None
     width: int | None = None
+    archive: int | None = None
+    start: int = 0
+    size: int = 0
 
     @property
     def medium(self) -> Medium:
@@ -54,23 +51,28 @@ class MediaRow:
 
 def medium_of(path: str) -> Medium | None:
     """The kind of a file in a row by its suffix; None for other files."""
-    suffix = PurePosixPath(path).suffix.lower() if "." in path else ""
+    suffix = path[path.rfind(".") :].lower() if "." in path else ""
     return "image" if suffix in IMAGES else "clip" if suffix in CLIPS else None
 
 
-def declared(cells: Mapping[str, object]) -> dict[str, int | float | None]:
-    """The sizes that a row declares: `num_frames`, `fps`, `height` and `width`; None for unusable values.
+class Declared(NamedTuple):
+    """The sizes that a row declares; None where it declares none, or nothing usable."""
 
-    Args:
-        cells: these columns, and `resolution`, by these names.
-    """
-    height, width = _sides(cells.get("resolution"))
-    return {
-        "num_frames": _whole(cells.get("num_frames")),
-        "fps": _positive(cells.get("fps")),
-        "height": _whole(cells.get("height")) or height,
-        "width": _whole(cells.get("width")) or width,
-    }
+    num_frames: int | None = None
+    fps: float | None = None
+    height: int | None = None
+    width: int | None = None
+
+
+def declared(num_frames: Any, fps: Any, resolution: Any, height: Any, width: Any) -> Declared:
+    """The sizes in the cells of a row; sides of their own come before those of the resolution."""
+    sides = (None, None) if resolution is None else _sides(resolution)
+    return Declared(
+        None if num_frames is None else _whole(num_frames),
+        None if fps is None else _positive(fps),
+        (None if height is None else _whole(height)) or sides[0],
+        (None if width is None else _whole(width)) or sides[1],
+    )
 
 
 def _sides(value: object) -> tuple[int | None, int | None]:
@@ -102,5 +104,7 @@ def _positive(value: object) -> float | None:
 
 
 def _whole(value: object) -> int | None:
+    if type(value) is int and value > 0:  # most are, of a million rows
+        return value
     number = _positive(value)
     return int(number) if number is not None and number == int(number) else None

@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -28,6 +29,30 @@ HEAD = 100
 """Rows of a source that are read to check a config."""
 
 _SIZES = ("num_frames", "fps", "resolution", "height", "width")
+
+
+@dataclass(frozen=True)
+class OpenedSource:
+    """A source whose rows have been read.
+
+    Attributes:
+        name: as in the config.
+        folder: of the files that its rows name.
+        archives: the tar files of the source, in order.
+        kept: number of rows of each medium.
+        dropped: number of rows left out for each reason.
+    """
+
+    name: str
+    folder: Path
+    archives: tuple[Path, ...]
+    kept: Mapping[Medium, int]
+    dropped: Mapping[str, int]
+
+    @property
+    def uncaptioned(self) -> int:
+        """Number of images and clips left out, although `where` does not ask for it."""
+        return sum(count for reason, count in self.dropped.items() if not reason.startswith("where"))
 
 
 class SourceReader:
@@ -58,6 +83,13 @@ class SourceReader:
         if self.in_table and self.path.suffix.lower() not in SUFFIXES and self.path.exists():
             raise DataError("the source is of no known kind", where=str(self.path), accepted=ACCEPTED)
         check_folder(self.folder, "the folder of the images and clips")
+        named = source.columns
+        self.captions: tuple[Column, ...] = (
+            named.caption if isinstance(named.caption, tuple) else (named.caption,)
+        )
+        # A table without names has only numbers.
+        sizes: dict[str, Column] = {name: getattr(named, name) for name in _SIZES}
+        self.sizes = {k: v for k, v in sizes.items() if type(v) is type(named.path)}
         self._met: set[str] = set()  # names in `where` that have had a value
 
     def rows(self, most: int | None = None) -> Iterator[MediaRow]:
@@ -88,6 +120,11 @@ class SourceReader:
                 where=str(self.path),
                 accepted=ACCEPTED,
             )
+
+    def opened(self) -> OpenedSource:
+        """The source, once its rows have been read."""
+        kept, dropped = dict(self.kept), dict(self.dropped)
+        return OpenedSource(self.source.annotations, self.folder, self.archives, kept, dropped)
 
     def _archives(self) -> tuple[Path, ...]:
         if self.path.suffix.lower() == ".tar":
@@ -128,56 +165,52 @@ class SourceReader:
                 values = json.loads(texts[".json"])
             if not isinstance(values, dict):
                 raise DataError("the .json member is not a JSON object", where=where)
-        names = self._columns()[1]
-        captions = (
-            [texts[CAPTIONS]] if CAPTIONS in texts else _texts([values.get(str(name)) for name in names])
-        )
-        sizes = declared(self._sizes(values))
+        named = [values.get(str(column)) for column in self.captions]
+        captions = (texts[CAPTIONS],) if CAPTIONS in texts else _texts(named)
+        sizes = declared(*(values.get(str(column)) for column in self.sizes.values()))
         for name, start, size in member.media:
             if not captions:
                 self._left_out(f"no {CAPTIONS} member and no caption in a .json member")
                 yield None
-            elif self._admits({**sizes, **values, "path": name}):
-                row = MediaRow(self.number, name, tuple(captions), number, start, size, **sizes)  # type: ignore[arg-type]
-                yield row
+            elif self._admits({**sizes._asdict(), **values, "path": name}):
+                yield MediaRow(self.number, name, captions, *sizes, number, start, size)
             else:
                 yield None
 
     def _in_table(self) -> Iterator[MediaRow | None]:
-        path, captions, sizes = self._columns()
         named = self.where.names if self.where is not None else ()
-        optional = [column for column in (*sizes.values(), *named) if column not in (path, *captions)]
-        columns = list(dict.fromkeys([path, *captions, *optional]))
+        wanted = [self.source.columns.path, *self.captions, *self.sizes.values(), *named]
+        columns = list(dict.fromkeys(wanted))
+        needed = (self.source.columns.path, *self.captions)
+        # Where each wanted column is among the columns; a size without a column is always None.
+        path, *places = (columns.index(column) for column in wanted)
+        captions, rest = places[: len(self.captions)], places[len(self.captions) :]
+        sizes = [dict(zip(self.sizes, rest, strict=False)).get(name, -1) for name in _SIZES]
+        own, number = rest[len(self.sizes) :], self.number
         faults: dict[str, list[str]] = {}
         separated = self.path.suffix.lower() in (".csv", ".tsv")
-        for cells in read_table(self.path, columns, optional=optional):
-            values = dict(zip(columns, cells.values, strict=True)) if cells.fault is None else {}
-            texts = _texts([values.get(column) for column in captions])
-            fault = cells.fault or _fault(values[path], texts, [values[column] for column in captions])
+        for place, values, fault in read_table(self.path, columns, optional=set(columns) - set(needed)):
+            if fault is None:
+                values = (*values, None)
+                text = [values[each] for each in captions]
+                texts = _texts(text)
+                fault = _fault(values[path], texts, text)
             if fault is not None:
-                faults.setdefault(fault, []).append(cells.place)
+                faults.setdefault(fault, []).append(place)
                 continue
-            facts = declared(self._sizes(values))
+            facts = declared(*[values[each] for each in sizes])
             if named:
-                own = {name: values.get(name) for name in named}
+                found = {name: values[each] for name, each in zip(named, own, strict=True)}
                 if separated:
-                    own = {name: number_of(value) for name, value in own.items()}
-                if not self._admits({**own, **{k: v for k, v in facts.items() if own.get(k) is None}}):
+                    found = {name: number_of(value) for name, value in found.items()}
+                if not self._admits(
+                    {**found, **{k: v for k, v in facts._asdict().items() if not found.get(k)}}
+                ):
                     yield None
                     continue
-            yield MediaRow(self.number, values[path], tuple(texts), **facts)  # type: ignore[arg-type]
+            yield MediaRow(number, values[path], texts, *facts)
         if faults:
             raise DataError(describe_faults(faults), where=str(self.path), accepted=ACCEPTED_ROWS)
-
-    def _columns(self) -> tuple[Column, list[Column], dict[str, Column]]:
-        """The columns of path, captions and sizes. Without names in the file, only numbers."""
-        named = self.source.columns
-        captions = list(named.caption) if isinstance(named.caption, tuple) else [named.caption]
-        sizes: dict[str, Column] = {name: getattr(named, name) for name in _SIZES}
-        return named.path, captions, {k: v for k, v in sizes.items() if type(v) is type(named.path)}
-
-    def _sizes(self, values: Mapping[Any, Any]) -> dict[str, object]:
-        return {name: values.get(column) for name, column in self._columns()[2].items()}
 
     # -- conditions -----------------------------------------------------------------------------
 
@@ -224,12 +257,14 @@ def _decoded(content: bytes, where: str) -> str:
         raise DataError("a text member of the archive is not UTF-8", where=where) from None
 
 
-def _texts(cells: Sequence[object]) -> list[str]:
-    """The captions in cells that each hold a text or a list of texts; [] if one holds anything else."""
-    found: list[object] = []
+def _texts(cells: Sequence[object]) -> tuple[str, ...]:
+    """The captions in cells that each hold a text or a list of texts; () if one holds anything else."""
+    if len(cells) == 1 and isinstance(cells[0], str):
+        return (cells[0],)
+    found: list[Any] = []
     for cell in cells:
         found += cell if isinstance(cell, list) else [] if cell is None else [cell]
-    return [text for text in found if isinstance(text, str)] if all(isinstance(t, str) for t in found) else []
+    return tuple(found) if all(isinstance(text, str) for text in found) else ()
 
 
 def _fault(path: object, texts: Sequence[str], cells: Sequence[object]) -> str | None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import csv
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from mm_core.data.rows.json_rows import RowFile, kind_of
 from mm_core.errors import DataError, did_you_mean, plural
@@ -26,8 +25,7 @@ _ACCEPTED = (
 )
 
 
-@dataclass(frozen=True)
-class Cells:
+class Cells(NamedTuple):
     """The selected cells of one row of a table.
 
     Attributes:
