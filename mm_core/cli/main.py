@@ -40,6 +40,7 @@ COMMANDS = MappingProxyType(
             "write one HTML page about runs: curves, noise levels, clips, config, comparison",
         ),
         "validate": ("mm_core.cli.training.validate", "check YAML files without training"),
+        "data": ("mm_core.cli.data", "what the data of a run contain, and which files are bad"),
         "config": (
             "mm_core.cli.config",
             "explain keys, write a schema for editors, copy YAML files of plugins",
@@ -49,7 +50,7 @@ COMMANDS = MappingProxyType(
 )
 """Subcommand -> (module with `configure(parser)` and `execute(args) -> int`, one-line summary)."""
 
-PRINTING = frozenset({"weights", "validate", "config", "plugins", "chat"})
+PRINTING = frozenset({"weights", "validate", "config", "plugins", "chat", "data"})
 """Subcommands whose only result is what they print. The others also write files."""
 
 ALIASES = MappingProxyType({"evaluate": "eval"})

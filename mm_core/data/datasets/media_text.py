@@ -18,7 +18,7 @@ from mm_core.contracts import Randomness, VideoReader, VideoTextBatch
 from mm_core.data.datasets import Sample
 from mm_core.data.datasets.video_text import collate_clips
 from mm_core.data.media.frames import clip_times, read_frames
-from mm_core.data.media.images import read_photo
+from mm_core.data.media.images import opened_image, read_photo
 from mm_core.data.media.readers import PyAVReader
 from mm_core.data.media.transforms import resize_centre_crop
 from mm_core.data.rows.annotations import inside
@@ -32,6 +32,8 @@ from mm_core.errors import ContractError, DataError, MMError, RunWarning, plural
 
 IMAGE_FPS = 25.0
 """Frames per second of an image, as in the video readers."""
+
+_DECODED = 32  # frames that a check of a clip has in memory
 
 
 class MediaTextDataset:
@@ -137,6 +139,38 @@ class MediaTextDataset:
         """The name of a row for reports: its path, or its archive and member."""
         source = self.sources[row.source]
         return str((source.folder if row.archive is None else source.archives[row.archive]) / row.path)
+
+    def size_of(self, number: int) -> str:
+        """The size of a row's file by its header: `832x480, 49 frames`.
+
+        Raises:
+            DataError: the file cannot be read.
+        """
+        row = self.rows[number]
+        with self.opened(row) as path:
+            if row.medium == "image":
+                with opened_image(path) as image:
+                    return f"{image.width}x{image.height}"
+            info = self.reader.probe(path)
+            return f"{info.width}x{info.height}, {plural(info.num_frames, 'frame')}"
+
+    def decode(self, number: int) -> None:
+        """Decodes everything of a row that training may read, and keeps nothing.
+
+        Raises:
+            DataError: a sample of this row could not be read.
+        """
+        row = self.rows[number]
+        self.caption(row, None)
+        with self.opened(row) as path:
+            if row.medium == "image":
+                read_photo(path, self.wanted.max_pixels)
+                return
+            info = self.reader.probe(path)
+            clip_times(info, path, self.wanted.num_frames, self.wanted.fps, 0.0)
+            for first in range(0, info.num_frames, _DECODED):
+                frames = range(first, min(first + _DECODED, info.num_frames))
+                read_frames(self.reader, path, [(frame + 0.5) / info.fps for frame in frames])
 
     def _sample(self, row: MediaRow, rng: Randomness | None) -> Sample:
         wanted = self.wanted

@@ -62,9 +62,18 @@ class MappedRows(Sequence[MediaRow]):
         place = range(len(self))[index]  # negative ones too; IndexError outside
         start, end = (int(self._ends[place - 1]) if place else 0), int(self._ends[place])
         path, *captions = self._text[start:end].tobytes().decode().split(_BETWEEN)
-        source, _, frames, height, width, fps, archive, first, size = self.facts[place].item()
+        source, image, frames, height, width, fps, archive, first, size = self.facts[place].item()
         sizes = (frames or None, fps or None, height or None, width or None)
-        return MediaRow(source, path, tuple(captions), *sizes, None if archive < 0 else archive, first, size)
+        return MediaRow(
+            source,
+            path,
+            "image" if image else "clip",
+            tuple(captions),
+            *sizes,
+            None if archive < 0 else archive,
+            first,
+            size,
+        )
 
     @staticmethod
     def write(rows: Iterable[MediaRow], folder: Path) -> None:
@@ -72,10 +81,10 @@ class MappedRows(Sequence[MediaRow]):
         facts, text, ends = bytearray(), bytearray(), array("q")
         pack = _PACKED.pack
         for row in rows:
-            source, path, captions, frames, fps, height, width, archive, start, size = row
+            source, path, medium, captions, frames, fps, height, width, archive, start, size = row
             facts += pack(
                 source,
-                row.medium == "image",
+                medium == "image",
                 frames or 0,
                 height or 0,
                 width or 0,
@@ -95,7 +104,9 @@ class MappedRows(Sequence[MediaRow]):
 
 
 def read_once(write: Callable[[Path], T]) -> tuple[Path, T]:
-    """Calls `write` on one rank of each host, with a folder that lasts as long as that rank; all ranks call it.
+    """Calls `write` on one rank of each host, with a folder that lasts as long as that rank.
+
+    All ranks call it.
 
     Args:
         write: writes files into the folder. What it returns is sent to the other ranks.

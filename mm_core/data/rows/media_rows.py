@@ -13,6 +13,8 @@ IMAGES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".tif", ".tiff", ".bmp"})
 CLIPS = frozenset({".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".gif"})
 """Suffixes of files, in lower case."""
 
+_MEDIA: Mapping[str, Medium] = {**dict.fromkeys(CLIPS, "clip"), **dict.fromkeys(IMAGES, "image")}
+
 CAPTIONS = ".txt"
 """Suffix of the file beside an image or clip that contains its caption."""
 
@@ -25,6 +27,7 @@ class MediaRow(NamedTuple):
     Attributes:
         source: number of its source.
         path: in the folder of the source; with `archive`, in the archive.
+        medium: by its suffix; what has none of an image is left to the video reader.
         captions: its texts; (): the text file beside it.
         num_frames: None where the row declares none, like the other sizes.
         archive: number of its archive in the source; None: it is a file.
@@ -34,6 +37,7 @@ class MediaRow(NamedTuple):
 
     source: int
     path: str
+    medium: Medium
     captions: tuple[str, ...]
     num_frames: int | None = None
     fps: float | None = None
@@ -43,16 +47,10 @@ class MediaRow(NamedTuple):
     start: int = 0
     size: int = 0
 
-    @property
-    def medium(self) -> Medium:
-        """Whether the row is an image, by its suffix. Everything else is left to the video reader."""
-        return medium_of(self.path) or "clip"
-
 
 def medium_of(path: str) -> Medium | None:
     """The kind of a file in a row by its suffix; None for other files."""
-    suffix = path[path.rfind(".") :].lower() if "." in path else ""
-    return "image" if suffix in IMAGES else "clip" if suffix in CLIPS else None
+    return _MEDIA.get(path[path.rfind(".") :].lower())
 
 
 class Declared(NamedTuple):

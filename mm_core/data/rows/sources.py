@@ -140,14 +140,15 @@ class SourceReader:
             folders.sort()
             there = set(names)
             for name in sorted(names):
-                if medium_of(name) is None or name.startswith("."):
+                medium = medium_of(name)
+                if medium is None or name.startswith("."):
                     continue
                 path = (Path(place) / name).relative_to(self.path).as_posix()
                 if Path(name).stem + CAPTIONS not in there:
                     self._left_out(f"no {CAPTIONS} file beside it")
                     yield None
                 elif self._admits({"path": path}):
-                    yield MediaRow(self.number, path, ())
+                    yield MediaRow(self.number, path, medium, ())
                 else:
                     yield None
 
@@ -173,7 +174,9 @@ class SourceReader:
                 self._left_out(f"no {CAPTIONS} member and no caption in a .json member")
                 yield None
             elif self._admits({**sizes._asdict(), **values, "path": name}):
-                yield MediaRow(self.number, name, captions, *sizes, number, start, size)
+                yield MediaRow(
+                    self.number, name, medium_of(name) or "clip", captions, *sizes, number, start, size
+                )
             else:
                 yield None
 
@@ -188,17 +191,17 @@ class SourceReader:
         sizes = [dict(zip(self.sizes, rest, strict=False)).get(name, -1) for name in _SIZES]
         own, number = rest[len(self.sizes) :], self.number
         faults: dict[str, list[str]] = {}
+        single = len(captions) == 1
         separated = self.path.suffix.lower() in (".csv", ".tsv")
         for place, values, fault in read_table(self.path, columns, optional=set(columns) - set(needed)):
             if fault is None:
                 values = (*values, None)
-                text = [values[each] for each in captions]
-                texts = _texts(text)
-                fault = _fault(values[path], texts, text)
+                texts = _texts(values[captions[0]] if single else [values[each] for each in captions])
+                fault = _fault(values[path], texts, values[captions[0]])
             if fault is not None:
                 faults.setdefault(fault, []).append(place)
                 continue
-            facts = declared(*[values[each] for each in sizes])
+            facts = declared(*map(values.__getitem__, sizes))
             if named:
                 found = {name: values[each] for name, each in zip(named, own, strict=True)}
                 if separated:
@@ -208,7 +211,7 @@ class SourceReader:
                 ):
                     yield None
                     continue
-            yield MediaRow(number, values[path], texts, *facts)
+            yield MediaRow(number, values[path], medium_of(values[path]) or "clip", texts, *facts)
         if faults:
             raise DataError(describe_faults(faults), where=str(self.path), accepted=ACCEPTED_ROWS)
 
@@ -257,24 +260,24 @@ def _decoded(content: bytes, where: str) -> str:
         raise DataError("a text member of the archive is not UTF-8", where=where) from None
 
 
-def _texts(cells: Sequence[object]) -> tuple[str, ...]:
-    """The captions in cells that each hold a text or a list of texts; () if one holds anything else."""
-    if len(cells) == 1 and isinstance(cells[0], str):
-        return (cells[0],)
-    found: list[Any] = []
-    for cell in cells:
-        found += cell if isinstance(cell, list) else [] if cell is None else [cell]
-    return tuple(found) if all(isinstance(text, str) for text in found) else ()
+def _texts(cell: object) -> tuple[str, ...]:
+    """The captions in a cell that holds a text, or a list of texts and lists; () if anything else."""
+    if isinstance(cell, str):
+        return (cell,)
+    if not isinstance(cell, list):
+        return ()
+    found = [_texts(each) for each in cell if each is not None]
+    return tuple(text for texts in found for text in texts) if all(found) else ()
 
 
-def _fault(path: object, texts: Sequence[str], cells: Sequence[object]) -> str | None:
+def _fault(path: object, texts: Sequence[str], caption: object) -> str | None:
     """The error of a row without its place, so that equal errors can be grouped."""
     if not isinstance(path, str) or not path:
         return f"the path is {kind_of(path)}, not a file name"
     if escapes(path):
         return f"the path {path!r} leads outside the folder"
     if not texts:
-        return f"the caption is {kind_of(cells[0])}, not a text or a list of texts"
+        return f"the caption is {kind_of(caption)}, not a text or a list of texts"
     for text in texts:
         if not text.isascii() and (half := half_character(text)):
             return f"the caption contains {half}, half of a character"

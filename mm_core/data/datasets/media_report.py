@@ -1,0 +1,112 @@
+"""What a dataset contains, and which of its samples cannot be decoded: for `mm data`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from itertools import islice
+from typing import NamedTuple
+
+from mm_core.contracts import Dataset
+from mm_core.data.datasets.media_text import MediaTextDataset
+from mm_core.errors import ContractError, DataError
+
+_PROBED = 16  # files of a source whose headers are read for its sizes
+
+
+class Found(NamedTuple):
+    """What a source of a dataset contains.
+
+    Attributes:
+        source: as in the config.
+        images: number of its rows that are images.
+        clips: number of its rows that are clips.
+        samples: how many samples an epoch takes from it.
+        sizes: the sizes of its first clips, by their headers, the most frequent one first.
+        left_out: number of rows left out for each reason.
+    """
+
+    source: str
+    images: int
+    clips: int
+    samples: int
+    sizes: str
+    left_out: Mapping[str, int]
+
+
+class Checked(NamedTuple):
+    """A sample that was read; `done` of `of` samples are. `fault` is None for a good one."""
+
+    name: str
+    fault: DataError | None
+    done: int
+    of: int
+
+
+def inspect(dataset: Dataset) -> list[Found]:
+    """What each source of a dataset contains, from its rows and some headers.
+
+    Raises:
+        ContractError: the dataset is not `media_text`.
+    """
+    if not isinstance(dataset, MediaTextDataset):
+        raise ContractError(
+            f"{type(dataset).__name__} has no sources to inspect",
+            accepted="the dataset media_text",
+            hint="mm data check reads the samples of any dataset",
+        )
+    taken = dataset.rows.facts["source"][dataset.mixture.rows().numpy()]
+    return [
+        Found(
+            source.name,
+            source.kept.get("image", 0),
+            source.kept.get("clip", 0),
+            int((taken == number).sum()),
+            _sizes(dataset, number),
+            source.dropped,
+        )
+        for number, source in enumerate(dataset.sources)
+    ]
+
+
+def _sizes(dataset: MediaTextDataset, source: int) -> str:
+    places = (dataset.rows.facts["source"] == source).nonzero()[0]
+    found: Counter[str] = Counter()
+    for place in places[:: max(1, len(places) // _PROBED)].tolist()[:_PROBED]:
+        with suppress(DataError):
+            found[dataset.size_of(place)] += 1
+    return ", ".join(size for size, _ in found.most_common(4)) or "unknown"
+
+
+def check(dataset: Dataset, threads: int) -> Iterator[Checked]:
+    """Decodes every sample of a dataset once: of `media_text` every row, and clips to their last frame.
+
+    Args:
+        dataset: any map-style dataset.
+        threads: number of threads that decode.
+    """
+    rows = len(dataset.rows) if isinstance(dataset, MediaTextDataset) else len(dataset)
+    read: Callable[[int], tuple[str, DataError | None]] = partial(_read, dataset)
+    with ThreadPoolExecutor(threads) as pool:
+        numbers = iter(range(rows))
+        waiting = [pool.submit(read, number) for number in islice(numbers, 4 * threads)]
+        for done in range(1, rows + 1):
+            name, fault = waiting.pop(0).result()
+            waiting += [pool.submit(read, number) for number in islice(numbers, 1)]
+            yield Checked(name, fault, done, rows)
+
+
+def _read(dataset: Dataset, number: int) -> tuple[str, DataError | None]:
+    name = f"sample {number}"
+    try:
+        if isinstance(dataset, MediaTextDataset):
+            name = dataset.name_of(dataset.rows[number])
+            dataset.decode(number)
+        else:
+            dataset[number]
+    except DataError as fault:
+        return name if isinstance(dataset, MediaTextDataset) else fault.where or name, fault
+    return name, None
