@@ -26,11 +26,13 @@ if TYPE_CHECKING:
     from mm_core.data.media.video_files import write_clips
     from mm_core.data.rows.annotations import inside
     from mm_core.data.rows.json_rows import RowFile, kind_of
+    from mm_core.data.rows.mixture import Mixture
     from mm_core.data.rows.packed_rows import PackedRows
     from mm_core.data.rows.paths import check_folder
     from mm_core.data.rows.prompts import read_prompts
 
 __all__ = [
+    "Mixture",
     "PackedRows",
     "PyAVReader",
     "RowFile",
@@ -56,6 +58,7 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
+        "Mixture": "mm_core.data.rows.mixture",
         "PackedRows": "mm_core.data.rows.packed_rows",
         "PyAVReader": "mm_core.data.media.readers",
         "RowFile": "mm_core.data.rows.json_rows",

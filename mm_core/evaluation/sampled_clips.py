@@ -114,7 +114,7 @@ def check_made(ranks: Ranks, task: str, made: int, wanted: int) -> None:
 
 
 def write_own(clips: Sequence[Clip], first: int, folder: Path) -> str | None:
-    """Writes this rank's sampled clips as mp4 files.
+    """Writes this rank's sampled clips as mp4 files, single frames as PNG.
 
     Args:
         clips: the clips.
@@ -127,7 +127,7 @@ def write_own(clips: Sequence[Clip], first: int, folder: Path) -> str | None:
     try:
         make_folder(folder)
         for number, clip in enumerate(clips, start=first):
-            write_video(clip, folder / clip_name(number, clip.prompt))
+            write_video(clip, folder / clip_name(number, clip))
     except Exception as fault:
         return f"{type(fault).__name__}: {fault}"
     return None
@@ -155,7 +155,7 @@ def gather_previews(
     faults = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(rows) if text is not None]
     if ranks.rank == 0 and not faults:
         try:
-            write_prompts({clip_name(i, clip.prompt): clip.prompt for i, clip in enumerate(previews)}, folder)
+            write_prompts({clip_name(i, clip): clip.prompt for i, clip in enumerate(previews)}, folder)
             write_contact_sheet(previews, folder / SHEET)
         except Exception as error:
             faults = [f"rank 0: {type(error).__name__}: {error}"]

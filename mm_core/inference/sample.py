@@ -1,4 +1,4 @@
-"""Sampling clips from a stored run: weights from a checkpoint, mp4 files and a contact sheet. A single
+"""Sampling clips from a stored run: weights from a checkpoint, mp4 or PNG files and a contact sheet. A single
 process holds the complete model; several ranks shard it as in training, and share the prompts."""
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def sample(
         steps: solver steps.
         guidance: scale of classifier-free (1 or less: off) or embedded guidance, or one for each expert.
         num_frames, height, width, fps: of a clip; None takes the task's `sample`, then the training data's.
-        out: folder for mp4 files and a contact sheet; None writes nothing.
+        out: folder for mp4 files (PNG for one frame) and a contact sheet; None writes nothing.
         weights: `ema`, `model`, or `auto`: the average if the checkpoint contains one.
         checkpoint: `latest` or `best` complete checkpoint.
         overrides: `key.path=value` to override the run's config, for example paths of moved folders.
@@ -166,7 +166,7 @@ def _sample(
             if number >= real or not engine.data_ranks.leads:
                 continue  # only generated because other ranks need this rank's forwards
             if out is not None:
-                _write(clip, out / clip_name(share.first + number, clip.prompt))
+                _write(clip, out / clip_name(share.first + number, clip))
                 previews.append(preview(clip))
             if keep:
                 kept.append(clip)

@@ -125,6 +125,7 @@ function hideable(r, make) {
 function clip(entry, run, shot) {
   const caption = `${MANY ? `${run.label}, ` : ""}step ${shot.step}`;
   if (!entry.src) return html("figure", {}, html("figcaption", {}, `${caption}: not embedded in this page; see samples/${entry.file}`));
+  if (entry.src.startsWith("data:image/")) return html("figure", {}, html("img", { src: entry.src, title: entry.prompt }), html("figcaption", {}, caption));
   const video = html("video", { src: entry.src, autoplay: true, loop: true, muted: true, playsInline: true, controls: false, title: entry.prompt });
   const text = html("figcaption", {}, caption);
   video.addEventListener("loadedmetadata", () => {

@@ -19,6 +19,7 @@ from mm_core.errors import MMError, did_you_mean, plural
 
 METRICS = "metrics.jsonl"
 _STEP_FOLDER = re.compile(r"step_(\d{1,15})\Z")
+_CLIP = re.compile(r"\d+(-.*)?\.(mp4|png)\Z")
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _LARGEST_STEP = 2**53  # JavaScript's numbers are exact up to here
 
@@ -254,7 +255,8 @@ def read_shots(folder: Path) -> list[Shot]:
             continue
         rows = _prompts(path / "prompts.json")
         if not rows:  # sampling was interrupted: take the prompts from the file names
-            rows = [(clip.stem.partition("-")[2].replace("-", " "), clip.name) for clip in path.glob("*.mp4")]
+            own = [clip for clip in path.iterdir() if _CLIP.match(clip.name)]
+            rows = [(clip.stem.partition("-")[2].replace("-", " "), clip.name) for clip in own]
         clips = tuple((prompt, path / name) for prompt, name in sorted(rows, key=lambda row: row[1]))
         sheet = path / "contact_sheet.png"
         present = tuple((prompt, clip) for prompt, clip in clips if _own(clip))
@@ -282,5 +284,5 @@ def _prompts(path: Path) -> list[tuple[str, str]]:
         and isinstance(row.get("cap"), str)
         and isinstance(row.get("path"), str)
         and Path(row["path"]).name == row["path"]
-        and row["path"].endswith(".mp4")
+        and row["path"].endswith((".mp4", ".png"))
     ]

@@ -10,7 +10,16 @@ import torch
 from PIL import Image, ImageSequence
 
 from mm_core.contracts import Clip, Randomness
-from mm_core.data.media.video_files import clip_name, from_bytes, gif_bytes, make_folder, preview, to_bytes
+from mm_core.data.media.images import read_image
+from mm_core.data.media.video_files import (
+    clip_name,
+    from_bytes,
+    gif_bytes,
+    make_folder,
+    preview,
+    to_bytes,
+    write_clips,
+)
 from mm_core.errors import DataError
 
 
@@ -64,7 +73,14 @@ def test_bytes_and_back_lose_less_than_half_a_level():
     ],
 )
 def test_a_file_is_named_after_its_prompt_and_stays_in_its_folder(prompt, name):
-    assert clip_name(7, prompt) == name
+    assert clip_name(7, Clip(torch.zeros(3, 2, 4, 4), 8.0, prompt)) == name
+
+
+def test_one_frame_is_a_png_with_the_very_pixels(tmp_path):
+    clip = Clip(Randomness(1).normal((3, 1, 5, 7), "x").clamp(-1, 1), 8.0, "a cat")
+    sheet = write_clips([clip], tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"000-a-cat.png", "prompts.json", sheet.name}
+    assert read_image(tmp_path / "000-a-cat.png").permute(1, 2, 0).equal(torch.from_numpy(to_bytes(clip)[0]))
 
 
 def test_a_folder_that_cannot_be_made_is_a_readable_error(tmp_path):

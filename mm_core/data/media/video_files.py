@@ -26,9 +26,9 @@ SHEET, PROMPTS = "contact_sheet.png", "prompts.json"
 
 
 def write_clips(clips: Sequence[Clip], folder: Path) -> Path:
-    """Writes each clip as an H.264 mp4, `prompts.json`, and a contact sheet, whose path is returned."""
+    """Writes each clip as `write_video` does, `prompts.json`, and a contact sheet, whose path is returned."""
     make_folder(folder)
-    names = [clip_name(index, clip.prompt) for index, clip in enumerate(clips)]
+    names = [clip_name(index, clip) for index, clip in enumerate(clips)]
     for name, clip in zip(names, clips, strict=True):
         write_video(clip, folder / name)
     write_prompts({name: clip.prompt for name, clip in zip(names, clips, strict=True)}, folder)
@@ -51,10 +51,11 @@ def make_folder(folder: Path) -> None:
         ) from None
 
 
-def clip_name(index: int, prompt: str) -> str:
-    """File name of a clip, made of its number and its prompt: `003-a-red-circle.mp4`."""
-    slug = re.sub(r"[^a-z0-9]+", "-", prompt.lower())[:60].strip("-")
-    return f"{index:03d}-{slug}.mp4" if slug else f"{index:03d}.mp4"
+def clip_name(index: int, clip: Clip) -> str:
+    """File name of a clip, number and prompt: `003-a-red-circle.mp4`; one frame is a `.png`."""
+    slug = re.sub(r"[^a-z0-9]+", "-", clip.prompt.lower())[:60].strip("-")
+    suffix = ".png" if clip.pixels.shape[1] == 1 else ".mp4"
+    return f"{index:03d}-{slug}{suffix}" if slug else f"{index:03d}{suffix}"
 
 
 def write_prompts(prompts: Mapping[str, str], folder: Path) -> None:
@@ -64,10 +65,15 @@ def write_prompts(prompts: Mapping[str, str], folder: Path) -> None:
 
 
 def write_video(clip: Clip, path: Path) -> None:
-    """Writes a clip as an H.264 video (a single frame too), small clips with full chroma to keep colours."""
+    """Writes a clip as an H.264 video, small ones with full chroma to keep colours; for a path that ends in
+    `.png`, its first frame as an image."""
     import av
+    from PIL import Image
 
     frames = to_bytes(clip)
+    if path.suffix == ".png":
+        Image.fromarray(frames[0]).save(path)
+        return
     with av.open(str(path), "w") as container:
         rate = Fraction(clip.fps).limit_denominator(1001)
         stream = container.add_stream("libx264", rate=rate, options={"crf": "12"})

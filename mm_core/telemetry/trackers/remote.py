@@ -106,8 +106,13 @@ class WandbTracker:
         self._run.define_metric("*", step_metric="step")
 
     def _send_clips(self, step: int, captions: Sequence[tuple[str, str]]) -> None:
-        videos = [self._wandb.Video(path, caption=prompt, format="mp4") for path, prompt in captions]
-        self._run.log({"samples": videos, "step": step})
+        made = [
+            self._wandb.Image(path, caption=prompt)
+            if path.endswith(".png")
+            else self._wandb.Video(path, caption=prompt, format="mp4")
+            for path, prompt in captions
+        ]
+        self._run.log({"samples": made, "step": step})
 
 
 class MlflowTracker:
@@ -300,5 +305,5 @@ def _leaves(value: object, key: str = "") -> Iterator[tuple[str, str]]:
 
 def _files(clips: Sequence[Clip], folder: Path) -> list[tuple[Path, Clip]]:
     """Each clip with its file; files written by hosts that do not share this disk are omitted."""
-    paths = [Path(folder) / clip_name(index, clip.prompt) for index, clip in enumerate(clips)]
+    paths = [Path(folder) / clip_name(index, clip) for index, clip in enumerate(clips)]
     return [(path, clip) for path, clip in zip(paths, clips, strict=True) if path.exists()]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mm_core.contracts import IGNORED_LABEL, Randomness, TextBatch, VideoReader
-from mm_core.data import PackedRows, PyAVReader, check_folder, inside
+from mm_core.data import Mixture, PackedRows, PyAVReader, check_folder, inside
 from mm_core.errors import ContractError, DataError, PartsError, RunWarning, plural
 from mm_internvl.data.chat import Chat, Shown, Tokens
 from mm_internvl.data.config import ConversationsConfig, Source
@@ -263,17 +263,8 @@ def _read(sources: Sequence[Source]) -> tuple[PackedRows[RawRow], Tensor]:
     """Rows of all sources, and the row number [N] of each sample of an epoch."""
     counts: list[int] = []
     rows = PackedRows(_rows(sources, counts), RawRow)
-    order: list[Tensor] = []
-    first = 0
-    for number, (source, count) in enumerate(zip(sources, counts, strict=True)):
-        own = torch.arange(first, first + count)
-        whole = int(source.weight)
-        part = round((source.weight - whole) * count)
-        # The same part in every epoch, so that all epochs have the same number of samples and packed rows.
-        drawn = torch.randperm(count, generator=Randomness(0).generator("source", number))[:part]
-        order += [own.repeat(whole), own[drawn.sort().values]]
-        first += count
-    samples = torch.cat(order)
+    # The same part of a source in every epoch, so that all epochs have the same packed rows.
+    samples = Mixture(counts, [source.weight for source in sources]).rows()
     if not len(samples):
         raise DataError(
             "no conversation remains: the weights of all sources are too small",
