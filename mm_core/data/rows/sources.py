@@ -17,7 +17,7 @@ from mm_core.builtin.configs.data import MediaSource
 from mm_core.data.rows.annotations import describe_faults, escapes
 from mm_core.data.rows.archives import Member, read_archive
 from mm_core.data.rows.captions import half_character
-from mm_core.data.rows.json_rows import kind_of
+from mm_core.data.rows.json_rows import RowFile, kind_of
 from mm_core.data.rows.media_rows import CAPTIONS, MediaRow, Medium, declared, medium_of, number_of
 from mm_core.data.rows.paths import check_folder, status
 from mm_core.data.rows.tables import SUFFIXES, Column, read_table
@@ -80,7 +80,9 @@ class SourceReader:
         own = self.path if self.path.is_dir() else self.path.parent
         self.folder = own if source.folder is None else Path(source.folder)
         self.in_table = not self.archives and not self.path.is_dir()
-        if self.in_table and self.path.suffix.lower() not in SUFFIXES and self.path.exists():
+        if self.in_table and status(self.path, "source") is None:
+            raise RowFile(self.path, "source", ACCEPTED).missing()
+        if self.in_table and self.path.suffix.lower() not in SUFFIXES:
             raise DataError("the source is of no known kind", where=str(self.path), accepted=ACCEPTED)
         check_folder(self.folder, "the folder of the images and clips")
         named = source.columns
