@@ -15,6 +15,8 @@ ALLOWED = {
     "data.loading.sampler.grouped_order": "a function of its arguments, and long",
     "data.loading.stopping._asked": "datasets ask whether the run was told to stop; nobody passes it to them",
     "data.loading.workers._end_at_exit": "registered once a process",
+    "data.rows.mixture._rows": "a function of its arguments, and long",
+    "data.rows.sources._head": "the beginning of a file as written at a time; a plan asks for it often",
     "device.kind.device_type": "a fact of the process",
     "plugin.checks.values._return_type": "what a method of a contract returns; asked at each call of some",
     "plugin.checks.source._parsed": "the tree of a file as written at a time; several classes ask for it",

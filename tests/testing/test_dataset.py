@@ -253,6 +253,12 @@ VIDEO_FAULTS = [
         "check_micro_batch is not a class method",
     ),
     (
+        "micro_batches",
+        clips(batch_specs=classmethod(lambda cls, options: [options])),
+        "batch_specs returned [",
+    ),
+    ("micro_batches", clips(batch_specs=lambda self, options: {}), "batch_specs is not a class method"),
+    (
         "evaluation",
         clips(evaluated=classmethod(lambda cls, options: {**options, "frames": 3})),
         "the dataset refuses the options that evaluated returns: ",

@@ -78,7 +78,7 @@ def _sizes(dataset: MediaTextDataset, source: int) -> str:
     for place in places[:: max(1, len(places) // _PROBED)].tolist()[:_PROBED]:
         with suppress(DataError):
             found[dataset.size_of(place)] += 1
-    return ", ".join(size for size, _ in found.most_common(4)) or "unknown"
+    return "; ".join(size for size, _ in found.most_common(4)) or "unknown"
 
 
 def check(dataset: Dataset, threads: int) -> Iterator[Checked]:

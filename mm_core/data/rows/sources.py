@@ -208,9 +208,8 @@ class SourceReader:
                 found = {name: values[each] for name, each in zip(named, own, strict=True)}
                 if separated:
                     found = {name: number_of(value) for name, value in found.items()}
-                if not self._admits(
-                    {**found, **{k: v for k, v in facts._asdict().items() if not found.get(k)}}
-                ):
+                given = {**facts._asdict(), **{k: v for k, v in found.items() if v is not None}}
+                if not self._admits(given):
                     yield None
                     continue
             yield MediaRow(number, values[path], medium_of(values[path]) or "clip", texts, *facts)

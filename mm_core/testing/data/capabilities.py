@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from mm_core.contracts import (
+    SupportsBatchSpecs,
     SupportsCheckMicroBatch,
     SupportsClassNames,
     SupportsConversing,
@@ -43,10 +45,23 @@ def lengths(probe: DatasetProbe) -> None:
 
 
 def micro_batches(probe: DatasetProbe) -> None:
-    """check_micro_batch is a class method that accepts batches of one sample, before any file is opened."""
+    """check_micro_batch and batch_specs are class methods that accept batches of one sample, and describe
+    batches by their options, before the dataset is built."""
     cls, options = type(probe.dataset), probe.probe.config.options
+    if isinstance(probe.dataset, SupportsBatchSpecs):
+        _expect_class_method(probe, "batch_specs")
+        specs = cls.batch_specs(options)
+        probe.expect(
+            isinstance(specs, Mapping)
+            and bool(specs)
+            and all(isinstance(s, Mapping) for s in specs.values()),
+            f"batch_specs returned {specs!r}"[:200],
+            accepted="a mapping of names to options",
+        )
+    elif not isinstance(probe.dataset, SupportsCheckMicroBatch):
+        raise NotApplicable("the dataset has neither check_micro_batch nor batch_specs")
     if not isinstance(probe.dataset, SupportsCheckMicroBatch):
-        raise NotApplicable("the dataset has no check_micro_batch")
+        return
     _expect_class_method(probe, "check_micro_batch")
     try:
         cls.check_micro_batch(1, options)

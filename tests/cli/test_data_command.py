@@ -1,0 +1,179 @@
+"""`mm data`, and what `mm validate` and `mm-train --dry-run` find in the sources of a run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+import mm_core
+from mm_core.builtin.tiny import write_clip
+from mm_core.cli.main import main
+
+SIZE = {"num_layers": 1, "num_heads": 1, "head_dim": 16, "patch_size": [1, 2, 2], "text_dim": 16}
+PREDICTOR = {
+    "type": "custom_dit",
+    "in_channels": 12,
+    "out_channels": 12,
+    "freq_dim": 16,
+    "ffn_dim": 32,
+    **SIZE,
+}
+TASK = {
+    "type": "text_to_video",
+    "predictor": PREDICTOR,
+    "autoencoder": {"type": "pixel", "spatial": 2},
+    "text_encoder": {"type": "bytes", "hidden_size": 16},
+    "scheduler": {"type": "flow_match"},
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run over photos with captions beside them, a table of clips, and a table of both with other names."""
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "clips").mkdir()
+    for number in range(3):
+        Image.new("RGB", (20, 16), (80 * number, 0, 0)).save(tmp_path / f"photos/{number}.jpg")
+        (tmp_path / f"photos/{number}.txt").write_text(f"photo {number}")
+    for number in range(3):
+        grey = torch.full((6, 16, 24, 3), 60 * number, dtype=torch.uint8)
+        write_clip(tmp_path / f"clips/{number}.mp4", grey, 8)
+    clips = [{"path": f"clips/{n}.mp4", "cap": f"clip {n}", "width": 240 * n} for n in range(3)]
+    (tmp_path / "clips.jsonl").write_text("".join(json.dumps(row) + "\n" for row in clips))
+    (tmp_path / "more.csv").write_text("file,text\nclips/0.mp4,more\nphotos/1.jpg,and more\n")
+    sources = [
+        {"annotations": f"{tmp_path}/photos/"},
+        {"annotations": f"{tmp_path}/clips.jsonl", "weight": 2, "where": "width >= 240"},
+        {"annotations": f"{tmp_path}/more.csv", "columns": {"path": "file", "caption": "text"}},
+    ]
+    train = {"type": "media_text", "sources": sources, "num_frames": 5, "height": 8, "width": 8}
+    config = {
+        "run": {"name": "media", "dir": str(tmp_path / "runs")},
+        "task": TASK,
+        "data": {"train": train, "loader": {"workers": 0, "drop_last": False}},
+        "engine": {"type": "fsdp2"},
+        "optimizer": {"type": "adamw", "lr": 1e-3},
+        "train": {"steps": 3, "micro_batch_size": 1, "global_batch_size": 4},
+        "log": {"trackers": []},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    return tmp_path / "run.yaml"
+
+
+def changed(run: Path, **changes: object) -> Path:
+    """The run with keys of its dataset, or of its second source (`source_...`), changed."""
+    config = yaml.safe_load(run.read_text())
+    train = config["data"]["train"]
+    for name, value in changes.items():
+        where = train["sources"][1] if name.startswith("source_") else train
+        where[name.removeprefix("source_")] = value
+    run.write_text(yaml.safe_dump(config))
+    return run
+
+
+def test_three_sources_of_images_and_clips_train(run: Path) -> None:
+    result = mm_core.train(mm_core.load_config(run))
+    assert result.step == 3
+    lines = (result.run_dir / "metrics.jsonl").read_text().splitlines()
+    assert all(json.loads(line)["loss"] > 0 for line in lines)
+    manifest = json.loads((result.run_dir / "manifest.json").read_text())
+    assert manifest["data"]["train"]["rows"] == 3 + 2 * 2 + 2
+
+
+def test_inspect_is_a_table_with_what_is_left_out(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "inspect", "--config", str(run)]) == 0
+    out = capsys.readouterr().out.replace(f"{run.parent}/", "")
+    head, table = out.split("\n", 1)
+    assert head.split() == ["SPLIT", "SOURCE", "IMAGES", "CLIPS", "PER", "EPOCH", "SIZES"]
+    assert table == (
+        "train  photos/      3       0      3          20x16\n"
+        "train  clips.jsonl  0       2      4          24x16, 6 frames\n"
+        "train  more.csv     1       1      2          24x16, 6 frames; 20x16\n"
+        "data.train: clips.jsonl: 1 row left out: where: width >= 240\n"
+    )
+    assert main(["data", "inspect", "--config", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["train"][0]["images"] == 3
+
+
+def test_check_lists_the_bad_files_and_exits_with_1(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "check", "--config", str(run)]) == 0
+    assert capsys.readouterr().out == "7 samples read, 0 bad\n"
+    bad = run.parent / "photos/2.jpg"
+    bad.write_bytes(bad.read_bytes()[:300])
+    assert main(["data", "check", "--config", str(run), "--workers", "2"]) == 1
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith(f"{bad}: the image cannot be read: ") and out[1:] == ["7 samples read, 1 bad"]
+    assert main(["data", "check", "--config", str(run), "--json"]) == 1
+    assert [row["file"] for row in json.loads(capsys.readouterr().out)["bad"]] == [str(bad)]
+
+
+def test_a_split_that_is_missing_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "check", "--config", str(run), "--split", "test"]) == 1
+    assert "the config has no data.test" in capsys.readouterr().err
+
+
+def test_other_datasets_can_be_checked_and_not_inspected(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shapes = "data.train={type: shapes, num_frames: 4, height: 8, width: 8, clips: 3}"
+    assert main(["data", "check", "--config", str(run), shapes]) == 0
+    assert capsys.readouterr().out == "3 samples read, 0 bad\n"
+    assert main(["data", "inspect", "--config", str(run), shapes]) == 1
+    assert "has no sources to inspect" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["validate"], ["train", "--dry-run", "--config"]])
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"source_where": "exec('x') > 1"}, "`where: exec('x') > 1` calls a function"),
+        ({"source_where": "hight > 1"}, "'hight'"),
+        ({"source_columns": {"path": "file"}}, "no column 'file' (found: cap, path, width)"),
+        ({"source_folder": "/nowhere"}, "the folder of the images and clips does not exist"),
+        ({"source_annotations": "none.tar"}, "the archive does not exist"),
+    ],
+)
+def test_what_is_wrong_with_a_source_shows_before_the_run(run, capsys, command, changes, what) -> None:
+    assert main([*command, str(changed(run, **changes))]) == 1
+    assert what in capsys.readouterr().err
+
+
+def test_validate_reads_the_heads_of_sources_without_torch(run: Path) -> None:
+    (run.parent / "photos/1.jpg").unlink()
+    code = (
+        "import sys; from mm_core.cli.main import main; code = main(sys.argv[1:]);"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules; sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "validate", str(run)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "1 of the first 2 files of" in done.stderr and "such as photos/1.jpg" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "what"),
+    [
+        (
+            "task.predictor.patch_size=[5,2,2]",
+            "the data has images, clips of one frame, which this task does",
+        ),
+        (
+            "train.micro_batch_size=2",
+            "would join images, which have one frame, and clips in micro-batches of 2",
+        ),
+    ],
+)
+def test_a_plan_names_what_images_do_not_fit(run: Path, capsys, override: str, what: str) -> None:
+    assert main(["train", "--dry-run", "--config", str(run), override]) == 1
+    assert what in capsys.readouterr().err
+    assert main(["train", "--dry-run", "--config", str(run), override, "data.train.num_frames=1"]) == int(
+        "patch" in override
+    )
