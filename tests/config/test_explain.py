@@ -161,5 +161,5 @@ def test_a_key_below_a_type_that_is_not_chosen_lists_the_types(told):
     )
     with pytest.raises(ConfigError, match="and the config does not set it") as unset:
         told("data.validation.height")
-    known = "core/shapes, core/text_rows, core/video_text, internvl/conversations"
+    known = "core/media_text, core/shapes, core/text_rows, core/video_text, internvl/conversations"
     assert unset.value.accepted == f"type: {known}"

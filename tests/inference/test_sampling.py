@@ -17,6 +17,7 @@ from mm_core.cli.main import main
 from mm_core.config.dump import to_yaml
 from mm_core.config.load import load_config
 from mm_core.contracts import Clip, EnginePlan, Randomness, SampleRequest
+from mm_core.data.media.images import read_image
 from mm_core.data.media.video_files import write_clips
 from mm_core.data.rows.prompts import Prompt, read_prompts
 from mm_core.engines import base
@@ -210,7 +211,7 @@ def test_a_written_clip_keeps_its_colours(tmp_path, height, width):
 
 def test_a_single_frame_is_a_clip_too(tmp_path):
     write_clips([Clip(torch.zeros(3, 1, 16, 16), 8.0, "still")], tmp_path)
-    assert read_video(next(tmp_path.glob("*.mp4"))).shape == (1, 16, 16, 3)
+    assert read_image(next(tmp_path.glob("000-still.png"))).shape == (3, 16, 16)
 
 
 @pytest.mark.parametrize(
