@@ -235,6 +235,9 @@ def test_the_head_of_a_source_is_read_without_the_rest(tmp_path):
     assert len(read(tmp_path / "a.jsonl", 1)) == 1
     with pytest.raises(DataError, match="not JSON"):
         read(tmp_path / "a.jsonl")
+    many = [{**ROWS[0], "path": "../a.jpg"}, *[ROWS[0]] * 200]
+    with pytest.raises(DataError, match=r"line 1: the path '../a.jpg' leads outside"):
+        read(write(tmp_path / "c.jsonl", many), 100)
     assert len(read(write(tmp_path / "b.jsonl"), 1, where="only_in_later_rows == 3")) == 0
 
 
@@ -248,6 +251,11 @@ def test_mapped_rows_are_what_was_written(tmp_path):
     found = MappedRows(tmp_path)
     assert [*found] == [*rows[:2], MediaRow(1, "c .mp4", "clip", ("a b", "c"))]
     assert found[-2:] == [*found][-2:] and found.facts["width"].tolist() == [0, 832, 0]
+
+
+def test_a_folder_of_paths_is_for_tables_only(tmp_path):
+    with pytest.raises(DataError, match="this source is no table"):
+        read(tmp_path, folder=str(tmp_path))
 
 
 def test_tags_need_a_separator():

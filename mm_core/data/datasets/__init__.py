@@ -1,4 +1,4 @@
-"""The datasets included in mm_core: text rows, and videos with captions."""
+"""The datasets included in mm_core: text rows, and images and videos with captions."""
 
 from typing import Any
 

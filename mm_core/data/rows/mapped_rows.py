@@ -122,7 +122,7 @@ def read_once(write: Callable[[Path], T]) -> tuple[Path, T]:
     first = hosts.index(host)
     made: tuple[Path, T] | MMError | None = None
     if ranks.rank == first:
-        folder = Path(tempfile.mkdtemp(prefix="rows-", dir=util.get_temp_dir()))
+        folder = _folder()
         try:
             made = folder, write(folder)
         except MMError as error:
@@ -131,4 +131,11 @@ def read_once(write: Callable[[Path], T]) -> tuple[Path, T]:
     if isinstance(made, MMError):
         raise made
     assert made is not None, "the first rank of a host has written its rows, or failed"
-    return made
+    if made[0].is_dir():
+        return made
+    folder = _folder()  # in a container of its own, with its own temporary folder
+    return folder, write(folder)
+
+
+def _folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="rows-", dir=util.get_temp_dir()))

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ class SourceReader:
     def __init__(self, number: int, source: MediaSource) -> None:
         self.number, self.source, self.path = number, source, Path(source.annotations)
         self.where = None if source.where is None else Where(source.where)
-        self.kept: Counter[Medium] = Counter()
+        self.kept: dict[Medium, int] = {}
         self.dropped: Counter[str] = Counter()
         self.archives = self._archives()
         own = self.path if self.path.is_dir() else self.path.parent
@@ -84,6 +85,9 @@ class SourceReader:
             raise RowFile(self.path, "source", ACCEPTED).missing()
         if self.in_table and self.path.suffix.lower() not in SUFFIXES:
             raise DataError("the source is of no known kind", where=str(self.path), accepted=ACCEPTED)
+        if source.folder is not None and not self.in_table:
+            what = "`folder` is the base of a table's paths, but this source is no table"
+            raise DataError(what, where=str(self.path), hint="remove `folder` of the source")
         check_folder(self.folder, "the folder of the images and clips")
         named = source.columns
         self.captions: tuple[Column, ...] = (
@@ -92,6 +96,7 @@ class SourceReader:
         # A table without names has only numbers.
         sizes: dict[str, Column] = {name: getattr(named, name) for name in _SIZES}
         self.sizes = {k: v for k, v in sizes.items() if type(v) is type(named.path)}
+        self._faults: dict[str, list[str]] = {}  # error -> the rows that have it
         self._met: set[str] = set()  # names in `where` that have had a value
 
     def rows(self, most: int | None = None) -> Iterator[MediaRow]:
@@ -101,19 +106,24 @@ class SourceReader:
             DataError: a file cannot be read, rows are broken (all errors of a table at once), `where` names
                 an unknown column, or no row is left.
         """
-        self.kept.clear()
         self.dropped.clear()
-        found = (
-            self._in_archives() if self.archives else self._in_table() if self.in_table else self._in_folder()
-        )
-        for row in islice(found, most):
+        self._faults.clear()
+        seen = images = clips = 0
+        for row in islice(self._every(), most):
+            seen += 1
             if row is not None:
-                self.kept[row.medium] += 1
+                if row[2] == "image":
+                    images += 1
+                else:
+                    clips += 1
                 yield row
-        complete = most is None or sum(self.kept.values()) + sum(self.dropped.values()) < most
+        self.kept = {"image": images, "clip": clips}
+        if self._faults:
+            raise DataError(describe_faults(self._faults), where=str(self.path), accepted=ACCEPTED_ROWS)
+        complete = most is None or seen < most
         if self.where is not None and (complete or self.path.suffix.lower() in (".csv", ".tsv", ".parquet")):
             self._check_names(self.where)
-        if complete and not self.kept:
+        if complete and not images + clips:
             reasons = ", ".join(
                 f"{reason} ({plural(count, 'row')})" for reason, count in self.dropped.items()
             )
@@ -127,6 +137,11 @@ class SourceReader:
         """The source, once its rows have been read."""
         kept, dropped = dict(self.kept), dict(self.dropped)
         return OpenedSource(self.source.annotations, self.folder, self.archives, kept, dropped)
+
+    def _every(self) -> Iterator[MediaRow | None]:
+        return (
+            self._in_archives() if self.archives else self._in_table() if self.in_table else self._in_folder()
+        )
 
     def _archives(self) -> tuple[Path, ...]:
         if self.path.suffix.lower() == ".tar":
@@ -184,26 +199,24 @@ class SourceReader:
 
     def _in_table(self) -> Iterator[MediaRow | None]:
         named = self.where.names if self.where is not None else ()
-        wanted = [self.source.columns.path, *self.captions, *self.sizes.values(), *named]
-        columns = list(dict.fromkeys(wanted))
         needed = (self.source.columns.path, *self.captions)
-        # Where each wanted column is among the columns; a size without a column is always None.
-        path, *places = (columns.index(column) for column in wanted)
-        captions, rest = places[: len(self.captions)], places[len(self.captions) :]
-        sizes = [dict(zip(self.sizes, rest, strict=False)).get(name, -1) for name in _SIZES]
-        own, number = rest[len(self.sizes) :], self.number
-        faults: dict[str, list[str]] = {}
-        single = len(captions) == 1
+        columns = list(dict.fromkeys((*needed, *self.sizes.values(), *named)))
+        # A size without a column is the None behind the last cell.
+        places = [columns.index(self.sizes[name]) if name in self.sizes else -1 for name in _SIZES]
+        sizes, own = itemgetter(*places), [columns.index(name) for name in named]
+        captions = [columns.index(column) for column in self.captions]
         separated = self.path.suffix.lower() in (".csv", ".tsv")
+        number, first, several = self.number, captions[0], len(captions) > 1
         for place, values, fault in read_table(self.path, columns, optional=set(columns) - set(needed)):
             if fault is None:
-                values = (*values, None)
-                texts = _texts(values[captions[0]] if single else [values[each] for each in captions])
-                fault = _fault(values[path], texts, values[captions[0]])
+                path, caption = values[0], values[first]
+                texts = _texts([values[each] for each in captions] if several else caption)
+                fault = _fault(path, texts, caption)
             if fault is not None:
-                faults.setdefault(fault, []).append(place)
+                self._faults.setdefault(fault, []).append(place)
+                yield None
                 continue
-            facts = declared(*map(values.__getitem__, sizes))
+            facts = declared(*sizes((*values, None)))
             if named:
                 found = {name: values[each] for name, each in zip(named, own, strict=True)}
                 if separated:
@@ -212,9 +225,7 @@ class SourceReader:
                 if not self._admits(given):
                     yield None
                     continue
-            yield MediaRow(number, values[path], medium_of(values[path]) or "clip", texts, *facts)
-        if faults:
-            raise DataError(describe_faults(faults), where=str(self.path), accepted=ACCEPTED_ROWS)
+            yield MediaRow(number, path, medium_of(path) or "clip", texts, *facts)
 
     # -- conditions -----------------------------------------------------------------------------
 
