@@ -45,7 +45,8 @@ def plan_of(settings: Settings, task: TaskModule, world: int, state_tensors: flo
         gradient_bytes=gradient * trained // (world if stage > 1 else 1),
         optimizer_bytes=round(4 * trained * state_tensors / (world if stage else 1)),
         frozen=plan_frozen(task, placements={}, ignored=(), shards=1),
-        offloaded_bytes=masters if settings.offload_optimizer else 0,
+        offloaded_bytes=(masters if settings.offload_optimizer else 0)
+        + (lowered if settings.offload_param else 0),
         compute_dtype=settings.dtype if half else None,
         cast_inputs=(*layout.wrapped, *task.trainable) if half else (),
         details={f"ZeRO {stage}": task.trainable, "recomputed": layout.recomputed},

@@ -32,7 +32,7 @@ from mm_core.contracts import (
     torch_dtype,
 )
 from mm_core.engines import EngineBase, FSDP2Engine
-from mm_core.errors import PlanError
+from mm_core.errors import ConfigError, PlanError
 from mm_core.modules import FlatShard, cast_inputs, tied_names
 from mm_core.parallel import place, recompute
 from mm_core.plugin import ComponentConfig
@@ -177,9 +177,13 @@ class DeepSpeedEngine(EngineBase):
             group["params"] = [trained[id(p)] for p in group["params"]]
         root = Root(self._trained.values())
         buffers = [(m, n, b) for m in root.modules() for n, b in m.named_buffers(recurse=False)]
-        self._engine, *_ = deepspeed.initialize(
-            model=root, optimizer=self._optimizer, config=self._completed, dist_init_required=False
-        )
+        try:
+            self._engine, *_ = deepspeed.initialize(
+                model=root, optimizer=self._optimizer, config=self._completed, dist_init_required=False
+            )
+        except (ValueError, AssertionError) as error:  # what its schema and its checks refuse
+            reason = " ".join(str(error).split()) or "an assertion fails"
+            raise ConfigError(f"DeepSpeed refuses the settings: {reason}", where="engine.settings") from error
         for module, name, buffer in buffers:  # DeepSpeed has cast them too
             module._buffers[name] = buffer
         for path in plan.cast_inputs:

@@ -53,9 +53,10 @@ _MASTERS = Refused(
     "is not taken over: checkpoints need float32 masters; use offload_optimizer to save memory"
 )
 
+_NVME = "it serves NVMe, which is not taken over"
 _OFFLOAD = {
     "device": ("none", "cpu", "nvme"),
-    "nvme_path": str,
+    "nvme_path": Ignored(_NVME),
     "buffer_count": int,
     "pin_memory": bool,
 }
@@ -73,14 +74,19 @@ _ZERO: dict[str, Rule] = {
     **_each(
         "reduce_bucket_size allgather_bucket_size sub_group_size stage3_prefetch_bucket_size "
         "stage3_param_persistence_threshold stage3_model_persistence_threshold "
-        "stage3_max_live_parameters stage3_max_reuse_distance stage3_module_granularity_threshold",
+        "stage3_max_live_parameters stage3_max_reuse_distance",
         int,
+    ),
+    "stage3_module_granularity_threshold": Refused(
+        "is not taken over: DeepSpeed fails in some models with it; remove it", (0,)
     ),
     "offload_param": {**_OFFLOAD, "buffer_size": int, "max_in_cpu": int},
     "offload_optimizer": {
         **_OFFLOAD,
-        **_each("pipeline_read pipeline_write fast_init", bool),
-        **_each("ratio cpuadam_cores_perc", float),
+        **_each("pipeline_read pipeline_write", Ignored(_NVME)),
+        "fast_init": bool,
+        "ratio": Refused("is not taken over: it needs DeepSpeed's own Adam; remove it", (1,)),
+        "cpuadam_cores_perc": Ignored("the optimizer is the run's own"),
         "super_offload": Refused("is not taken over: SuperOffload is not tested with this engine"),
     },
     "memory_efficient_linear": Refused(
@@ -122,14 +128,10 @@ KEYS: dict[str, Rule] = {
         "opt_level": Refused("is a key of apex; remove it"),
     },
     "data_types": {"grad_accum_dtype": ("fp32", "fp16", "bf16")},
-    "communication_data_type": ("fp32", "fp16", "bf16", "fp16_scaled"),
+    "communication_data_type": ("fp32", "fp16", "bf16"),
     "zero_allow_untested_optimizer": Ignored("it is always on"),
     "zero_force_ds_cpu_optimizer": Ignored("the optimizer is the run's own, so it is always off"),
-    "aio": {
-        **_each("block_size queue_depth intra_op_parallelism", int),
-        **_each("single_submit overlap_events use_gds", bool),
-        "thread_count": Refused("is an old key; use intra_op_parallelism"),
-    },
+    "aio": Ignored(_NVME),
     "activation_checkpointing": _each(
         "partition_activations number_checkpoints contiguous_memory_optimization profile "
         "synchronize_checkpoint_boundary cpu_checkpointing",
@@ -187,6 +189,12 @@ PARAMS: dict[str, dict[str, str]] = {
     },
 }
 """Section -> type -> the names of its `params`."""
+_AT_LEAST_ONE = (
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.allgather_bucket_size",
+    "fp16.loss_scale_window",
+    "fp16.min_loss_scale",
+)
 
 
 def checked(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], list[str]]:
@@ -307,13 +315,17 @@ def _combinations(settings: Mapping[str, Any]) -> list[str]:
         part, name = section(zero, key), f"zero_optimization.{key}"
         device = part.get("device") or "none"
         if device == AUTO:
-            faults.append(f"{name}.device is auto: write none, cpu or nvme")
+            faults.append(f"{name}.device is auto: write none or cpu")
+        elif device == "nvme":
+            faults.append(
+                f"{name}.device nvme is not taken over: checkpoints read states from memory; use cpu"
+            )
         elif device != "none" and stage < lowest:
             faults.append(f"{name} does nothing at stage {stage}; it needs stage {lowest} or higher")
-        elif device == "nvme" and stage < 3:
-            faults.append(f"{name}.device nvme needs stage 3: at stage {stage} DeepSpeed offloads to the CPU")
-        elif device == "nvme" and part.get("nvme_path") in (None, AUTO):
-            faults.append(f"{name}.nvme_path is missing: name a folder on the NVMe disk")
+    for path in _AT_LEAST_ONE:
+        *above, key = path.split(".")
+        if section(settings, *above).get(key) == 0:
+            faults.append(f"{path} is 0, but DeepSpeed needs 1 or more")
     factor = settings.get("gradient_predivide_factor")
     divided = settings.get("prescale_gradients") is True or factor not in (None, AUTO, 1)
     if divided and stage >= 2 and zero.get("reduce_scatter") is not False:

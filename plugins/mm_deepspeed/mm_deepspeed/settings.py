@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from mm_core.contracts import TrainingFacts
 from mm_core.errors import ConfigError
 from mm_deepspeed.keys import AUTO, checked, is_on, read, section
 
-Device = Literal["cpu", "nvme"]
+Device = Literal["cpu"]
 
 _HIDDEN_SIZE = {
     "reduce_bucket_size": 500_000_000,
@@ -47,6 +46,8 @@ _SCHEDULES: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
 """DeepSpeed's schedule -> schedules of the run that match, and its parameters that keys of the run repeat."""
 _DEFAULTS = {"warmup_type": "log", "cycle_momentum": True}
 """What DeepSpeed computes without a key, where schedules of the run are different."""
+_ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+"""DeepSpeed's defaults of Adam and AdamW."""
 _RATIOS = {"warmup_min_ratio": "warmup_init", "cos_min_ratio": "min_lr"}
 
 
@@ -103,8 +104,7 @@ def completed(
     """The config that DeepSpeed gets: `auto` and absent keys from the run, without optimizer and schedule.
 
     Raises:
-        ConfigError: settings that contradict the run, with both places named, or an NVMe folder that is
-            missing here (a stored run may be opened on a machine without it).
+        ConfigError: settings that contradict the run, with both places named.
     """
     read_settings = Settings.of(settings)
     kept = checked(settings)[0]
@@ -128,11 +128,6 @@ def completed(
     }
     for key, (value, place) in of_run.items():
         against.compare(key, kept.get(key), value, place)
-    for key in ("offload_optimizer", "offload_param"):
-        part = section(kept, "zero_optimization", key)
-        if part.get("device") == "nvme" and not Path(part["nvme_path"]).is_dir():
-            name = f"{where}.zero_optimization.{key}.nvme_path"
-            against.faults.append(f"{name} is {part['nvme_path']!r}, which is not a folder on this machine")
     _compare_optimizer(against, section(kept, "optimizer"), facts)
     _compare_schedule(against, section(kept, "scheduler"), facts)
     if against.faults:
@@ -183,10 +178,12 @@ def _compare_optimizer(against: _Comparison, part: dict[str, Any], facts: Traini
             )
             return
     for key in ("lr", "betas", "eps", "weight_decay"):
-        value = ours.options.get(key)
-        against.compare(
-            f"optimizer.params.{key}", params.get(key), value, f"optimizer.{key} is {_spelt(value)}"
-        )
+        value, found, note = ours.options.get(key), params.get(key), ""
+        if params and key not in params:
+            found, note = _ADAM.get(key), " by DeepSpeed's default"
+            if key == "weight_decay" and params.get("torch_adam") is True and str(kind).lower() == "adamw":
+                found = 0.01
+        against.compare(f"optimizer.params.{key}", found, value, f"optimizer.{key} is {_spelt(value)}", note)
     for key, fixed in (("bias_correction", True), ("amsgrad", False)):
         against.compare(
             f"optimizer.params.{key}", params.get(key), fixed, f"the run computes with {_spelt(fixed)}"

@@ -13,7 +13,7 @@ CASES: dict[str, str | None] = {
     "bert_lamb": "optimizer.type Lamb is not taken over (only Adam, AdamW)",
     "one_bit": "optimizer.type OneBitAdam is not taken over (only Adam, AdamW)",
     "fp16_stage0": "fp16.enabled is true at stage 0",
-    "nvme": "offload_optimizer.nvme_path is '/no/such/nvme', which is not a folder",
+    "nvme": "offload_optimizer.device nvme is not taken over",
     "sparse_attention": "sparse_attention is not taken over",
     "misspelt": "gradient_cliping is not a key of DeepSpeed; did you mean 'gradient_clipping'",
 }

@@ -89,6 +89,10 @@ def test_every_contradiction_is_named_with_both_places() -> None:
     ("section", "expected"),
     [
         ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "which is core/adam, but"),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}},
+            "weight_decay is 0.01 by DeepSpeed's default, but optimizer.weight_decay is 0.0",
+        ),
         ({"scheduler": {"type": "WarmupCosineLR", "params": {}}}, "which is core/cosine, but"),
         ({"scheduler": {"type": "OneCycle", "params": {}}}, "which is core/one_cycle, but"),
     ],
@@ -210,14 +214,6 @@ def test_hidden_size_values_become_deepspeeds_defaults_with_a_note() -> None:
     settings = {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}
     assert completed(settings, facts_of())["zero_optimization"]["reduce_bucket_size"] == 500_000_000
     assert any("reduce_bucket_size is auto: 500000000" in note for note in Settings.of(settings).notes)
-
-
-def test_an_nvme_folder_is_looked_for_where_the_run_trains(tmp_path: Any) -> None:
-    settings = {
-        "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}
-    }
-    assert completed(DeepSpeedConfig(settings=settings).settings, facts_of())
-    assert Settings.of(settings).offload_param == "nvme"
 
 
 def test_a_later_change_of_the_file_changes_no_config(tmp_path: Any) -> None:
