@@ -38,6 +38,7 @@ _RULES: Mapping[str, tuple[Verdict, str]] = {
     "config.data.validation": ("safe", "held-out data does not affect training"),
     "config.data.test": ("safe", "held-out data does not affect training"),
     "config.data.loader": ("safe", _SPEED),
+    "config.data.loader.mode": ("allow", _ORDER),
     "config.data.loader.sampler": ("allow", _ORDER),
     "config.data.loader.drop_last": ("allow", _ORDER),
     "config.data.loader.group_by_length": ("allow", _ORDER),

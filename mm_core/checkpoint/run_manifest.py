@@ -19,7 +19,7 @@ import mm_core
 from mm_core.checkpoint.files.layout import Document
 from mm_core.config.dump import to_mapping
 from mm_core.config.sections import RunConfig
-from mm_core.contracts import Dataset
+from mm_core.data.loading.plain import AnyDataset, rows_of
 from mm_core.device import device_stack
 from mm_core.plan import RunPlan
 from mm_core.plugin.ranks import check_ranks_agree
@@ -40,7 +40,7 @@ _LARGEST = 128 * 2**20  # bytes; larger files count by their size only
 def run_manifest(
     config: RunConfig,
     plan: RunPlan,
-    datasets: Mapping[str, Dataset],
+    datasets: Mapping[str, AnyDataset],
     adapters: Sequence[Document] = (),
     base: Sequence[Document] = (),
 ) -> Document:
@@ -114,7 +114,7 @@ def _trace(value: object) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:4]
 
 
-def fingerprint(section: ComponentConfig, dataset: Dataset) -> Document:
+def fingerprint(section: ComponentConfig, dataset: AnyDataset) -> Document:
     """Fingerprint of a run's dataset: its number of rows, and the sha256 of each file in its options.
 
     A tokenizer folder has one sha256 of its vocabulary files. Videos and weights are not read: a file
@@ -123,7 +123,7 @@ def fingerprint(section: ComponentConfig, dataset: Dataset) -> Document:
     listed = {
         key: digest for key, path in _paths(section.options) if (digest := _digest(Path(path))) is not None
     }
-    return {"type": section.type, "rows": len(dataset), "files": listed}
+    return {"type": section.type, "rows": rows_of(dataset), "files": listed}
 
 
 def _paths(value: object, key: str = "") -> Iterator[tuple[str, str | Path]]:

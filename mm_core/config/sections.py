@@ -71,7 +71,7 @@ class InitFromSection:
 class LoaderSection:
     """Config section `data.loader`: how samples are read, batched and passed to training steps."""
 
-    mode: Literal["sampler"] = "sampler"  # map-style datasets, read in the sampler's order
+    mode: Literal["sampler", "base"] = "sampler"  # base: your own torch Dataset or DataLoader as it is
     sampler: Literal["random", "sequential"] = "random"  # order within an epoch
     workers: Annotated[int, Range(ge=0)] = 2  # reader processes per rank; 0: read in the training process
     prefetch: Annotated[int, Range(ge=1)] = 2  # micro-batches that each worker keeps ready
@@ -85,6 +85,8 @@ class LoaderSection:
             raise ValueError(
                 "group_by_length works only with sampler: random; set it or remove group_by_length"
             )
+        if self.group_by_length and self.mode == "base":
+            raise ValueError("group_by_length works only with mode: sampler; remove one of the two keys")
 
 
 @dataclass(frozen=True)

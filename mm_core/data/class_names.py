@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mm_core.contracts import Dataset, SupportsClassNames
+from mm_core.contracts import SupportsClassNames
 from mm_core.errors import ContractError, plural
 from mm_core.plugin.checks.values import returned
 
 
-def check_class_names(task: object, datasets: Mapping[str, Dataset]) -> None:
+def check_class_names(task: object, datasets: Mapping[str, object]) -> None:
     """Checks that every dataset numbers its classes as the task does, so that predictions get correct names.
 
     Args:

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
-from mm_core.config.sections import LoaderSection
-from mm_core.contracts import Batch, DataRanks, Dataset, Randomness, SampleKey
+from mm_core.config.sections import LoaderSection, RunConfig
+from mm_core.contracts import Batch, DataRanks, Dataset, Randomness, SampleKey, TaskModule
 from mm_core.data.loading.loader import MicroBatchLoader
+from mm_core.data.loading.plain import PlainBatches
 from mm_core.data.loading.sampler import BatchPlan, SlotSpec
 from mm_core.data.loading.skipped import UnreadableError
+from mm_core.data.loading.streams import BatchStream, held_out
 from mm_core.errors import DataError
+
+
+class EvaluatedEngine(Protocol):
+    """The parts of an engine that an evaluation needs."""
+
+    device: torch.device
+    data_ranks: DataRanks
+
+    def evaluating(self) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True)
@@ -113,6 +126,60 @@ class EvaluationData:
             raise DataError(
                 error.what, where=self._where, hint="check the annotation file and its folder"
             ) from error
+
+
+class StreamedEvaluation:
+    """The batches of one rank in an evaluation of an IterableDataset or DataLoader: each pass reads it anew.
+
+    Args:
+        stream: this rank's.
+        rows: number of rows to use over all ranks, the first ones, up to complete batches; None uses all.
+    """
+
+    rows = 0  # not known before they are read: none counts as unreadable
+    batches = None
+
+    def __init__(self, stream: BatchStream, rows: int | None) -> None:
+        self._stream = stream
+        self._most = None if rows is None else -(-rows // (stream.rows * stream.share.count))
+
+    def read(self, passes: int = 1) -> Generator[Batch | None, None, None]:
+        """Reads all batches of the evaluation, `passes` times; None follows the last one of each pass."""
+        for _ in range(passes):
+            yield from held_out(self._stream, self._most)
+            yield None
+
+
+def streamed(
+    dataset: PlainBatches,
+    config: RunConfig,
+    task: TaskModule,
+    engine: EvaluatedEngine,
+    rows: int | None,
+    note: Callable[[str], None],
+) -> StreamedEvaluation:
+    """The evaluation of an IterableDataset or DataLoader.
+
+    Args:
+        dataset: the author's.
+        config: of the run.
+        task: makes the transform of a batch.
+        engine: its device, and the share of the data that this rank reads.
+        rows: number of rows at most, up to complete batches; None uses all.
+        note: receives messages for the user.
+    """
+    stream = BatchStream(
+        dataset,
+        transform=task.batch_transform(),
+        rng=Randomness(config.run.seed),
+        share=engine.data_ranks,
+        rows=config.train.micro_batch_size,
+        whole=False,
+        workers=config.data.loader.workers,
+        pin_memory=config.data.loader.pin_memory and engine.device.type != "cpu",
+        note=note,
+    )
+    return StreamedEvaluation(stream, rows)
 
 
 def without_failures(batch: Batch) -> Batch:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,8 +17,6 @@ from mm_core.config.sections import RunConfig, ValidationSection
 from mm_core.contracts import (
     Batch,
     Clip,
-    DataRanks,
-    Dataset,
     Evaluation,
     Metric,
     Randomness,
@@ -27,9 +25,10 @@ from mm_core.contracts import (
     Task,
     TaskModule,
 )
+from mm_core.data.loading.plain import AnyDataset, PlainBatches
 from mm_core.data.rows.prompts import Prompt, read_images, with_images
 from mm_core.errors import ContractError, DataError, MMError, PeerError, plural
-from mm_core.evaluation.batches import EvaluationData
+from mm_core.evaluation.batches import EvaluatedEngine, EvaluationData, StreamedEvaluation, streamed
 from mm_core.evaluation.sampled_clips import gather_previews, no_clips, share_of, with_trained_size, write_own
 from mm_core.plugin.checks.places import place_of_object
 from mm_core.plugin.checks.values import returned
@@ -38,15 +37,6 @@ from mm_core.runtime.ranks import Ranks, gather_rows, sum_rows
 
 if TYPE_CHECKING:
     from mm_core.optim.ema import EMA
-
-
-class EvaluatedEngine(Protocol):
-    """The parts of an engine that an evaluation needs."""
-
-    device: torch.device
-    data_ranks: DataRanks
-
-    def evaluating(self) -> AbstractContextManager[None]: ...
 
 
 class EvaluationStopped(Exception):
@@ -94,7 +84,7 @@ class Validator:
         config: RunConfig,
         task: TaskModule,
         engine: EvaluatedEngine,
-        dataset: Dataset | None,
+        dataset: AnyDataset | None,
         *,
         run_dir: Path,
         split: str = "validation",
@@ -116,8 +106,10 @@ class Validator:
         self._ranks, self._leads = Ranks.current(), engine.data_ranks.leads
         self._rng = Randomness(config.run.seed)
         self._reported: set[tuple[str, int]] = set()
-        self._data: EvaluationData | None = None
-        if dataset is not None:
+        self._data: EvaluationData | StreamedEvaluation | None = None
+        if isinstance(dataset, PlainBatches):
+            self._data = streamed(dataset, config, task, engine, self.settings.rows, note)
+        elif dataset is not None:
             self._data = EvaluationData(
                 dataset,
                 where=f"data.{split}",
@@ -162,7 +154,7 @@ class Validator:
             return None
         return figures
 
-    def _one_pass(self, batches: Iterator[Batch], rows: int) -> dict[str, float]:
+    def _one_pass(self, batches: Iterator[Batch | None], rows: int) -> dict[str, float]:
         for _, metric in self._metrics:
             metric.reset()
         totals: dict[str, float] = {}
@@ -197,7 +189,7 @@ class Validator:
         lost = {"unreadable": rows - counted} if counted < rows else {}
         return {**figures, **self._figures(set(figures)), "rows": counted, **lost}
 
-    def _next(self, batches: Iterator[Batch]) -> Batch | None:
+    def _next(self, batches: Iterator[Batch | None]) -> Batch | None:
         """The next batch, once all ranks have theirs; None after the last one, on all ranks."""
         try:
             batch = next(batches, None)

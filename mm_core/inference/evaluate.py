@@ -18,7 +18,7 @@ from mm_core.config.load import load_config
 from mm_core.config.sections import RunConfig, ValidationSection
 from mm_core.contracts import Metric, SupportsEvaluated
 from mm_core.data.class_names import check_class_names
-from mm_core.data.loading.seeding import build_dataset
+from mm_core.data.loading.seeding import build_split
 from mm_core.errors import MMError
 from mm_core.evaluation.predictions import Predictions, Row
 from mm_core.evaluation.validator import Validator, build_metrics, default_settings
@@ -153,7 +153,9 @@ def _pass(
 ) -> tuple[dict[str, float], list[Row]]:
     """One pass of all ranks over the rows: the metrics, and on rank 0 the predictions if requested."""
     ranks, found = Ranks.current(), Predictions()
-    dataset = build_dataset(chosen.config.registry, chosen.dataset, chosen.config.run.seed)
+    config = chosen.config
+    mode = config.data.loader.mode
+    dataset = build_split(config.registry, chosen.dataset, config.run.seed, mode, chosen.split)
     task = task_of(chosen.config, chosen.checkpoint)
     engine = load_as_rank(task, chosen.config, chosen.checkpoint, weights)
     check_class_names(task, {chosen.split: dataset})

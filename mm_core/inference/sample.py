@@ -31,6 +31,7 @@ from mm_core.data.media.video_files import clip_name, make_folder, preview, writ
 from mm_core.data.rows.prompts import Prompt, read_images, with_images
 from mm_core.device import current_device, environment_world
 from mm_core.errors import DataError, MMError
+from mm_core.evaluation.batches import EvaluatedEngine
 from mm_core.evaluation.sampled_clips import (
     check_made,
     gather_previews,
@@ -38,7 +39,6 @@ from mm_core.evaluation.sampled_clips import (
     share_of,
     with_trained_size,
 )
-from mm_core.evaluation.validator import EvaluatedEngine
 from mm_core.loading.frozen import load_frozen_alone, load_frozen_of
 from mm_core.loading.initial_weights import CheckpointWeights
 from mm_core.loading.run_adapters import task_of

@@ -29,8 +29,9 @@ from mm_core.contracts import (
     TrainingFacts,
     torch_dtype,
 )
+from mm_core.data.loading.plain import rows_of
 from mm_core.data.loading.sampler import BatchPlan, Order
-from mm_core.data.loading.seeding import build_dataset
+from mm_core.data.loading.seeding import build_split
 from mm_core.device import untested_torch
 from mm_core.errors import ConfigError, ContractError, PlanError, plural
 from mm_core.modules.casting import cast_frozen
@@ -262,7 +263,15 @@ def _steps(config: RunConfig, global_batch_size: int, num_samples: int | None) -
         return config.train.steps
     assert config.train.epochs is not None
     if num_samples is None:
-        num_samples = len(build_dataset(config.registry, config.data.train, config.run.seed))
+        mode = config.data.loader.mode
+        num_samples = rows_of(build_split(config.registry, config.data.train, config.run.seed, mode, "train"))
+    if num_samples is None:
+        raise PlanError(
+            "an IterableDataset or DataLoader has no known number of samples, so its epochs have no known"
+            " number of steps",
+            where="train.epochs",
+            hint="set train.steps instead",
+        )
     order = sample_order(config, global_batch_size, num_samples)
     return math.ceil(config.train.epochs * order.batches_per_epoch)
 

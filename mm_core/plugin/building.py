@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from mm_core.errors import ConfigError, ContractError, foreign_code
@@ -29,14 +30,32 @@ def build_component(config: ComponentConfig, registry: Registry, args: tuple[obj
         ContractError: the target does not accept the config's fields, or what it returns does not keep the
             contract of its kind.
     """
+    built = call_target(config, registry, args)
     registered = registry.resolve(config.kind, config.type)
-    fields = built_fields(config, registry)
+    check_object(config.kind, built, registered.load_target(), registered.short_place)
+    return built
+
+
+def call_target(
+    config: ComponentConfig,
+    registry: Registry,
+    args: tuple[object, ...] = (),
+    more: Mapping[str, object] = MappingProxyType({}),
+) -> Any:
+    """Builds a component without checking it against the contract of its kind.
+
+    Args:
+        config: the reference.
+        registry: the plugins that provide components.
+        args: arguments that the core passes by position.
+        more: arguments that the core passes by keyword.
+    """
+    registered = registry.resolve(config.kind, config.type)
+    fields = {**built_fields(config, registry), **more}
     target = registered.load_target()
     _check_call(target, args, fields, registered.short_place)
     with foreign_code():  # a target that calls sys.exit(0) would end a run as if it had succeeded
-        built = target(*args, **fields)
-    check_object(config.kind, built, target, registered.short_place)
-    return built
+        return target(*args, **fields)
 
 
 def built_fields(config: ComponentConfig, registry: Registry) -> dict[str, object]:

@@ -17,11 +17,13 @@ from mm_core.checkpoint.store import CheckpointStore
 from mm_core.config.components import resume_marks
 from mm_core.config.dump import to_yaml
 from mm_core.config.sections import RunConfig
-from mm_core.contracts import Dataset, Engine, Randomness, TaskModule
+from mm_core.contracts import Engine, Randomness, TaskModule
 from mm_core.data.class_names import check_class_names
+from mm_core.data.loading.plain import AnyDataset, promise_of, rows_of
 from mm_core.data.loading.sampler import Order
-from mm_core.data.loading.seeding import build_dataset
+from mm_core.data.loading.seeding import build_split
 from mm_core.data.loading.skipped import SkipLedger
+from mm_core.data.loading.streams import TrainingStream
 from mm_core.errors import CheckpointError, PlanError
 from mm_core.evaluation.validator import Validator, build_metrics, default_settings
 from mm_core.files import replace_text
@@ -82,7 +84,7 @@ class RunParts:
 
     task: TaskModule
     engine: Engine
-    datasets: Mapping[str, Dataset]
+    datasets: Mapping[str, AnyDataset]
     plan: RunPlan
     weights: ResumedWeights | FileWeights
     external: ExternalWeights
@@ -143,12 +145,12 @@ def build_parts(run: OpenedRun) -> RunParts:
     task = task_of(config, run.source)
     engine: Engine = registry.build("engine", config.engine)
     check_data(config, task)  # before any data is measured
-    datasets: dict[str, Dataset] = {
-        name: build_dataset(registry, section, config.run.seed)
+    datasets = {
+        name: build_split(registry, section, config.run.seed, config.data.loader.mode, name)
         for name, section in config.data.splits.items()
     }
     check_class_names(task, datasets)
-    plan = make_plan(config, run.ranks.count, task, engine, len(datasets["train"]))
+    plan = make_plan(config, run.ranks.count, task, engine, rows_of(datasets["train"]))
     if missing := [file.path for file in plan.missing if file.needed == "to train"]:
         raise PlanError(
             f"files of frozen components are missing: {', '.join(missing)}",
@@ -175,7 +177,7 @@ def restore_parts(run: OpenedRun, parts: RunParts, allow: Sequence[str]) -> tupl
     restored = restore(
         run.store, run.source, run.refused, engine, parts.ema, manifest, marks, allow, plan.steps, absent
     )
-    restored.notes += [*weights.notes(), *plan.notes]
+    restored.notes += [*weights.notes(), *plan.notes, *promise_of(parts.datasets["train"])]
     run.ranks.on_first(
         "writing config.yaml and manifest.json", lambda: write_run_files(run.folder, config, plan, manifest)
     )
@@ -203,7 +205,7 @@ def equip(
     )
     reporter = make_reporter(run, parts, restored, watchdog)
     undo.callback(reporter.close, "failed")
-    order, loader = make_loader(config, plan, parts.datasets["train"], task, engine, restored.step)
+    order, loader = make_loader(config, plan, parts.datasets["train"], task, engine, restored, reporter.note)
     ledger = SkipLedger(run.folder, config.data.loader.max_failed_share)
     guard = make_guard(config, parts, restored, reporter)
     callbacks = CallbackList([(c.type, config.registry.build("callback", c)) for c in config.callbacks])
@@ -234,7 +236,7 @@ def equip(
         plan=plan,
         task=task,
         engine=engine,
-        batches=ledger.watch(loader),
+        batches=iter(loader) if isinstance(loader, TrainingStream) else ledger.watch(loader),
         lr_schedule=make_lr_schedule(config, plan.steps, engine.base_lr),
         rng=Randomness(config.run.seed),
         guard=guard,
@@ -352,7 +354,7 @@ def facts_of(
     parts: RunParts,
     restored: Restored,
     seed: int,
-    order: Order,
+    order: Order | TrainingStream,
     reporter: RunReporter,
     guard: UpdateGuard,
 ) -> Document:

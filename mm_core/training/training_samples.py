@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from mm_core.config.sections import RunConfig
-from mm_core.contracts import Dataset, Engine, Randomness, SupportsLengths, Task, TaskModule, seeded
+from mm_core.contracts import Batch, Dataset, Engine, Randomness, SupportsLengths, Task, TaskModule, seeded
 from mm_core.data.loading.loader import MicroBatchLoader
+from mm_core.data.loading.plain import AnyDataset, PlainBatches
 from mm_core.data.loading.sampler import Order
+from mm_core.data.loading.streams import BatchStream, TrainingStream
 from mm_core.errors import ContractError, PlanError, plural
 from mm_core.plan import RunPlan, sample_order
 from mm_core.plugin.checks.places import place_of_object
 from mm_core.plugin.checks.values import returned
+from mm_core.training.restore import Restored
 
 
 def sample_lengths(config: RunConfig, dataset: Dataset) -> Tensor | None:
@@ -38,8 +43,14 @@ def sample_lengths(config: RunConfig, dataset: Dataset) -> Tensor | None:
 
 
 def make_loader(
-    config: RunConfig, plan: RunPlan, dataset: Dataset, task: TaskModule, engine: Engine, start: int
-) -> tuple[Order, MicroBatchLoader]:
+    config: RunConfig,
+    plan: RunPlan,
+    dataset: AnyDataset,
+    task: TaskModule,
+    engine: Engine,
+    restored: Restored,
+    note: Callable[[str], None],
+) -> tuple[Order, MicroBatchLoader] | tuple[TrainingStream, TrainingStream]:
     """The order of the training samples, and the loader of this rank's micro-batches.
 
     Args:
@@ -48,7 +59,8 @@ def make_loader(
         dataset: the training samples.
         task: makes the transform of a batch.
         engine: prepared: its device, and the share of the data that this rank reads.
-        start: first step, from 0.
+        restored: the first step, and the facts of its checkpoint.
+        note: receives messages for the user.
     """
     section, shares = config.data.loader, engine.data_ranks
     if shares.count != plan.engine.data_parallel:
@@ -58,18 +70,47 @@ def make_loader(
             where=f"engine.type, {place_of_object(engine)}",
             hint="set `self.data_ranks = DataRanks(rank, plan.data_parallel)` in `prepare`",
         )
+    transform = returned(Task.batch_transform, task.batch_transform(), task)
+    if isinstance(dataset, PlainBatches):
+        return _streamed(config, plan, dataset, transform, engine, restored, note)
     order = sample_order(config, plan.global_batch_size, len(dataset), sample_lengths(config, dataset))
     return order, MicroBatchLoader(
         dataset,
         order,
-        batch_transform=returned(Task.batch_transform, task.batch_transform(), task),
+        batch_transform=transform,
         rng=Randomness(config.run.seed),
         rank=shares.rank,
         data_parallel=shares.count,
-        start_step=start,
+        start_step=restored.step,
         end_step=plan.steps,
         workers=section.workers,
         prefetch=section.prefetch,
         pin_memory=section.pin_memory,
         device_type=engine.device.type,
     )
+
+
+def _streamed(
+    config: RunConfig,
+    plan: RunPlan,
+    source: PlainBatches,
+    transform: Callable[[Batch], Batch] | None,
+    engine: Engine,
+    restored: Restored,
+    note: Callable[[str], None],
+) -> tuple[TrainingStream, TrainingStream]:
+    section = config.data.loader
+    stream = BatchStream(
+        source,
+        transform=transform,
+        rng=Randomness(config.run.seed),
+        share=engine.data_ranks,
+        rows=plan.micro_batch_size,
+        whole=True,
+        workers=section.workers,
+        pin_memory=section.pin_memory and engine.device.type != "cpu",
+        note=note,
+    )
+    steps, position = range(restored.step, plan.steps), restored.facts.get("order", {})
+    streamed = TrainingStream(stream, plan.accumulation, steps, position, config.train.overfit_one_batch)
+    return streamed, streamed

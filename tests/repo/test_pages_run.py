@@ -389,6 +389,7 @@ def test_a_config_of_a_page_is_accepted(
 ) -> None:
     (tmp_path / "base.yaml").write_text(BASES.get(page, BASE))
     (tmp_path / "my_dit.py").write_text(one_file_plugin())
+    (tmp_path / "clips.py").write_text(program("docs/data.md", "class Clips").text)
     laid = text if text.startswith("run:") else f"include: base.yaml\n{text}"
     (tmp_path / "fragment.yaml").write_text(laid)
     assert main(["validate", str(tmp_path / "fragment.yaml")]) == 0, capsys.readouterr().err
@@ -512,6 +513,12 @@ PROGRAMS: dict[str, tuple[Program, ...]] = {
             before='from mm_core.errors import DataError\nbroken, path = True, "a.mp4"\n',
             after="try:\n    Pairs().sample_at(0, None)\nexcept DataError as error:\n    print(error)",
             prints="a.mp4: what is wrong with it",
+        ),
+        Program(
+            "class Clips",
+            command="mm-train --config x.yaml run.name=own train.steps=1 plugins.path=[{}]"
+            " 'data.train={{type: local/clips}}' 'data.loader={{mode: base}}'",
+            prints="data.train is a Dataset, read as it is",
         ),
     ),
     "docs/engine.md": (Program("ShardPlan", after="print(plan.prefetch)", prints="1"),),

@@ -5,14 +5,15 @@ from __future__ import annotations
 import pickle
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from multiprocessing.reduction import ForkingPickler
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data import Dataset as TorchDataset
 
@@ -26,6 +27,7 @@ from mm_core.contracts import (
     generators_kept,
     seed_generators,
 )
+from mm_core.data.loading.plain import PlainSamples
 from mm_core.data.loading.sampler import Order, SlotSpec
 from mm_core.data.loading.skipped import UnreadableError
 from mm_core.data.loading.workers import (
@@ -43,6 +45,9 @@ from mm_core.plugin.local import LocalFile, import_again, imported_files
 
 T = TypeVar("T")
 
+Transform = Callable[[Batch], Batch]
+"""A task's batch transform."""
+
 _MOST = 1.001  # the largest value of a pixel, with what rounding adds
 
 
@@ -55,11 +60,17 @@ class CodeError(DataError):
 
 
 @dataclass(frozen=True)
-class _Fault:
+class Fault:
     """An error sent from a worker as a value, because torch rewrites raised exceptions."""
 
     error: MMError
     trace: str
+
+    @classmethod
+    def of(cls, error: MMError) -> Fault:
+        """An error with the traceback of its cause."""
+        cause = error.__cause__ or error
+        return cls(error, "\n" + "".join(traceback.format_exception(cause)))
 
 
 class MicroBatchLoader:
@@ -100,7 +111,7 @@ class MicroBatchLoader:
         dataset: Dataset,
         order: Order,
         *,
-        batch_transform: Callable[[Batch], Batch] | None,
+        batch_transform: Transform | None,
         rng: Randomness,
         rank: int,
         data_parallel: int,
@@ -117,7 +128,7 @@ class MicroBatchLoader:
         # The server starts first: it may move the folder in which workers register.
         needed = [__name__, *(type(one).__module__ for one in (dataset, order, batch_transform))]
         context = start_server(needed) if workers else None
-        self._loader: DataLoader[Batch | _Fault] = DataLoader(
+        self._loader: DataLoader[Batch | Fault] = DataLoader(
             _Reading(*self._sent),
             batch_size=None,
             sampler=_Slots(order, rank, data_parallel, range(start_step, end_step)),
@@ -139,11 +150,11 @@ class MicroBatchLoader:
         with starting(), script_for(self._sent), starts_explained():
             return self._drain(iter(self._loader))
 
-    def _drain(self, reading: Iterator[Batch | _Fault]) -> Iterator[Batch]:
+    def _drain(self, reading: Iterator[Batch | Fault]) -> Iterator[Batch]:
         try:
             with deaths_explained(reading):
                 for item in reading:
-                    if isinstance(item, _Fault):
+                    if isinstance(item, Fault):
                         raise item.error from WorkerTraceback(item.trace)
                     yield item
         finally:
@@ -161,13 +172,19 @@ class _Slots:
             yield from self.order.micro_batches(step, self.rank, self.data_parallel)
 
 
-class _Reading(TorchDataset[Batch | _Fault]):
-    """The work of a data worker: rows -> samples -> batch -> transformed batch."""
+class AuthorCode:
+    """The code of a dataset and a task as a data worker calls it: what it returns is checked, its errors are
+    named, and it is pickled with its one-file plugins.
 
-    def __init__(
-        self, dataset: Dataset, order: Order, transform: Callable[[Batch], Batch] | None, rng: Randomness
-    ) -> None:
-        self.dataset, self.order, self.transform, self.rng = dataset, order, transform, rng
+    Args:
+        dataset: the author's.
+        transform: the task's batch transform.
+        rng: the root of the run's randomness.
+    """
+
+    def __init__(self, dataset: object, transform: Transform | None, rng: Randomness) -> None:
+        self.author: Any = dataset.dataset if isinstance(dataset, PlainSamples | DataLoader) else dataset
+        self.transform, self.rng = transform, rng
 
     def __getstate__(self) -> tuple[bytes, dict[str, LocalFile]]:
         """State for a worker: the pickled object, and the one-file plugins to import before unpickling."""
@@ -176,7 +193,7 @@ class _Reading(TorchDataset[Batch | _Fault]):
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise DataError(
                 f"the dataset, its order or the batch transform cannot be sent to a data worker: {error}",
-                where=type(self.dataset).__qualname__,
+                where=type(self.author).__qualname__,
                 accepted="objects that pickle: classes and functions of modules; files opened on first use",
                 hint="make it picklable, or set data.loader.workers=0 to read in the training process",
             ) from error
@@ -186,28 +203,96 @@ class _Reading(TorchDataset[Batch | _Fault]):
         import_again(files)
         self.__dict__.update(pickle.loads(pickled))
 
-    def __getitem__(self, slots: list[SlotSpec]) -> Batch | _Fault:
+    def finished(self, batch: Any, rows: Sequence[int], who: str) -> Batch:
+        """The batch that `who` returned, after the task's transform, which is seeded by the rows' numbers."""
+        ready: Batch = self.checked(batch, Batch, who, "a Batch")
+        if self.transform is not None:
+            seed_generators(self.rng.at("transform", *rows))
+            with self.guarded("the task's batch transform"):
+                ready = self.checked(self.transform(ready), Batch, "what batch_transform returns", "a Batch")
+        self._check_pixels(batch if isinstance(batch, VideoTextBatch) else ready)
+        return ready
+
+    def checked(self, found: T, wanted: type, who: str, accepted: str) -> T:
+        """What the code of a dataset or task returned. CodeError if it is of another type."""
+        if isinstance(found, wanted):
+            return found
+        raise CodeError(
+            f"{who} is a {type(found).__name__}", where=self.place, accepted=accepted, hint="fix this code"
+        )
+
+    def _check_pixels(self, batch: Batch) -> None:
+        """CodeError if pixels of clips are no floats or leave [-1, 1]: they would train without any sign."""
+        if not isinstance(batch, VideoTextBatch) or batch.pixels is None or not batch.pixels.numel():
+            return
+        for sample, pixels in zip(batch.ids, batch.pixels, strict=False):
+            least, most = map(float, pixels.aminmax())
+            if not (pixels.is_floating_point() and least >= -_MOST and most <= _MOST):  # also for NaN
+                raise self._out_of_range(sample, pixels, least, most)
+
+    def _out_of_range(self, sample: str, pixels: Tensor, least: float, most: float) -> CodeError:
+        of = "" if pixels.is_floating_point() else f" of {pixels.dtype}"
+        overshoots = not of and max(-least, most) < 2
+        scale = "scale them in the dataset, such as by `pixels / 127.5 - 1` from 0 to 255"
+        return CodeError(
+            f"the pixels of sample {sample} are from {least:.4g} to {most:.4g}{of}",
+            where=self.place,
+            accepted="floats from -1 (black) to 1 (white)",
+            hint="a bicubic resize overshoots: end it with `.clamp(-1, 1)`" if overshoots else scale,
+        )
+
+    @property
+    def place(self) -> str:
+        """The dataset's class, with its file and line."""
+        return f"{type(self.author).__qualname__}, {place_of(type(self.author), type(self.author))}"
+
+    def _line_of(self, error: Exception) -> str:
+        """The innermost line of a plugin, or in the files of the dataset and the transform."""
+        if line := author_line(error):
+            return line
+        names = [getattr(one, "__module__", "") for one in (self.author, self.transform)]
+        own = {getattr(sys.modules.get(name), "__file__", None) for name in names}
+        lines = [f for f in traceback.extract_tb(error.__traceback__) if f.filename in own]
+        return f"{lines[-1].filename}, line {lines[-1].lineno}" if lines else self.place
+
+    @contextmanager
+    def guarded(self, who: str) -> Iterator[None]:
+        """Turns an error in foreign code into a CodeError, which stops the run: nothing is skipped for it."""
+        try:
+            yield
+        except MMError:
+            raise
+        except Exception as error:
+            raise CodeError(
+                f"{who} raised {type(error).__name__}: {error}",
+                where=self._line_of(error),
+                hint="fix this code; set MM_DEBUG=1 to see the worker's traceback",
+            ) from error
+
+
+class _Reading(AuthorCode, TorchDataset[Batch | Fault]):
+    """The work of a data worker: rows -> samples -> batch -> transformed batch."""
+
+    def __init__(self, dataset: Dataset, order: Order, transform: Transform | None, rng: Randomness) -> None:
+        super().__init__(dataset, transform, rng)
+        self.dataset, self.order = dataset, order
+
+    def __getitem__(self, slots: list[SlotSpec]) -> Batch | Fault:
         # In a worker nothing else uses the generators; in the training process their state must be kept.
         with nullcontext() if get_worker_info() else generators_kept():
             try:
                 return self._batch(slots)
             except MMError as error:
-                cause = error.__cause__ or error
-                return _Fault(error, "\n" + "".join(traceback.format_exception(cause)))
+                return Fault.of(error)
 
     def _batch(self, slots: list[SlotSpec]) -> Batch:
         failures: list[FailureRecord] = []
         samples = [self._sample(slot, failures) for slot in slots]
         rows = [number for slot in slots for number in slot.key]
         seed_generators(self.rng.at("collate", *rows))
-        with self._guarded("the dataset's collate"):
-            batch = self._checked(self.dataset.collate(samples), Batch, "what collate returns", "a Batch")
-        self._check_pixels(batch)
-        if self.transform is not None:
-            seed_generators(self.rng.at("transform", *rows))
-            with self._guarded("the task's batch transform"):
-                changed = self.transform(batch)
-                batch = self._checked(changed, Batch, "what the task's batch transform returns", "a Batch")
+        with self.guarded("the dataset's collate"):
+            collated = self.dataset.collate(samples)
+        batch = self.finished(collated, rows, "what collate returns")
         batch.failures = failures
         return batch
 
@@ -232,66 +317,12 @@ class _Reading(TorchDataset[Batch | _Fault]):
 
     def _read(self, index: int, epoch: int) -> dict[str, object]:
         seed_generators(self.rng.at("draws", epoch, index))
-        with self._guarded(f"sample {index}"):
+        with self.guarded(f"sample {index}"):
             if isinstance(self.dataset, SupportsSampleAt):
                 sample = self.dataset.sample_at(index, self.rng.at("data", epoch, index))
             else:
                 sample = self.dataset[index]
-            return self._checked(sample, Mapping, f"sample {index}", "a plain dict")
-
-    def _checked(self, found: T, wanted: type, who: str, accepted: str) -> T:
-        """What the code of a dataset or task returned. CodeError if it is of another type."""
-        if isinstance(found, wanted):
-            return found
-        raise CodeError(
-            f"{who} is a {type(found).__name__}", where=self._place, accepted=accepted, hint="fix this code"
-        )
-
-    def _check_pixels(self, batch: Batch) -> None:
-        """CodeError if pixels of clips are no floats or leave [-1, 1]: they would train without any sign."""
-        if not isinstance(batch, VideoTextBatch) or batch.pixels is None or not batch.pixels.numel():
-            return
-        scale = "scale them in the dataset, such as by `pixels / 127.5 - 1` from 0 to 255"
-        for sample, pixels in zip(batch.ids, batch.pixels, strict=False):
-            least, most = map(float, pixels.aminmax())
-            of = "" if pixels.is_floating_point() else f" of {pixels.dtype}"
-            if of or not (least >= -_MOST and most <= _MOST):  # also for NaN
-                overshoots = not of and max(-least, most) < 2
-                raise CodeError(
-                    f"the pixels of sample {sample} are from {least:.4g} to {most:.4g}{of}",
-                    where=self._place,
-                    accepted="floats from -1 (black) to 1 (white)",
-                    hint="a bicubic resize overshoots: end it with `.clamp(-1, 1)`" if overshoots else scale,
-                )
-
-    @property
-    def _place(self) -> str:
-        """The dataset's class, with its file and line."""
-        return f"{type(self.dataset).__qualname__}, {place_of(type(self.dataset), type(self.dataset))}"
-
-    def _line_of(self, error: Exception) -> str:
-        """The innermost line of a plugin, or in the files of the dataset and the transform."""
-        if line := author_line(error):
-            return line
-        names = [getattr(one, "__module__", "") for one in (self.dataset, self.transform)]
-        own = {getattr(sys.modules.get(name), "__file__", None) for name in names}
-        lines = [f for f in traceback.extract_tb(error.__traceback__) if f.filename in own]
-        return f"{lines[-1].filename}, line {lines[-1].lineno}" if lines else self._place
-
-    @contextmanager
-    def _guarded(self, who: str) -> Iterator[None]:
-        """Turns an error in foreign code into a CodeError, which stops the run: it is not an unreadable
-        sample."""
-        try:
-            yield
-        except MMError:
-            raise
-        except Exception as error:
-            raise CodeError(
-                f"{who} raised {type(error).__name__}: {error}",
-                where=self._line_of(error),
-                hint="fix this code; set MM_DEBUG=1 to see the worker's traceback",
-            ) from error
+            return self.checked(sample, Mapping, f"sample {index}", "a plain dict")
 
 
 def _unreadable(slot: SlotSpec, tried: list[FailureRecord], failures: list[FailureRecord]) -> UnreadableError:

@@ -6,9 +6,29 @@ whatever run.seed is, and a resumed run would draw from the start again.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from mm_core.contracts import Dataset, Randomness, seeded
+from mm_core.data.loading.plain import AnyDataset, build_plain
 from mm_core.plugin.registry import Registry
 from mm_core.schema.fields import ComponentConfig
+
+
+def build_split(
+    registry: Registry, section: ComponentConfig, seed: int, mode: Literal["sampler", "base"], split: str
+) -> AnyDataset:
+    """Builds the dataset of a split, as the loader's mode reads it.
+
+    Args:
+        registry: the run's registry.
+        section: the dataset.
+        seed: the run's.
+        mode: `data.loader.mode`.
+        split: the section's key under `data`.
+    """
+    if mode == "base":
+        return build_plain(registry, section, seed, f"data.{split}")
+    return build_dataset(registry, section, seed)
 
 
 def build_dataset(registry: Registry, section: ComponentConfig, seed: int) -> Dataset:

@@ -285,7 +285,8 @@ def sentence(name: str, faults: Sequence[str]) -> str:
 def hint_of(kind: str) -> str:
     """Where an author reads what a component of a kind must have."""
     protocol = CONTRACTS[kind].protocol.replace(":", ".")
-    return f"`python -m pydoc {protocol}` or docs/kinds/{kind}.md explains each member"
+    plain = "; data.loader.mode: base reads torch's own as it is" if kind == "dataset" else ""
+    return f"`python -m pydoc {protocol}` or docs/kinds/{kind}.md explains each member{plain}"
 
 
 def call_fault(

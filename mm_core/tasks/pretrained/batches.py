@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from mm_core.contracts import IGNORED_LABEL, Batch, TextBatch
+from mm_core.contracts import IGNORED_LABEL, Batch, DictBatch, TextBatch
 from mm_core.errors import ContractError, plural
 from mm_core.runtime.ranks import Ranks
 
@@ -175,6 +175,9 @@ class CountLabels:
         Raises:
             ContractError: the model cannot take the batch.
         """
+        if isinstance(batch, DictBatch):  # plain dicts, named like the arguments of the model's forward
+            tensors = {name: value for name, value in batch.values.items() if isinstance(value, Tensor)}
+            batch = TextBatch(batch.keys, batch.sample_weights, batch.ids, inputs=tensors)
         if not isinstance(batch, TextBatch):
             raise _mismatch_error(
                 f"the dataset makes a {type(batch).__name__}, but the task `pretrained` takes a TextBatch",

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from mm_core.contracts import Batch, TextEncoder, Tokenizer, VideoTextBatch
+from mm_core.contracts import Batch, DictBatch, TextEncoder, Tokenizer, VideoTextBatch
+from mm_core.errors import ContractError
 from mm_core.tasks.text_to_video.conditions import Conditions, check_returned
 from mm_core.tasks.text_to_video.returned_shapes import expect_text
 
@@ -16,16 +17,60 @@ Encoded = tuple[Tensor, Tensor, Mapping[str, Tensor]]
 """Text states [B,L,D], mask [B,L], and the text encoder's conditions [B,...] that the predictor takes."""
 
 
+_NAMES = (("video", "pixels"), ("caption", "captions"))
+_CLIP = "`video` [3,F,Y,X] from -1 to 1, and `caption`, or `prompt_ids` and `prompt_mask` [L]"
+
+
 @dataclass(frozen=True)
 class TokenizeCaptions:
-    """Tokenizes the captions of a batch in the data worker: fills `text_ids` and `text_mask`."""
+    """Tokenizes the captions of a batch in the data worker: fills `text_ids` and `text_mask`. A batch of
+    plain dicts becomes a `VideoTextBatch` first."""
 
     tokenizer: Tokenizer
 
     def __call__(self, batch: Batch) -> Batch:
+        if isinstance(batch, DictBatch):
+            return clips_of(batch, self.tokenizer)
         assert isinstance(batch, VideoTextBatch)
         ids, mask = self.tokenizer(batch.captions)
         return replace(batch, text_ids=ids, text_mask=mask)
+
+
+def clips_of(batch: DictBatch, tokenizer: Tokenizer) -> VideoTextBatch:
+    """A batch of plain dicts as clips with tokens: their `video` (or `pixels`) and `caption`, or
+    `prompt_ids` and `prompt_mask`, and `fps` if they have it.
+
+    Raises:
+        ContractError: something is missing, or has another shape.
+    """
+    values = batch.values
+    pixels, captions = (values.get(name, values.get(other)) for name, other in _NAMES)
+    ids, mask = (values.get(name) for name in ("prompt_ids", "prompt_mask"))
+    if captions is not None:
+        ids, mask = tokenizer(captions)
+    lacks = [names[0] for names, value in zip(_NAMES, (pixels, captions), strict=True) if value is None]
+    if ids is not None and mask is not None and lacks == ["caption"]:
+        lacks = []
+    if lacks or ids is None or mask is None:
+        raise ContractError(
+            f"the samples have no {' and no '.join(map(repr, lacks))}, only {', '.join(values)}",
+            where="data",
+            accepted=_CLIP,
+        )
+    if not isinstance(pixels, Tensor) or pixels.dim() != 5 or pixels.shape[1] != 3:
+        shape = [*pixels.shape[1:]] if isinstance(pixels, Tensor) else f"a {type(pixels).__name__}"
+        raise ContractError(f"the video of a sample is {shape}", where="data", accepted=_CLIP)
+    fps = values.get("fps")
+    return VideoTextBatch(
+        batch.keys,
+        batch.sample_weights,
+        batch.ids,
+        pixels=pixels.float() if pixels.is_floating_point() else pixels,
+        captions=[""] * len(batch) if captions is None else captions,
+        text_ids=ids.flatten(1).long(),
+        text_mask=mask.flatten(1).bool(),
+        fps=None if fps is None else fps.float(),
+    )
 
 
 @dataclass(eq=False)
