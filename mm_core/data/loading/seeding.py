@@ -17,15 +17,7 @@ from mm_core.schema.fields import ComponentConfig
 def build_split(
     registry: Registry, section: ComponentConfig, seed: int, mode: Literal["sampler", "base"], split: str
 ) -> AnyDataset:
-    """Builds the dataset of a split, as the loader's mode reads it.
-
-    Args:
-        registry: the run's registry.
-        section: the dataset.
-        seed: the run's.
-        mode: `data.loader.mode`.
-        split: the section's key under `data`.
-    """
+    """Builds the dataset of the section `split` of `data`, as the loader's mode reads it."""
     if mode == "base":
         return build_plain(registry, section, seed, f"data.{split}")
     return build_dataset(registry, section, seed)

@@ -24,19 +24,10 @@ def read_frames(reader: VideoReader, path: Path, seconds: Sequence[float]) -> Te
 
 
 def clip_times(info: VideoInfo, path: Path, num_frames: int, fps: float | None, start: float) -> list[float]:
-    """The times of a clip's frames in a video, in seconds.
+    """The times of a clip's frames in a video, in seconds: the middle of source frames.
 
-    They are the middle of source frames, so that rounding does not matter.
-
-    Args:
-        info: of the video.
-        path: of the video, for errors.
-        num_frames: frames of the clip.
-        fps: frames per second of the clip; None: the video's.
-        start: where the clip begins, from 0 (the video's first frame) to 1 (the last possible one).
-
-    Raises:
-        DataError: the video is too short.
+    The clip has `fps` (None: the video's), and begins at `start`: 0 is the video's first frame, 1 the last
+    possible one. A video that is too short is a DataError.
     """
     period = 1.0 / info.fps
     spacing = period if fps is None else 1.0 / fps

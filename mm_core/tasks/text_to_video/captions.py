@@ -23,8 +23,7 @@ _CLIP = "`video` [3,F,Y,X] from -1 to 1, and `caption`, or `prompt_ids` and `pro
 
 @dataclass(frozen=True)
 class TokenizeCaptions:
-    """Tokenizes the captions of a batch in the data worker: fills `text_ids` and `text_mask`. A batch of
-    plain dicts becomes a `VideoTextBatch` first."""
+    """Fills `text_ids` and `text_mask` of a batch in the data worker; one of plain dicts becomes clips."""
 
     tokenizer: Tokenizer
 
