@@ -24,11 +24,7 @@ def read_frames(reader: VideoReader, path: Path, seconds: Sequence[float]) -> Te
 
 
 def clip_times(info: VideoInfo, path: Path, num_frames: int, fps: float | None, start: float) -> list[float]:
-    """The times of a clip's frames in a video, in seconds: the middle of source frames.
-
-    The clip has `fps` (None: the video's), and begins at `start`: 0 is the video's first frame, 1 the last
-    possible one. A video that is too short is a DataError.
-    """
+    """Seconds of a clip's frames, the middle of source frames; `start` is 0 (first) to 1 (last possible)."""
     period = 1.0 / info.fps
     spacing = period if fps is None else 1.0 / fps
     spare = info.num_frames * period - period - (num_frames - 1) * spacing
