@@ -101,6 +101,7 @@ def test_a_declared_size_has_three_forms_and_none_is_an_error(resolution, sides)
     assert declared(None, None, resolution, None, None)[2:] == sides
     assert declared("49", "24", resolution, "64", 96.0) == (49, 24.0, 64, 96)
     assert declared(-1, "x", None, 0, True) == (None, None, None, None)
+    assert declared(10**12, 10**400, "1x" + "9" * 5000, 2**31, 2**31 - 1) == (None, None, 1, 2**31 - 1)
 
 
 def test_a_row_without_the_size_that_where_needs_is_left_out_with_the_reason(tmp_path):

@@ -239,7 +239,7 @@ class MediaTextDataset:
 def _write_rows(sources: Sequence[MediaSource], folder: Path) -> list[OpenedSource]:
     """Writes the rows of all sources for `MappedRows`."""
     readers = [SourceReader(number, source) for number, source in enumerate(sources)]
-    MappedRows.write((row for each in readers for row in each.rows()), folder)
+    MappedRows.write((rows for each in readers for rows in each.blocks()), folder)
     return [each.opened() for each in readers]
 
 

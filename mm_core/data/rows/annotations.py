@@ -129,6 +129,10 @@ def _fact_fault(row: Mapping[str, object]) -> str | None:
     return None
 
 
+MAY_ESCAPE = r"(?s)^[/\\]|^.:|(^|/)\.\.(/|$)"
+"""Matches each path that `escapes`, and some others: for columns of paths."""
+
+
 def escapes(path: str) -> bool:
     """Whether a path in a row leads outside its folder, as far as its text shows."""
     if path[:1] != "/" and ".." not in path and ":" not in path and "\\" not in path:

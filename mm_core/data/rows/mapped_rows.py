@@ -5,17 +5,21 @@ from __future__ import annotations
 import socket
 import tempfile
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing import util
 from pathlib import Path
 from struct import Struct
-from typing import TypeVar, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
 
 import numpy as np
 
-from mm_core.data.rows.media_rows import MediaRow
+from mm_core.data.rows.annotations import MAY_ESCAPE
+from mm_core.data.rows.media_rows import IMAGES, SIZES, MediaRow
 from mm_core.errors import MMError
 from mm_core.runtime.ranks import Ranks
+
+if TYPE_CHECKING:
+    from pyarrow import Array
 
 T = TypeVar("T")
 
@@ -27,6 +31,98 @@ _FACTS = np.dtype(
 )
 _PACKED = Struct("<H?iiidiqq")
 _BETWEEN = "\0"  # between path and captions
+
+
+class RowBlock(NamedTuple):
+    """Rows as `MappedRows` has them.
+
+    Attributes:
+        facts: structured array [N].
+        text: paths and captions: uint8.
+        ends: of each row's text: int64 [N].
+    """
+
+    facts: np.ndarray[Any, np.dtype[np.void]]
+    text: np.ndarray[Any, np.dtype[np.uint8]]
+    ends: np.ndarray[Any, np.dtype[np.int64]]
+
+
+def row_block(
+    source: int, path: Array, captions: Sequence[Array], sizes: Mapping[str, Array]
+) -> RowBlock | None:
+    """The rows in columns of Arrow; None if a row may be broken, or a column is of an unusual type.
+
+    Args:
+        source: number of the source.
+        path: texts.
+        captions: of each column: texts, or lists of texts.
+        sizes: the columns that there are, by their names in `SIZES`.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    texts = [_plain(path), *(_joined(_plain(column)) for column in captions)]
+    if not all(pa.types.is_string(each.type) or pa.types.is_large_string(each.type) for each in texts):
+        return None
+    texts = [each.cast(pa.large_string()) for each in texts]
+    if not len(path) or any(each.null_count for each in texts) or pc.any(pc.equal(texts[0], "")).as_py():
+        return None
+    if pc.any(pc.match_substring_regex(texts[0], MAY_ESCAPE)).as_py():
+        return None
+    joined = pc.binary_join_element_wise(*texts, pa.scalar(_BETWEEN, pa.large_string()))
+    starts = np.frombuffer(joined.buffers()[1], np.int64)[joined.offset :][: len(joined) + 1]
+    text = np.frombuffer(joined.buffers()[2] or b"", np.uint8)[starts[0] : starts[-1]]
+    several = [pc.sum(pc.list_value_length(each)).as_py() for each in captions if _is_list(each)]
+    if np.count_nonzero(text == 0) != sum(several) + (len(captions) - len(several)) * len(joined):
+        return None  # texts contain what is between them
+    facts = np.zeros(len(joined), _FACTS)
+    suffixes = "|".join(suffix[1:] for suffix in IMAGES)
+    image = pc.match_substring_regex(texts[0], rf"\.({suffixes})$", ignore_case=True)
+    facts["source"], facts["image"], facts["archive"] = source, image, -1
+    found = {name: _coded(_plain(column), SIZES[name]) for name, column in sizes.items()}
+    for name in ("num_frames", "fps", "height", "width"):
+        facts[name] = found.get(name, 0)
+    if "resolution" in found:
+        for side, name in enumerate(("height", "width")):
+            facts[name] = np.where(facts[name], facts[name], found["resolution"][:, side])
+    return RowBlock(facts, text, starts[1:] - starts[0])
+
+
+def _plain(column: Array) -> Array:
+    import pyarrow as pa
+
+    return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+
+
+def _is_list(column: Array) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_list(column.type) or pa.types.is_large_list(column.type))
+
+
+def _joined(column: Array) -> Array:
+    """The texts of each list as one; None for a list without texts, or with a null."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if not _is_list(column) or not pa.types.is_string(column.type.value_type):
+        return column
+    filled = pc.greater(pc.list_value_length(column), 0)
+    return pc.if_else(filled, pc.binary_join(column, _BETWEEN), None)
+
+
+def _coded(column: Array, value_of: Callable[[object], Any]) -> np.ndarray[Any, Any]:
+    """What a column of sizes declares, 0 for nothing: each different value is parsed once."""
+    import pyarrow as pa
+
+    try:
+        coded = column.dictionary_encode("encode")
+        values, places = coded.dictionary.to_pylist(), coded.indices.to_numpy()
+    except pa.ArrowNotImplementedError:  # lists and objects
+        values, places = column.to_pylist(), np.arange(len(column))
+    found = np.array([value_of(value) for value in values], float)  # NaN for None
+    numbers: np.ndarray[Any, Any] = np.nan_to_num(found)[places]
+    return numbers
 
 
 class MappedRows(Sequence[MediaRow]):
@@ -76,11 +172,16 @@ class MappedRows(Sequence[MediaRow]):
         )
 
     @staticmethod
-    def write(rows: Iterable[MediaRow], folder: Path) -> None:
-        """Writes rows, one at a time, into the files of a folder."""
+    def write(rows: Iterable[MediaRow | RowBlock], folder: Path) -> None:
+        """Writes rows, one or one block at a time, into the files of a folder."""
         facts, text, ends = bytearray(), bytearray(), array("q")
         pack = _PACKED.pack
         for row in rows:
+            if isinstance(row, RowBlock):
+                facts += row.facts.tobytes()
+                ends.frombytes((row.ends + len(text)).tobytes())
+                text += row.text.tobytes()
+                continue
             source, path, medium, captions, frames, fps, height, width, archive, start, size = row
             facts += pack(
                 source,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 Medium = Literal["image", "clip"]
@@ -18,6 +17,7 @@ _MEDIA: Mapping[str, Medium] = {**dict.fromkeys(CLIPS, "clip"), **dict.fromkeys(
 CAPTIONS = ".txt"
 """Suffix of the file beside an image or clip that contains its caption."""
 
+_LIMIT = 2**31  # of the numbers in files of rows
 _SIDES = re.compile(r"\s*(\d+)\s*[x×*,]\s*(\d+)\s*")
 
 
@@ -78,7 +78,7 @@ def _sides(value: object) -> tuple[int | None, int | None]:
     if isinstance(value, Mapping):
         return _whole(value.get("height")), _whole(value.get("width"))
     if isinstance(value, str) and (match := _SIDES.fullmatch(value)):
-        return int(match[1]), int(match[2])
+        return _whole(match[1]), _whole(match[2])
     if isinstance(value, list) and len(value) == 2:
         return _whole(value[0]), _whole(value[1])
     return None, None
@@ -98,11 +98,18 @@ def _positive(value: object) -> float | None:
     number = number_of(value)
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         return None
-    return float(number) if 0 < number < math.inf else None
+    return float(number) if 0 < number < _LIMIT else None
 
 
 def _whole(value: object) -> int | None:
-    if type(value) is int and value > 0:  # most are, of a million rows
+    if type(value) is int and 0 < value < _LIMIT:  # most are, of a million rows
         return value
     number = _positive(value)
     return int(number) if number is not None and number == int(number) else None
+
+
+SIZES: Mapping[str, Callable[[object], Any]] = {
+    **{"num_frames": _whole, "fps": _positive},
+    **{"resolution": _sides, "height": _whole, "width": _whole},
+}
+"""What a cell of each column of sizes declares: a number, or (height, width)."""

@@ -5,31 +5,32 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mm_core.builtin.configs.data import MediaSource
 from mm_core.data.rows.annotations import describe_faults, escapes
 from mm_core.data.rows.archives import Member, read_archive
 from mm_core.data.rows.captions import half_character
 from mm_core.data.rows.json_rows import RowFile, kind_of
-from mm_core.data.rows.media_rows import CAPTIONS, MediaRow, Medium, declared, medium_of, number_of
+from mm_core.data.rows.mapped_rows import RowBlock, row_block
+from mm_core.data.rows.media_rows import CAPTIONS, SIZES, MediaRow, Medium, declared, medium_of, number_of
 from mm_core.data.rows.paths import check_folder, status
-from mm_core.data.rows.tables import SUFFIXES, Column, read_table
+from mm_core.data.rows.tables import SUFFIXES, Cells, Column, batch_cells, parquet_batches, read_table
 from mm_core.data.rows.where import Where
 from mm_core.errors import DataError, MMError, plural
+
+Rows = TypeVar("Rows", MediaRow, MediaRow | RowBlock)
 
 ACCEPTED = f"a table ({', '.join(SUFFIXES)}), a folder of images and clips, or .tar files"
 HEAD = 100
 """Rows of a source that are read to check a config."""
-
-_SIZES = ("num_frames", "fps", "resolution", "height", "width")
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class SourceReader:
             named.caption if isinstance(named.caption, tuple) else (named.caption,)
         )
         # A table without names has only numbers.
-        sizes: dict[str, Column] = {name: getattr(named, name) for name in _SIZES}
+        sizes: dict[str, Column] = {name: getattr(named, name) for name in SIZES}
         self.sizes = {k: v for k, v in sizes.items() if type(v) is type(named.path)}
         self._faults: dict[str, list[str]] = {}  # error -> the rows that have it
         self._met: set[str] = set()  # names in `where` that have had a value
@@ -106,21 +107,32 @@ class SourceReader:
             DataError: a file cannot be read, rows are broken (all errors of a table at once), `where` names
                 an unknown column, or no row is left.
         """
+        return self._counted(islice(self._every(), most), most)
+
+    def blocks(self) -> Iterator[MediaRow | RowBlock]:
+        """Reads every row as `rows` does; those of a Parquet table in blocks, several times as fast."""
+        columnar = self.in_table and self.path.suffix.lower() == ".parquet" and self.where is None
+        return self._counted(self._in_blocks() if columnar else self._every(), None)
+
+    def _counted(self, found: Iterator[Rows | None], most: int | None) -> Iterator[Rows]:
         self.dropped.clear()
         self._faults.clear()
         seen = images = clips = 0
-        for row in islice(self._every(), most):
+        for row in found:
             seen += 1
             if row is not None:
-                if row[2] == "image":
+                if isinstance(row, RowBlock):
+                    images += (count := int(row.facts["image"].sum()))
+                    clips += len(row.facts) - count
+                elif row[2] == "image":
                     images += 1
                 else:
                     clips += 1
                 yield row
+        complete = most is None or seen < most
         self.kept = {"image": images, "clip": clips}
         if self._faults:
             raise DataError(describe_faults(self._faults), where=str(self.path), accepted=ACCEPTED_ROWS)
-        complete = most is None or seen < most
         if self.where is not None and (complete or self.path.suffix.lower() in (".csv", ".tsv", ".parquet")):
             self._check_names(self.where)
         if complete and not images + clips:
@@ -198,16 +210,44 @@ class SourceReader:
                 yield None
 
     def _in_table(self) -> Iterator[MediaRow | None]:
+        columns, optional = self._columns()
+        return self._of_cells(columns, read_table(self.path, columns, optional=optional))
+
+    def _columns(self) -> tuple[list[Column], set[Column]]:
         named = self.where.names if self.where is not None else ()
         needed = (self.source.columns.path, *self.captions)
         columns = list(dict.fromkeys((*needed, *self.sizes.values(), *named)))
+        return columns, set(columns) - set(needed)
+
+    def _in_blocks(self) -> Iterator[MediaRow | RowBlock | None]:
+        columns, optional = self._columns()
+        seen = 0
+        for batch in parquet_batches(self.path, columns, optional):
+            found = {
+                column: batch[0].column(name)
+                for column, name in zip(columns, batch[1], strict=True)
+                if name is not None
+            }
+            sizes = {name: found[column] for name, column in self.sizes.items() if column in found}
+            captions = [found[column] for column in self.captions]
+            block = row_block(self.number, found[self.source.columns.path], captions, sizes)
+            if block is None:
+                yield from self._of_cells(columns, batch_cells(batch, seen))
+            else:
+                yield block
+            seen += batch[0].num_rows
+        if not seen:
+            yield from self._every()  # raises
+
+    def _of_cells(self, columns: Sequence[Column], cells: Iterable[Cells]) -> Iterator[MediaRow | None]:
+        named = self.where.names if self.where is not None else ()
         # A size without a column is the None behind the last cell.
-        places = [columns.index(self.sizes[name]) if name in self.sizes else -1 for name in _SIZES]
+        places = [columns.index(self.sizes[name]) if name in self.sizes else -1 for name in SIZES]
         sizes, own = itemgetter(*places), [columns.index(name) for name in named]
         captions = [columns.index(column) for column in self.captions]
         separated = self.path.suffix.lower() in (".csv", ".tsv")
         number, first, several = self.number, captions[0], len(captions) > 1
-        for place, values, fault in read_table(self.path, columns, optional=set(columns) - set(needed)):
+        for place, values, fault in cells:
             if fault is None:
                 path, caption = values[0], values[first]
                 texts = _texts([values[each] for each in captions] if several else caption)

@@ -14,6 +14,8 @@ from mm_core.errors import DataError, did_you_mean, plural
 if TYPE_CHECKING:
     from _csv import Reader
 
+    from pyarrow import RecordBatch
+
 Column = str | int
 """The name of a column, or its number from 0."""
 
@@ -197,27 +199,47 @@ def _place(rows: RowFile, column: Column, head: Sequence[str], optional: Collect
 
 
 def _parquet(rows: RowFile, columns: Sequence[Column], optional: Collection[Column]) -> Iterator[Cells]:
+    number = 0
+    for batch in parquet_batches(rows.path, columns, optional):
+        yield from batch_cells(batch, number)
+        number += batch[0].num_rows
+
+
+Batch = tuple["RecordBatch", Sequence[str | None]]
+"""Rows of a Parquet file, and the name of each selected column; None: an optional one that it lacks."""
+
+
+def parquet_batches(
+    file: Path, columns: Sequence[Column], optional: Collection[Column] = ()
+) -> Iterator[Batch]:
+    """Reads a Parquet file in batches of rows; arguments and errors are those of `read_table`."""
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
         raise DataError(
             "reading Parquet needs pyarrow, which is not installed",
-            where=str(rows.path),
+            where=str(file),
             hint="run: pip install 'mm-core[parquet]'",
         ) from None
+    rows = RowFile(file, _ROLE, _ACCEPTED)
+    rows.check_file()
     try:
-        with parquet.ParquetFile(rows.path) as file:
-            head = list(file.schema_arrow.names)
+        with parquet.ParquetFile(file) as table:
+            head = list(table.schema_arrow.names)
             places = [_place(rows, column, head, optional) for column in columns]
             names = [None if place is None else head[place] for place in places]
-            number = 0
-            for batch in file.iter_batches(columns=sorted({name for name in names if name is not None})):
-                table: Mapping[str, list[object]] = batch.to_pydict()
-                absent = [None] * batch.num_rows
-                cells = (absent if name is None else table[name] for name in names)
-                for values in zip(*cells, strict=True):
-                    number += 1
-                    yield Cells(f"row {number}", values)
+            for batch in table.iter_batches(columns=sorted({name for name in names if name is not None})):
+                batch.validate(full=True)  # text that is not UTF-8
+                yield batch, names
     except (ArrowException, OSError) as error:
         what = f"the table cannot be read as Parquet: {' '.join(str(error).split())[:200]}"
-        raise DataError(what, where=str(rows.path)) from None
+        raise DataError(what, where=str(file)) from None
+
+
+def batch_cells(batch: Batch, before: int) -> Iterator[Cells]:
+    """The rows of a batch, of which `before` precede it in the table."""
+    table: Mapping[str, list[object]] = batch[0].to_pydict()
+    absent = [None] * batch[0].num_rows
+    cells = (absent if name is None else table[name] for name in batch[1])
+    for number, values in enumerate(zip(*cells, strict=True), before + 1):
+        yield Cells(f"row {number}", values)
