@@ -184,8 +184,8 @@ def plural(count: int, noun: str) -> str:
 
 
 def plain_reason(error: Exception) -> str:
-    """The reason for an error as the operating system words it, without error number and path."""
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+    """The reason for an error as the system or FFmpeg words it, without error number and path."""
+    return getattr(error, "strerror", None) or str(error)
 
 
 def first_line(fault: BaseException) -> str:

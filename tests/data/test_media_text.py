@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
-import os
 import pickle
-import re
 import zlib
 from pathlib import Path
 
@@ -16,7 +13,6 @@ import torch
 from PIL import Image, ImageCms
 
 from mm_core.builtin.configs.data import CaptionTags, MediaSource
-from mm_core.builtin.tiny import write_clip
 from mm_core.contracts import Randomness, SampleKey
 from mm_core.data.datasets.media_report import check, inspect
 from mm_core.data.datasets.media_text import MediaTextDataset, drawn_tags
@@ -291,54 +287,6 @@ def test_images_and_clips_share_no_micro_batch(tmp_path, encode):
 
 
 # -- bad files ----------------------------------------------------------------------------------------
-
-
-def test_each_kind_of_bad_file_is_listed_with_its_reason(tmp_path, encode):
-    source = folder(tmp_path / "p", *(f"{number}.png" for number in range(60)))
-    encode(source / "ok.mp4", 9), (source / "ok.txt").write_text("ok")
-    good = (source / "0.png").read_bytes()
-    movie = (source / "ok.mp4").read_bytes()
-    noise = io.BytesIO()
-    Image.effect_noise((64, 64), 50).save(noise, "JPEG")
-    frames = [Image.new("RGB", (4, 4), colour) for colour in (RED, BLUE)]
-    frames[0].save(source / "b.webp", save_all=True, append_images=frames[1:])
-    write_clip(source / "short.mp4", torch.zeros(2, 16, 16, 3, dtype=torch.uint8), 8)
-    contents = {
-        "c.jpg": (b"", "cannot identify image"),
-        "d.jpg": (b"\x00" * 900, "cannot identify image"),
-        "e.png": (good[:45], "the image cannot be read"),
-        "f.jpg": (noise.getvalue()[:700], "the image cannot be read: .*truncated"),
-        "g.jpg": (b"<html>404</html>", "cannot identify image"),
-        "h.mp4": (b"", "the video is an empty file"),
-        "i.mp4": (b"<html>404</html>", "not a readable video"),
-        "j.mp4": (movie[: len(movie) // 2], "not a readable video|truncated|damaged"),
-        "k.tiff": (b"II*\x00" + b"\xff" * 40, "the image cannot be read"),
-        "m.mp4": (b"\x1a\x45\xdf\xa3" + bytes(90), "not a readable video"),
-    }
-    for name, (content, _) in contents.items():
-        (source / name).write_bytes(content)
-    (source / "n.jpg").symlink_to("/etc/hostname")
-    os.mkfifo(source / "o.png")
-    (source / "q.jpg").symlink_to("nowhere.jpg")
-    Image.new("L", (900, 900)).save(source / "r.png")
-    expected = {
-        **{name: reason for name, (_, reason) in contents.items()},
-        "b.webp": "the WEBP file is animated",
-        "n.jpg": "leaves its folder through a symbolic link",
-        "o.png": "this is a named pipe, not an image",
-        "q.jpg": "there is no such image",
-        "r.png": "larger than the dataset's max_pixels",
-        "short.mp4": "too short: it has 2 frames, but a clip needs 5",
-    }
-    for name in expected:
-        (source / name).with_suffix(".txt").write_text("x")
-    (source / "1.txt").write_bytes(b"\xff\xfe\xff")
-    expected["1.png"] = "the caption cannot be read: it is not UTF-8 text"
-    found = list(check(dataset(source, num_frames=5, max_pixels=800_000), threads=4))
-    bad = {Path(each.name).name: each.fault.what for each in found if each.fault is not None}
-    assert {*bad} == {*expected} and len(found) - len(bad) == 60
-    assert [name for name, reason in expected.items() if not re.search(reason, bad[name])] == []
-    assert found[-1].done == found[-1].of == len(found)
 
 
 def test_a_check_reads_clips_to_their_last_frame(tmp_path, encode):

@@ -10,7 +10,8 @@ import pytest
 
 from mm_core.builtin.configs.data import MediaColumns, MediaSource
 from mm_core.data.rows.annotations import MAY_ESCAPE, escapes
-from mm_core.data.rows.mapped_rows import MappedRows, RowBlock
+from mm_core.data.rows.mapped_rows import MappedRows
+from mm_core.data.rows.media_rows import RowBlock
 from mm_core.data.rows.sources import SourceReader
 from mm_core.errors import DataError
 

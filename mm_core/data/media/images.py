@@ -15,6 +15,8 @@ from torch import Tensor
 from mm_core.data.rows.paths import plain_file
 from mm_core.errors import DataError, MMError, plural
 
+_AGAIN = "copy the image again, convert it to PNG or JPEG, or use another one"
+
 
 def read_image(path: Path) -> Tensor:
     """Reads an image file as RGB uint8 [3,Y,X], upright by its EXIF orientation.
@@ -79,7 +81,8 @@ def opened_image(path: Path) -> Iterator[ImageFile.ImageFile]:
     Raises:
         DataError: the file is not a readable image; also if decoding fails in the block.
     """
-    plain_file(path, "image", missing="there is no such image")
+    if plain_file(path, "image", missing="there is no such image") == 0:
+        raise DataError("the image is an empty file (0 bytes)", where=str(path), hint=_AGAIN)
     try:
         with Image.open(path) as opened:
             yield opened
@@ -89,7 +92,7 @@ def opened_image(path: Path) -> Iterator[ImageFile.ImageFile]:
         raise DataError(
             f"the image cannot be read: {fault}",
             where=str(path),
-            hint="copy the image again, convert it to PNG or JPEG, or use another one",
+            hint=_AGAIN,
         ) from fault
 
 

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing import util
 from pathlib import Path
 from struct import Struct
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 
 from mm_core.data.rows.annotations import MAY_ESCAPE
-from mm_core.data.rows.media_rows import IMAGES, SIZES, MediaRow
+from mm_core.data.rows.media_rows import IMAGES, SIZES, MediaRow, RowBlock
 from mm_core.errors import MMError
 from mm_core.runtime.ranks import Ranks
 
@@ -31,20 +31,6 @@ _FACTS = np.dtype(
 )
 _PACKED = Struct("<H?iiidiqq")
 _BETWEEN = "\0"  # between path and captions
-
-
-class RowBlock(NamedTuple):
-    """Rows as `MappedRows` has them.
-
-    Attributes:
-        facts: structured array [N].
-        text: paths and captions: uint8.
-        ends: of each row's text: int64 [N].
-    """
-
-    facts: np.ndarray[Any, np.dtype[np.void]]
-    text: np.ndarray[Any, np.dtype[np.uint8]]
-    ends: np.ndarray[Any, np.dtype[np.int64]]
 
 
 def row_block(

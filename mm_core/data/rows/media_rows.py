@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Medium = Literal["image", "clip"]
 
@@ -46,6 +49,20 @@ class MediaRow(NamedTuple):
     archive: int | None = None
     start: int = 0
     size: int = 0
+
+
+class RowBlock(NamedTuple):
+    """Rows of images and clips in arrays, as `MappedRows` has them.
+
+    Attributes:
+        facts: structured array [N].
+        text: paths and captions: uint8.
+        ends: of each row's text: int64 [N].
+    """
+
+    facts: np.ndarray[Any, np.dtype[np.void]]
+    text: np.ndarray[Any, np.dtype[np.uint8]]
+    ends: np.ndarray[Any, np.dtype[np.int64]]
 
 
 def medium_of(path: str) -> Medium | None:

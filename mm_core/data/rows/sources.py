@@ -19,8 +19,16 @@ from mm_core.data.rows.annotations import describe_faults, escapes
 from mm_core.data.rows.archives import Member, read_archive
 from mm_core.data.rows.captions import half_character
 from mm_core.data.rows.json_rows import RowFile, kind_of
-from mm_core.data.rows.mapped_rows import RowBlock, row_block
-from mm_core.data.rows.media_rows import CAPTIONS, SIZES, MediaRow, Medium, declared, medium_of, number_of
+from mm_core.data.rows.media_rows import (
+    CAPTIONS,
+    SIZES,
+    MediaRow,
+    Medium,
+    RowBlock,
+    declared,
+    medium_of,
+    number_of,
+)
 from mm_core.data.rows.paths import check_folder, status
 from mm_core.data.rows.tables import SUFFIXES, Cells, Column, batch_cells, parquet_batches, read_table
 from mm_core.data.rows.where import Where
@@ -220,6 +228,8 @@ class SourceReader:
         return columns, set(columns) - set(needed)
 
     def _in_blocks(self) -> Iterator[MediaRow | RowBlock | None]:
+        from mm_core.data.rows.mapped_rows import row_block  # imports torch, which mm validate does not
+
         columns, optional = self._columns()
         seen = 0
         for batch in parquet_batches(self.path, columns, optional):

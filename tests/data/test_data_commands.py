@@ -1,0 +1,115 @@
+"""`mm data check` and `mm data inspect` of a config: bad files by name and reason; a page to look at."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+from mm_core.builtin.tiny import write_clip
+from mm_core.cli.main import main
+from support.pages import ROOT
+
+
+def config(path: Path, *sources: dict, **fields: object) -> str:
+    """Writes a run whose training data is `media_text` of these sources."""
+    run = yaml.safe_load((ROOT / "configs/custom_dit/quickstart.yaml").read_text())
+    sizes = {"num_frames": 5, "height": 8, "width": 8}
+    run["data"]["train"] = {"type": "media_text", "sources": list(sources), **sizes, **fields}
+    run["train"]["micro_batch_size"] = 1
+    path.write_text(yaml.safe_dump(run))
+    return str(path)
+
+
+def png(width: int, height: int) -> bytes:
+    """The header of a PNG, without pixels."""
+    header = b"IHDR" + width.to_bytes(4) + height.to_bytes(4) + b"\x08\x02\x00\x00\x00"
+    return b"\x89PNG\r\n\x1a\n\x00\x00\x00\x0d" + header + zlib.crc32(header).to_bytes(4) + bytes(4) + b"IEND"
+
+
+def picture(format: str, **options: object) -> bytes:
+    """A picture of noise in a file of this format."""
+    content = io.BytesIO()
+    Image.effect_noise((64, 64), 50).save(content, format, **options)
+    return content.getvalue()
+
+
+@pytest.fixture
+def bad(tmp_path: Path, encode, encode_audio) -> tuple[Path, dict[str, str]]:
+    """A folder of 300 good files and one of each kind of bad file, with the reasons of the bad ones."""
+    folder = tmp_path / "p"
+    folder.mkdir()
+    good = io.BytesIO()
+    Image.new("RGB", (8, 8), "red").save(good, "PNG")
+    for number in range(299):
+        (folder / f"{number}.png").write_bytes(good.getvalue())
+        (folder / f"{number}.txt").write_text("good")
+    encode(folder / "ok.mp4", 9), (folder / "ok.txt").write_text("ok")
+    movie = (folder / "ok.mp4").read_bytes()
+    frames = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue")]
+    frames[0].save(folder / "animated.webp", save_all=True, append_images=frames[1:])
+    write_clip(folder / "short.mp4", torch.zeros(2, 16, 16, 3, dtype=torch.uint8), 8)
+    encode_audio(folder / "sound.mp4")
+    noise = bytearray(encode(folder / "damaged.mp4", 60, noise=True, gop=4).read_bytes())
+    noise[len(noise) // 2 :][:600] = noise[len(noise) // 2 : len(noise) // 2 + 600] = bytes(600)
+    (folder / "damaged.mp4").write_bytes(noise)
+    contents = {
+        "empty.jpg": (b"", "the image is an empty file"),
+        "zeros.jpg": (bytes(900), "cannot identify image"),
+        "page.jpg": (b"<html>404</html>", "cannot identify image"),
+        "cut.png": (good.getvalue()[:45], "the image cannot be read"),
+        "cut.jpg": (picture("JPEG")[:700], "the image cannot be read: .*truncated"),
+        "cut.webp": (picture("WEBP", lossless=True)[:900], "the image cannot be read"),
+        "no_pages.tiff": (b"II*\x00" + b"\xff" * 40, "the image cannot be read"),
+        "bomb.png": (png(30_000, 30_000), "the image cannot be read: .*900000000 pixels"),
+        "large.png": (png(900, 900), "the image of 900x900 is larger than the dataset's max_pixels"),
+        "empty.mp4": (b"", "the video is an empty file"),
+        "page.mp4": (b"<html>404</html>", "not a readable video: Invalid data found when processing input$"),
+        "zeros.mkv": (b"\x1a\x45\xdf\xa3" + bytes(90), "not a readable video"),
+        "cut.mp4": (movie[: len(movie) // 2], "not a readable video"),
+    }
+    for name, (content, _) in contents.items():
+        (folder / name).write_bytes(content)
+    (folder / "outside.jpg").symlink_to("/etc/hostname")
+    (folder / "nowhere.jpg").symlink_to("gone.jpg")
+    os.mkfifo(folder / "pipe.png")
+    reasons = {name: reason for name, (_, reason) in contents.items()} | {
+        "animated.webp": "the WEBP file is animated",
+        "short.mp4": "too short: it has 2 frames, but a clip needs 5",
+        "sound.mp4": "the file has no video stream",
+        "damaged.mp4": r"the video is damaged at \d",
+        "outside.jpg": "leaves its folder through a symbolic link",
+        "nowhere.jpg": "there is no such image",
+        "pipe.png": "this is a named pipe, not an image",
+    }
+    for name in reasons:
+        (folder / name).with_suffix(".txt").write_text("x")
+    for name, text in (("latin.png", b"\xff\xfe\xff"), ("wordless.png", None)):
+        (folder / name).write_bytes(good.getvalue())
+        if text is not None:
+            (folder / name).with_suffix(".txt").write_bytes(text)
+    (folder / "wordless.txt").symlink_to("gone.txt")
+    reasons["latin.png"] = "the caption cannot be read: it is not UTF-8 text"
+    reasons["wordless.png"] = "the caption cannot be read: No such file"
+    return folder, reasons
+
+
+def test_each_kind_of_bad_file_is_listed_among_300_good_ones(tmp_path, bad, capsys):
+    folder, reasons = bad
+    run = config(tmp_path / "run.yaml", {"annotations": str(folder)}, max_pixels=800_000)
+    assert main(["data", "check", "--config", run, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    listed = {Path(each["file"]).name: each["reason"] for each in found["bad"]}
+    assert len(reasons) >= 20 and {*listed} == {*reasons} and len(found["bad"]) == len(reasons)
+    assert found["read"] - len(listed) == 300
+    assert {
+        name: listed[name] for name, reason in reasons.items() if not re.search(reason, listed[name])
+    } == {}
