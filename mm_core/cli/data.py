@@ -6,15 +6,17 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mm_core.cli.options import add_allow_code, config_of, count, print_json, print_table
+from mm_core.cli.options import add_allow_code, config_of, count, print_json, print_table, write_page
 from mm_core.errors import DataError, MMError, plural
 
 if TYPE_CHECKING:
     from mm_core.config.sections import RunConfig
     from mm_core.contracts import Dataset
-    from mm_core.data.datasets.media_report import Checked, Found
+    from mm_core.data.datasets.media_report import Checked
 
 _EVERY = 10.0  # seconds between two lines of progress
 
@@ -33,6 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action.add_argument("--split", metavar="SPLIT", help="only train, validation or test")
         action.add_argument("--json", action="store_true", help="print JSON")
         add_allow_code(action)
+    inspect.add_argument("--page", metavar="FILE", help="write an HTML page with contact sheets too")
     check.add_argument(
         "--workers", type=count, default=4, metavar="N", help="threads that decode (default 4)"
     )
@@ -57,7 +60,12 @@ def _datasets(config: RunConfig, split: str | None) -> Iterator[tuple[str, Datas
 def _inspect(config: RunConfig, args: argparse.Namespace) -> int:
     from mm_core.data.datasets.media_report import inspect
 
-    found: dict[str, list[Found]] = {name: inspect(data) for name, data in _datasets(config, args.split)}
+    splits = {name: (data, inspect(data)) for name, data in _datasets(config, args.split)}
+    found = {name: sources for name, (_, sources) in splits.items()}
+    if args.page is not None:
+        from mm_core.data.datasets.media_page import render
+
+        write_page(Path(args.page), render(config.run.name, splits), "--page")
     if args.json:
         print_json({name: [source._asdict() for source in sources] for name, sources in found.items()})
         return 0
@@ -67,7 +75,7 @@ def _inspect(config: RunConfig, args: argparse.Namespace) -> int:
             split,
             source.source,
             *(f"{n:,}" for n in (source.images, source.clips, source.samples)),
-            source.sizes,
+            "; ".join(islice(source.sizes, 4)) or "unknown",
         )
         for split, sources in found.items()
         for source in sources
@@ -77,6 +85,8 @@ def _inspect(config: RunConfig, args: argparse.Namespace) -> int:
         for source in sources:
             for reason, left_out in source.left_out.items():
                 print(f"data.{split}: {source.source}: {plural(left_out, 'row')} left out: {reason}")
+    if args.page is not None:
+        print(f"contact sheets: {args.page}")
     return 0
 
 

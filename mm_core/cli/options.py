@@ -6,7 +6,10 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from mm_core.errors import MMError
 
 if TYPE_CHECKING:
     from mm_core.config.sections import RunConfig
@@ -67,3 +70,24 @@ def print_table(rows: Iterable[Sequence[str | None]], indent: str = "") -> None:
     for row in cells:
         padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         print((indent + "  ".join(padded)).rstrip())
+
+
+def write_page(out: Path, text: str, option: str) -> None:
+    """Writes an HTML page to the file that `option` of a command names.
+
+    Raises:
+        MMError: it cannot be written.
+    """
+    from mm_core.files import replace_text
+
+    if not out.name:
+        hint = f"name a file: {option} report.html"
+        raise MMError("the page cannot be written to a folder", where=str(out), hint=hint)
+    try:
+        replace_text(out, text)
+    except OSError as error:
+        raise MMError(
+            f"the page cannot be written: {error.strerror}",
+            where=str(out),
+            hint=f"choose another file with {option}, or free the disk",
+        ) from None

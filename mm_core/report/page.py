@@ -129,11 +129,30 @@ def flatten(value: object, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _page(title: str, data: Mapping[str, object]) -> str:
-    style, script = _asset("page.css"), "\n".join([_asset("charts.js"), _asset("page.js")])
-    # Nothing is loaded and only the script above runs: markup in a prompt is shown as text.
+    script = "\n".join([_asset("charts.js"), _asset("page.js")])
+    body = f"""
+<noscript>This page draws its charts with a script that it contains: enable scripts to see them.</noscript>
+<main id="page"></main>
+<script type="application/json" id="data">{to_json(data)}</script>
+<script>{script}</script>
+"""
+    return document(f"{title}: mm report", body, script)
+
+
+def document(title: str, body: str, script: str | None = None) -> str:
+    """An HTML document in the style of the report page. It loads nothing.
+
+    Args:
+        title: text.
+        body: HTML.
+        script: the only script of the body that runs.
+    """
+    style = _asset("page.css")
+    # Markup in a prompt is shown as text.
     policy = (
         "default-src 'none'; img-src data:; media-src data:; "
-        f"style-src '{_digest(style)}'; script-src '{_digest(script)}'; base-uri 'none'; form-action 'none'"
+        f"style-src '{_digest(style)}'; script-src '{_digest(script) if script is not None else 'none'}'; "
+        "base-uri 'none'; form-action 'none'"
     )
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
@@ -141,13 +160,8 @@ def _page(title: str, data: Mapping[str, object]) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <link rel="icon" href="data:,">
-<title>{html.escape(title)}: mm report</title>
-<style>{style}</style></head><body>
-<noscript>This page draws its charts with a script that it contains: enable scripts to see them.</noscript>
-<main id="page"></main>
-<script type="application/json" id="data">{to_json(data)}</script>
-<script>{script}</script>
-</body></html>
+<title>{html.escape(title)}</title>
+<style>{style}</style></head><body>{body}</body></html>
 """
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import html
 import io
 import json
 import os
@@ -16,6 +18,7 @@ from PIL import Image
 
 from mm_core.builtin.tiny import write_clip
 from mm_core.cli.main import main
+from support.archives import archive
 from support.pages import ROOT
 
 
@@ -113,3 +116,59 @@ def test_each_kind_of_bad_file_is_listed_among_300_good_ones(tmp_path, bad, caps
     assert {
         name: listed[name] for name, reason in reasons.items() if not re.search(reason, listed[name])
     } == {}
+
+
+@pytest.fixture
+def three(tmp_path: Path, encode) -> str:
+    """A run over a folder with a bad image, a table with a condition, and an archive."""
+    (tmp_path / "p").mkdir()
+    for name, size in (("wide.png", (640, 160)), ("tall.jpg", (90, 270))):
+        Image.new("RGB", size, (200, 40, 40)).save(tmp_path / "p" / name)
+    (tmp_path / "p/bad.png").write_bytes(b"")
+    (tmp_path / "p/lone.png").write_bytes(b"")
+    for name, text in (("wide", "<b>bold</b> & 'wide'"), ("tall", "x" * 999), ("bad", "never seen")):
+        (tmp_path / f"p/{name}.txt").write_text(text)
+    encode(tmp_path / "clip.mp4", 9, field=(0, 0, 250))
+    rows = [{"path": "clip.mp4", "cap": ["first", "second", "third"], "kind": kind} for kind in (1, 1, 2)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    archive(tmp_path / "a.tar", {"in.png": (tmp_path / "p/wide.png").read_bytes(), "in.txt": b"inside"})
+    table = {"annotations": str(tmp_path / "rows.jsonl"), "where": "kind < 2", "caption_prefix": "clip: "}
+    folder, tar = ({"annotations": str(tmp_path / name)} for name in ("p", "a.tar"))
+    return config(tmp_path / "run.yaml", folder, table, tar)
+
+
+@pytest.mark.filterwarnings("ignore:.*left out:mm_core.errors.RunWarning")
+def test_the_page_of_inspect_shows_samples_sizes_and_what_is_left_out(tmp_path, three, capsys):
+    page = tmp_path / "page.html"
+    assert main(["data", "inspect", "--config", three, "--page", str(page)]) == 0
+    assert capsys.readouterr().out.endswith(f"contact sheets: {page}\n")
+    text = page.read_text()
+    parts = re.split(r'<p class="prompt">', text)[1:]
+    folder, table, tar = (
+        [html.unescape(each) for each in re.findall(r"<figcaption>(.*?)<br>", p)] for p in parts
+    )
+    assert sorted(folder) == ["", "<b>bold</b> & 'wide'", "x" * 240 + " ..."]
+    assert table == ["clip: first (and 2 captions more)"] * 2 and tar == ["inside"]
+    assert "the image is an empty file (0 bytes)" in parts[0] and "1 row left out: no .txt file" in parts[0]
+    assert "1 row left out: where: kind &lt; 2" in parts[1] and "<b>bold" not in text
+    assert "90x270 (1); 640x160 (1)" in text and "64x48, 9 frames (2)" in text
+    sheets = [
+        [Image.open(io.BytesIO(base64.b64decode(each))) for each in re.findall(r"jpeg;base64,([^\"]*)", part)]
+        for part in parts
+    ]
+    assert [sorted(sheet.size for sheet in part) for part in sheets] == [
+        [(53, 160), (160, 40)],
+        [(3 * 64 + 2 * 4, 48)] * 2,
+        [(160, 40)],
+    ]
+    red, blue = sheets[2][0].getpixel((80, 20)), sheets[1][0].getpixel((100, 24))
+    assert max(abs(a - b) for a, b in zip((*red, *blue), (200, 40, 40, 0, 0, 250), strict=True)) < 24
+    assert "default-src 'none'" in text and "script-src 'none'" in text and "<script" not in text
+
+
+@pytest.mark.filterwarnings("ignore:.*left out:mm_core.errors.RunWarning")
+def test_a_page_that_cannot_be_written_is_an_error(tmp_path, three, capsys):
+    for page, what in ((tmp_path / "no/page.html", "cannot be written"), ("", "to a folder")):
+        assert main(["data", "inspect", "--config", three, "--page", str(page)]) == 1
+        fault = capsys.readouterr().err
+        assert what in fault and "--page" in fault

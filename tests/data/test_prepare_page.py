@@ -22,7 +22,7 @@ CONFIGS = [block.text for block in PAGE if block.language == "yaml"]
 SIZE = {"num_frames": 3, "height": 8, "width": 8}
 COMMANDS = {
     "mm validate run.yaml": "run.yaml: ok",
-    "mm data inspect --config run.yaml": "data/clips.jsonl  0       1",
+    "mm data inspect --config run.yaml --page sheets.html": "data/clips.jsonl  0       1",
     "mm data check --config run.yaml": "0 bad",
 }
 

@@ -6,7 +6,7 @@ import argparse
 import math
 from pathlib import Path
 
-from mm_core.errors import MMError
+from mm_core.cli.options import write_page
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -27,25 +27,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Runs `mm report`: writes the page about the runs and prints its path."""
-    from mm_core.files import replace_text
     from mm_core.report.page import render
     from mm_core.report.reading import read_runs
 
     runs = read_runs([Path(run) for run in args.runs])
     out = Path(args.out) if args.out else (runs[0].folder if len(runs) == 1 else Path()) / "report.html"
-    if not out.name:
-        raise MMError(
-            "the page cannot be written to a folder", where=str(out), hint="name a file: --out report.html"
-        )
     text = render(runs, int(args.max_mb * 1e6))
-    try:
-        replace_text(out, text)
-    except OSError as error:
-        raise MMError(
-            f"the page cannot be written: {error.strerror}",
-            where=str(out),
-            hint="choose another file with --out, or free the disk",
-        ) from None
+    write_page(out, text, "--out")
     for run in runs:
         for remark in run.remarks:
             print(f"{run.label}: {remark}")

@@ -25,7 +25,7 @@ class Found(NamedTuple):
         images: number of its rows that are images.
         clips: number of its rows that are clips.
         samples: how many samples an epoch takes from it.
-        sizes: the sizes of its first clips, by their headers, the most frequent one first.
+        sizes: number of files of each size, by the headers of some, the most frequent one first.
         left_out: number of rows left out for each reason.
     """
 
@@ -33,7 +33,7 @@ class Found(NamedTuple):
     images: int
     clips: int
     samples: int
-    sizes: str
+    sizes: Mapping[str, int]
     left_out: Mapping[str, int]
 
 
@@ -52,12 +52,7 @@ def inspect(dataset: Dataset) -> list[Found]:
     Raises:
         ContractError: the dataset is not `media_text`.
     """
-    if not isinstance(dataset, MediaTextDataset):
-        raise ContractError(
-            f"{type(dataset).__name__} has no sources to inspect",
-            accepted="the dataset media_text",
-            hint="mm data check reads the samples of any dataset",
-        )
+    dataset = inspected(dataset)
     taken = dataset.rows.facts["source"][dataset.mixture.rows().numpy()]
     return [
         Found(
@@ -72,13 +67,30 @@ def inspect(dataset: Dataset) -> list[Found]:
     ]
 
 
-def _sizes(dataset: MediaTextDataset, source: int) -> str:
+def inspected(dataset: Dataset) -> MediaTextDataset:
+    """The dataset; ContractError if it has no sources."""
+    if isinstance(dataset, MediaTextDataset):
+        return dataset
+    raise ContractError(
+        f"{type(dataset).__name__} has no sources to inspect",
+        accepted="the dataset media_text",
+        hint="mm data check reads the samples of any dataset",
+    )
+
+
+def spread(dataset: MediaTextDataset, source: int, count: int) -> list[int]:
+    """The numbers of at most `count` rows of a source, at even distances."""
     places = (dataset.rows.facts["source"] == source).nonzero()[0]
+    count = min(count, len(places))
+    return [int(places[number * len(places) // count]) for number in range(count)]
+
+
+def _sizes(dataset: MediaTextDataset, source: int) -> dict[str, int]:
     found: Counter[str] = Counter()
-    for place in places[:: max(1, len(places) // _PROBED)].tolist()[:_PROBED]:
+    for place in spread(dataset, source, _PROBED):
         with suppress(DataError):
             found[dataset.size_of(place)] += 1
-    return "; ".join(size for size, _ in found.most_common(4)) or "unknown"
+    return dict(found.most_common())
 
 
 def check(dataset: Dataset, threads: int) -> Iterator[Checked]:
