@@ -15,8 +15,6 @@ from torch import Tensor
 from mm_core.data.rows.paths import plain_file
 from mm_core.errors import DataError, MMError, plural
 
-_AGAIN = "copy the image again, convert it to PNG or JPEG, or use another one"
-
 
 def read_image(path: Path) -> Tensor:
     """Reads an image file as RGB uint8 [3,Y,X], upright by its EXIF orientation.
@@ -72,6 +70,9 @@ def check_still(image: ImageFile.ImageFile, path: Path) -> None:
             accepted="pictures of one frame; animations as GIF, APNG or videos",
             hint="convert it, for example to mp4",
         )
+
+
+_AGAIN = "copy the image again, convert it to PNG or JPEG, or use another one"
 
 
 @contextmanager
