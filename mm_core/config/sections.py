@@ -68,10 +68,27 @@ class InitFromSection:
 
 
 @dataclass(frozen=True)
+class BucketSection:
+    """Config section of one item of `data.loader.buckets`: samples of one size, which share batches."""
+
+    num_frames: Annotated[int, Range(ge=1)]  # 1 for images
+    height: Annotated[int, Range(ge=1)]  # pixels
+    width: Annotated[int, Range(ge=1)]  # pixels
+    micro_batch_size: Annotated[int, Range(ge=1)] | None = None  # null: as many tokens as the largest bucket
+
+
+@dataclass(frozen=True)
 class LoaderSection:
     """Config section `data.loader`: how samples are read, batched and passed to training steps."""
 
-    mode: Literal["sampler", "base"] = "sampler"  # base: your own torch Dataset or DataLoader as it is
+    mode: Literal["sampler", "variable", "base"] = "sampler"
+    """variable: in buckets of frames, aspect and size; base: your own torch Dataset or DataLoader as it is"""
+    buckets: Literal["auto"] | tuple[BucketSection, ...] = "auto"  # of mode variable; auto: from the limits
+    buckets_per_step: Annotated[int, Range(ge=1)] = 1  # different buckets in a step of several micro-batches
+    rests: Literal["pad", "drop", "keep"] = "pad"  # samples that fill no step; keep: for the next epoch
+    upscale: bool = False  # whether images and clips smaller than every bucket are enlarged
+    group_frame: bool = False  # with auto: buckets differ in frames alone
+    group_resolution: bool = False  # with auto: buckets differ in aspect and resolution alone
     sampler: Literal["random", "sequential"] = "random"  # order within an epoch
     workers: Annotated[int, Range(ge=0)] = 2  # reader processes per rank; 0: read in the training process
     prefetch: Annotated[int, Range(ge=1)] = 2  # micro-batches that each worker keeps ready
@@ -81,6 +98,21 @@ class LoaderSection:
     group_by_length: bool = False  # training batches of samples of similar length: less padding, less waiting
 
     def __post_init__(self) -> None:
+        if self.mode != "variable":
+            for name in (
+                "buckets",
+                "buckets_per_step",
+                "rests",
+                "upscale",
+                "group_frame",
+                "group_resolution",
+            ):
+                if getattr(self, name) != getattr(type(self), name):
+                    raise ValueError(f"{name} works only with mode: variable; set it or remove {name}")
+        if self.buckets == ():
+            raise ValueError("buckets is empty: list at least one bucket, or write `auto`")
+        if self.mode == "variable" and self.group_by_length:
+            raise ValueError("group_by_length works only with mode: sampler; remove one of the two keys")
         if self.group_by_length and self.sampler != "random":
             raise ValueError(
                 "group_by_length works only with sampler: random; set it or remove group_by_length"

@@ -130,6 +130,35 @@ class SupportsBatchSpecs(Protocol):
 
 
 @runtime_checkable
+class SupportsRowSizes(Protocol):
+    """Capability of a dataset that reads its rows in any size, for the loader's mode `variable`.
+
+    A row is an image or clip; the samples of an epoch may use rows several times, or leave some out.
+    """
+
+    def row_sizes(self) -> Tensor:
+        """Frames, height and width of each row, int64 [R,3], before anything is decoded; 0: unknown.
+
+        All ranks call it together.
+        """
+
+    def epoch_rows(self, epoch: int) -> Tensor:
+        """The number of the row of each sample in an epoch, int64 [N]."""
+
+    def sample_of(self, row: int, size: tuple[int, int, int], rng: Randomness | None) -> dict[str, Any]:
+        """Reads a row as a sample of a size.
+
+        Args:
+            row: number of the row.
+            size: frames, height and width of the sample.
+            rng: as in `SupportsSampleAt`; None: without random choices.
+
+        Raises:
+            DataError: the row cannot be read, or is shorter.
+        """
+
+
+@runtime_checkable
 class SupportsEvaluated(Protocol):
     """Capability of a dataset class with options that are only for training."""
 

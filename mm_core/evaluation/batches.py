@@ -11,9 +11,10 @@ import torch
 
 from mm_core.config.sections import LoaderSection, RunConfig
 from mm_core.contracts import Batch, DataRanks, Dataset, Randomness, SampleKey, TaskModule
+from mm_core.data.loading.bucketed import BucketedSamples, in_evaluation, used
 from mm_core.data.loading.loader import MicroBatchLoader
 from mm_core.data.loading.plain import PlainBatches
-from mm_core.data.loading.sampler import BatchPlan, SlotSpec
+from mm_core.data.loading.sampler import BatchPlan, Order, SlotSpec
 from mm_core.data.loading.skipped import UnreadableError
 from mm_core.data.loading.streams import BatchStream, held_out
 from mm_core.errors import DataError
@@ -84,18 +85,23 @@ class EvaluationData:
     ) -> None:
         if not len(dataset):
             raise DataError("the dataset has no rows to evaluate", where=where, hint="check its file")
-        self.rows = len(dataset) if rows is None else min(rows, len(dataset))
+        available = used(dataset) if isinstance(dataset, BucketedSamples) else len(dataset)
+        self.rows = available if rows is None else min(rows, available)
         self._dataset, self._where, self._transform = dataset, where, transform
         self._share = ranks
         self._seed, self._loader, self._device = seed, loader, device
-        self._plan = EvenRows(
-            num_samples=self.rows,
-            micro_batch_size=micro_batch_size,
-            global_batch_size=micro_batch_size * ranks.count,
-            seed=seed,
-            order="sequential",
-            drop_last=False,
-            total=len(dataset),
+        self._plan: Order = (
+            in_evaluation(dataset, self.rows, ranks.count, seed)
+            if isinstance(dataset, BucketedSamples)
+            else EvenRows(
+                num_samples=self.rows,
+                micro_batch_size=micro_batch_size,
+                global_batch_size=micro_batch_size * ranks.count,
+                seed=seed,
+                order="sequential",
+                drop_last=False,
+                total=len(dataset),
+            )
         )
 
     @property

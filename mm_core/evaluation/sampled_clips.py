@@ -42,7 +42,9 @@ def with_trained_size(request: SampleRequest, config: RunConfig) -> SampleReques
     filled: dict[str, Any] = {}
     for name in ("num_frames", "height", "width", "fps"):
         if getattr(request, name) is None and (defaults is None or getattr(defaults, name) is None):
-            filled[name] = trained.get(name) or (PLAYBACK_FPS if name == "fps" else None)
+            filled[name] = (
+                trained.get(name) or trained.get(f"max_{name}") or (PLAYBACK_FPS if name == "fps" else None)
+            )
     return dataclasses.replace(request, **filled)
 
 

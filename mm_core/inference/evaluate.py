@@ -25,6 +25,7 @@ from mm_core.evaluation.validator import Validator, build_metrics, default_setti
 from mm_core.files import json_numbers
 from mm_core.inference.sample import among_ranks, load_as_rank, stored_weights
 from mm_core.loading.run_adapters import task_of
+from mm_core.plan import in_buckets
 from mm_core.plugin.registry import Registry
 from mm_core.runtime.ranks import Ranks
 from mm_core.schema.fields import ComponentConfig
@@ -159,6 +160,7 @@ def _pass(
     task = task_of(chosen.config, chosen.checkpoint)
     engine = load_as_rank(task, chosen.config, chosen.checkpoint, weights)
     check_class_names(task, {chosen.split: dataset})
+    dataset = in_buckets(config, task, {chosen.split: dataset})[chosen.split]
     validator = Validator(
         chosen.config,
         task,

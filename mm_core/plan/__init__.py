@@ -1,6 +1,8 @@
 """The plan of a run: batches, steps, memory, FLOPs for a number of ranks, before anything is allocated."""
 
+from mm_core.plan.bucketing import in_buckets
 from mm_core.plan.planning import (
+    bucket_order,
     build_frozen,
     build_task,
     check_data,
@@ -14,9 +16,11 @@ __all__ = [
     "MissingFile",
     "ModuleFact",
     "RunPlan",
+    "bucket_order",
     "build_frozen",
     "build_task",
     "check_data",
+    "in_buckets",
     "make_plan",
     "sample_order",
 ]

@@ -29,13 +29,15 @@ from mm_core.contracts import (
     TrainingFacts,
     torch_dtype,
 )
+from mm_core.data.loading.bucketed import BucketedSamples, BucketOrder
 from mm_core.data.loading.plain import rows_of
 from mm_core.data.loading.sampler import BatchPlan, Order
-from mm_core.data.loading.seeding import build_split
+from mm_core.data.loading.seeding import build_dataset, build_split
 from mm_core.device import untested_torch
 from mm_core.errors import ConfigError, ContractError, PlanError, plural
 from mm_core.modules.casting import cast_frozen
 from mm_core.modules.patterns import freeze
+from mm_core.plan.bucketing import bucket_facts, bucketed, check_group, check_sizes_set, offered_buckets
 from mm_core.plan.model_states import StageBytes, model_states
 from mm_core.plan.run_plan import ComponentFact, MissingFile, ModuleFact, RunPlan
 from mm_core.plugin.checks.places import place_of_object
@@ -104,10 +106,16 @@ def check_data(config: RunConfig, task: TaskModule) -> None:
     asked = config.validation is not None and config.validation.samples is not None
     if asked and isinstance(task, TaskModule):
         TaskModule.check_request(task, SampleRequest(prompts=()))
-    for data in config.data.splits.values():
+    for split, data in config.data.splits.items():
         class_: object = registry.resolve("dataset", data.type).load_target()
-        _check_batches(task, class_, data.options)
-        if isinstance(class_, SupportsCheckMicroBatch):
+        check_sizes_set(config, class_, data.options, split)
+        variable = config.data.loader.mode == "variable"
+        if variable:
+            task.check(data.options)
+            offered_buckets(config, task, data.options)
+        else:
+            _check_batches(task, class_, data.options)
+        if isinstance(class_, SupportsCheckMicroBatch) and not variable:
             class_.check_micro_batch(config.train.micro_batch_size, data.options)
 
 
@@ -130,6 +138,7 @@ def make_plan(
     task: TaskModule | None = None,
     engine: Engine | None = None,
     num_samples: int | None = None,
+    samples: BucketedSamples | None = None,
 ) -> RunPlan:
     """Computes the plan of a run for `world` ranks.
 
@@ -139,6 +148,7 @@ def make_plan(
         task: the task; None: built here.
         engine: the engine; None: built here.
         num_samples: number of samples in data.train; None: counted if `train.epochs` is set.
+        samples: those of data.train in buckets; None with the mode `variable`: opened here.
 
     Raises:
         ConfigError: a target does not keep the contract of its kind.
@@ -159,7 +169,8 @@ def make_plan(
     layout = engine.plan(task, world, states)
     _check_base_dtype(config, task, layout)
     size, accumulation = _batch(config, layout.data_parallel)
-    steps = _steps(config, size, num_samples)
+    order = _buckets(config, task, size, accumulation, samples)
+    steps = _steps(config, size, num_samples, order)
     modules = _modules(task)
     return RunPlan(
         name=config.run.name,
@@ -172,6 +183,7 @@ def make_plan(
         micro_batch_size=config.train.micro_batch_size,
         global_batch_size=size,
         accumulation=accumulation,
+        buckets=() if order is None else bucket_facts(order),
         notes=(*untested_torch(), *_notes(task), *_engine_notes(config, engine, steps, accumulation, layout)),
         flops=_step_flops(config, task, layout, size),
         ema_bytes=layout.gradient_bytes if config.ema is not None else 0,
@@ -193,6 +205,19 @@ def _batch(config: RunConfig, shares: int) -> tuple[int, int]:
             accepted=f"a multiple of {wave}: {', '.join(map(str, near))}, ...",
         )
     return size, size // wave
+
+
+def _buckets(
+    config: RunConfig, task: TaskModule, size: int, accumulation: int, samples: BucketedSamples | None
+) -> BucketOrder | None:
+    """The order of samples in buckets; None in other modes of the loader."""
+    if config.data.loader.mode != "variable":
+        return None
+    check_group(accumulation, config.data.loader.buckets_per_step)
+    if samples is None:
+        opened = build_dataset(config.registry, config.data.train, config.run.seed)
+        samples = bucketed(config, task, config.data.train, opened, "train")
+    return bucket_order(config, size, samples)
 
 
 def _model_states(modules: Sequence[ModuleFact], states: float, world: int) -> tuple[StageBytes, ...]:
@@ -257,11 +282,15 @@ def _check_base_dtype(config: RunConfig, task: TaskModule, layout: EnginePlan) -
             )
 
 
-def _steps(config: RunConfig, global_batch_size: int, num_samples: int | None) -> int:
+def _steps(
+    config: RunConfig, global_batch_size: int, num_samples: int | None, order: Order | None = None
+) -> int:
     """The total number of steps; epochs are rounded up to complete steps."""
     if config.train.steps is not None:
         return config.train.steps
     assert config.train.epochs is not None
+    if order is not None:
+        return math.ceil(config.train.epochs * order.batches_per_epoch)
     if num_samples is None:
         mode = config.data.loader.mode
         num_samples = rows_of(build_split(config.registry, config.data.train, config.run.seed, mode, "train"))
@@ -296,6 +325,26 @@ def sample_order(
         drop_last=config.data.loader.drop_last,
         repeat_first=config.train.overfit_one_batch,
         lengths=lengths,
+    )
+
+
+def bucket_order(config: RunConfig, global_batch_size: int, samples: BucketedSamples) -> BucketOrder:
+    """The planned order of a run's training samples in buckets.
+
+    Args:
+        config: the run's config.
+        global_batch_size: samples of the largest bucket in a step, over all ranks.
+        samples: those of data.train.
+    """
+    count, loader = global_batch_size // config.train.micro_batch_size, config.data.loader
+    return BucketOrder(
+        samples=samples,
+        micro_batches_per_step=count,
+        group=count // loader.buckets_per_step,
+        seed=config.run.seed,
+        order=loader.sampler,
+        rests=loader.rests,
+        repeat_first=config.train.overfit_one_batch,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from mm_core.contracts import EnginePlan, StepFlops
 from mm_core.errors import plural
+from mm_core.plan.bucketing import BucketFact
 from mm_core.plan.model_states import StageBytes, table
 
 
@@ -55,6 +56,7 @@ class RunPlan:
     model_states: tuple[StageBytes, ...] = ()
     ema_bytes: int = 0
     ema_on_host: bool = False
+    buckets: tuple[BucketFact, ...] = ()  # of the loader's mode `variable`, the largest first
     flops: StepFlops | None = None  # of one step over all ranks; None: unknown
     missing: tuple[MissingFile, ...] = ()
     notes: tuple[str, ...] = ()
@@ -126,9 +128,7 @@ class RunPlan:
         lines += [
             "",
             "batches",
-            f"  {plural(self.global_batch_size, 'sample')} per step = {self.micro_batch_size} per micro-batch"
-            f" x {self.accumulation} accumulated x {plural(engine.data_parallel, 'data-parallel rank')}",
-            f"  {plural(self.steps, 'step')} = {plural(self.steps * self.global_batch_size, 'sample')}",
+            *(self._in_buckets() if self.buckets else self._in_batches()),
             "",
             *self._memory(),
         ]
@@ -139,6 +139,28 @@ class RunPlan:
             lines += [f"  {label:<11} {_flop(count):>24}" for label, count in asdict(self.flops).items()]
         lines += ["", *(f"note: {sentence}" for sentence in self.notes)] if self.notes else []
         return "\n".join(lines)
+
+    def _in_batches(self) -> list[str]:
+        ranks = plural(self.engine.data_parallel, "data-parallel rank")
+        return [
+            f"  {plural(self.global_batch_size, 'sample')} per step = {self.micro_batch_size} per micro-batch"
+            f" x {self.accumulation} accumulated x {ranks}",
+            f"  {plural(self.steps, 'step')} = {plural(self.steps * self.global_batch_size, 'sample')}",
+        ]
+
+    def _in_buckets(self) -> list[str]:
+        """The buckets with the samples of an epoch."""
+        ranks = plural(self.engine.data_parallel, "data-parallel rank")
+        lines = [
+            f"  {plural(self.steps, 'step')} of {plural(self.accumulation, 'micro-batch')} x {ranks}; the"
+            " samples of a micro-batch are of one bucket",
+            "  frames  height  width  per micro-batch  samples per epoch  padded  dropped",
+        ]
+        return lines + [
+            f"  {each.num_frames:>6}  {each.height:>6}  {each.width:>5}  {each.micro_batch_size:>15}"
+            f"  {each.samples:>17,}  {each.padded:>6}  {each.dropped:>7}"
+            for each in self.buckets
+        ]
 
     def _missing_of(self, component: str) -> list[str]:
         return [

@@ -19,6 +19,7 @@ from mm_core.config.dump import to_yaml
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import Engine, Randomness, TaskModule
 from mm_core.data.class_names import check_class_names
+from mm_core.data.loading.bucketed import BucketedSamples
 from mm_core.data.loading.plain import AnyDataset, promise_of, rows_of
 from mm_core.data.loading.sampler import Order
 from mm_core.data.loading.seeding import build_split
@@ -34,7 +35,7 @@ from mm_core.loading.left_out import ExternalWeights
 from mm_core.loading.run_adapters import task_of
 from mm_core.optim.configured import make_lr_schedule, make_optimizer
 from mm_core.optim.ema import EMA
-from mm_core.plan import RunPlan, check_data, make_plan
+from mm_core.plan import RunPlan, check_data, in_buckets, make_plan
 from mm_core.runtime.launch.rank_logs import current_log
 from mm_core.runtime.launch.signals import StopFlag
 from mm_core.runtime.launch.watchdog import Watchdog
@@ -150,7 +151,10 @@ def build_parts(run: OpenedRun) -> RunParts:
         for name, section in config.data.splits.items()
     }
     check_class_names(task, datasets)
-    plan = make_plan(config, run.ranks.count, task, engine, rows_of(datasets["train"]))
+    datasets = in_buckets(config, task, datasets)
+    train = datasets["train"]
+    samples = train if isinstance(train, BucketedSamples) else None
+    plan = make_plan(config, run.ranks.count, task, engine, rows_of(train), samples)
     if missing := [file.path for file in plan.missing if file.needed == "to train"]:
         raise PlanError(
             f"files of frozen components are missing: {', '.join(missing)}",

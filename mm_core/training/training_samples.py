@@ -8,12 +8,13 @@ from torch import Tensor
 
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import Batch, Dataset, Engine, Randomness, SupportsLengths, Task, TaskModule, seeded
+from mm_core.data.loading.bucketed import BucketedSamples
 from mm_core.data.loading.loader import MicroBatchLoader
 from mm_core.data.loading.plain import AnyDataset, PlainBatches
 from mm_core.data.loading.sampler import Order
 from mm_core.data.loading.streams import BatchStream, TrainingStream
 from mm_core.errors import ContractError, PlanError, plural
-from mm_core.plan import RunPlan, sample_order
+from mm_core.plan import RunPlan, bucket_order, sample_order
 from mm_core.plugin.checks.places import place_of_object
 from mm_core.plugin.checks.values import returned
 from mm_core.training.restore import Restored
@@ -73,7 +74,11 @@ def make_loader(
     transform = returned(Task.batch_transform, task.batch_transform(), task)
     if isinstance(dataset, PlainBatches):
         return _streamed(config, plan, dataset, transform, engine, restored, note)
-    order = sample_order(config, plan.global_batch_size, len(dataset), sample_lengths(config, dataset))
+    order: Order
+    if isinstance(dataset, BucketedSamples):
+        order = bucket_order(config, plan.global_batch_size, dataset)
+    else:
+        order = sample_order(config, plan.global_batch_size, len(dataset), sample_lengths(config, dataset))
     return order, MicroBatchLoader(
         dataset,
         order,

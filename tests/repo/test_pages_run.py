@@ -199,6 +199,7 @@ ELSEWHERE = {
     "docs/hooks.md": "tests/repo/test_site.py",
     "docs/optimizers.md": "tests/config/test_training_configs.py",
     "docs/prepare-data.md": "tests/data/test_prepare_page.py",
+    "docs/buckets.md": "tests/data/test_buckets_page.py",
     "docs/ranks.md": "tests/repo/test_ranks_page.py",
     "docs/transformers.md": "tests/tasks/test_pretrained_page.py",
     "docs/wan.md": "plugins/mm_wan/tests/test_docs.py",

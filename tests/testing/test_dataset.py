@@ -13,6 +13,7 @@ import torch
 
 from mm_core.builtin.tiny import text_rows
 from mm_core.contracts import DatasetBase, Randomness
+from mm_core.data.datasets.media_text import MediaTextDataset
 from mm_core.data.datasets.text_rows import TextRowsDataset
 from mm_core.data.datasets.video_text import VideoTextDataset
 from mm_core.errors import ContractError, DataError
@@ -20,11 +21,11 @@ from mm_core.testing.data.datasets import KIT
 from mm_core.testing.data.reading import SEED
 from support.conformance import examined, refusal
 
-SHIPPED = ("core/video_text", "core/text_rows", "internvl/conversations")
+SHIPPED = ("core/video_text", "core/text_rows", "core/media_text", "internvl/conversations")
 
 
 @pytest.mark.parametrize(
-    "name", [*SHIPPED[:2], pytest.param("internvl/conversations", marks=pytest.mark.slow)]
+    "name", [*SHIPPED[:3], pytest.param("internvl/conversations", marks=pytest.mark.slow)]
 )
 def test_shipped_datasets_keep_their_contract(name: str) -> None:
     assert [f"{o.check}: {o.reason}" for o in examined(name, ranks=False) if o.status == "failed"] == []
@@ -281,6 +282,34 @@ def test_a_faulty_dataset_is_refused(check: str, faulty: type, sentence: str) ->
     assert sentence in refusal("core/video_text", check, faulty)
 
 
+BUCKET_FAULTS = [
+    (
+        {"row_sizes": lambda self: torch.ones(6, 3)},
+        "row_sizes() returned [6, 3] of torch.float32; accepted: [R, 3] of torch.int64",
+    ),
+    ({"epoch_rows": lambda self, epoch: torch.arange(6) + 1}, "epoch_rows(0) returned [6] of torch.int64"),
+    (
+        {"sample_of": lambda self, row, size, rng: self._sample(self.rows[row], (1, 8, 16), rng)},
+        "sample_of returned a sample of (1, 8, 16); accepted: (1, 16, 8)",
+    ),
+    (
+        {
+            "sample_of": lambda self, row, size, rng: {
+                **self._sample(self.rows[row], size, rng),
+                "caption": str(random.random()),
+            }
+        },
+        "sample_of reads another sample each time",
+    ),
+]
+
+
+@pytest.mark.parametrize(("members", "sentence"), BUCKET_FAULTS)
+def test_a_dataset_with_faulty_buckets_is_refused(members: dict, sentence: str) -> None:
+    faulty = type("Faulty", (MediaTextDataset,), members)
+    assert sentence in refusal("core/media_text", "buckets", faulty)
+
+
 TEXT_FAULTS = [
     (
         collated(
@@ -354,4 +383,4 @@ def test_a_dataset_that_reads_otherwise_in_workers_is_refused(monkeypatch: pytes
 
 
 def test_each_check_has_a_fault() -> None:
-    assert {check for check, *_ in VIDEO_FAULTS} | {"workers"} == set(KIT.checks)
+    assert {check for check, *_ in VIDEO_FAULTS} | {"buckets", "workers"} == set(KIT.checks)

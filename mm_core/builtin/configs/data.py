@@ -9,6 +9,7 @@ from mm_core.schema.fields import ComponentConfig, Kind, Range
 
 _PYAV = ComponentConfig("video_reader", "core/pyav")
 _Column = str | Annotated[int, Range(ge=0)]
+_Pixels = Annotated[int, Range(ge=1)]
 _Share = Annotated[float, Range(ge=0, le=1)]
 
 
@@ -74,9 +75,13 @@ class MediaTextConfig:
     """Config of the dataset `media_text`: captioned pictures and clips from several sources."""
 
     sources: tuple[MediaSource, ...]  # tables, folders and archives; an epoch uses all of them
-    num_frames: Annotated[int, Range(ge=1)]  # frames per training clip; a picture is a clip of one frame
-    height: Annotated[int, Range(ge=1)]  # pixels, after resizing and cropping
-    width: Annotated[int, Range(ge=1)]  # pixels, after resizing and cropping
+    num_frames: Annotated[int, Range(ge=1)] = (
+        81  # frames per training clip, in buckets the longest; pictures: 1
+    )
+    height: _Pixels | None = None  # pixels, after resizing and cropping; null: in buckets
+    width: _Pixels | None = None  # pixels, after resizing and cropping; null: in buckets
+    max_height: _Pixels | None = None  # with max_width: the largest area of the loader's buckets
+    max_width: _Pixels | None = None  # pixels
     fps: Annotated[float, Range(gt=0)] | None = None  # frames sampled per second; null: each clip's own rate
     random_start: bool = False  # start clips at a random frame of a longer video; false: at its beginning
     interpolation: Literal["bicubic", "bilinear"] = "bicubic"  # interpolation of the resize (antialiased)
@@ -86,6 +91,14 @@ class MediaTextConfig:
     def __post_init__(self) -> None:
         if not self.sources:
             raise ValueError("sources is empty: list at least one table, folder or archive")
+        for one, other in (("height", "width"), ("max_height", "max_width")):
+            if (getattr(self, one) is None) != (getattr(self, other) is None):
+                raise ValueError(f"{one} and {other} belong together; set both, or none of them")
+        if self.height is not None and self.max_height is not None:
+            raise ValueError(
+                "height and max_height are both set; set height and width for one size, or max_height and"
+                " max_width for buckets"
+            )
 
 
 @dataclass(frozen=True)

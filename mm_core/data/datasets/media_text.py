@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from mm_core.builtin.configs.data import CaptionTags, MediaSource, MediaTextConfig
-from mm_core.contracts import Randomness, VideoReader, VideoTextBatch
+from mm_core.contracts import Randomness, VideoInfo, VideoReader, VideoTextBatch
 from mm_core.data.datasets import Sample
+from mm_core.data.datasets.media_sizes import sizes_of
 from mm_core.data.datasets.video_text import collate_clips
 from mm_core.data.media.frames import clip_times, read_frames
-from mm_core.data.media.images import opened_image, read_photo
+from mm_core.data.media.images import image_size, read_photo
 from mm_core.data.media.readers import PyAVReader
 from mm_core.data.media.transforms import resize_centre_crop
 from mm_core.data.rows.annotations import inside
@@ -33,6 +34,9 @@ from mm_core.errors import ContractError, DataError, MMError, RunWarning, plural
 IMAGE_FPS = 25.0
 """Frames per second of an image, as in the video readers."""
 
+Size = tuple[int, int, int]
+"""Frames, height and width."""
+
 _DECODED = 32  # frames that a check of a clip has in memory
 
 
@@ -46,8 +50,8 @@ class MediaTextDataset:
     Args:
         sources: tables, folders and archives.
         num_frames: frames of a clip.
-        height: in pixels, after resizing and cropping.
-        width: in pixels, after resizing and cropping.
+        height: in pixels, after resizing and cropping; None: every sample is read in its bucket's size.
+        width: as height.
         reader: decodes the clips; None: a `PyAVReader`.
         others: further fields of `MediaTextConfig`.
 
@@ -59,9 +63,9 @@ class MediaTextDataset:
     def __init__(
         self,
         sources: Sequence[MediaSource],
-        num_frames: int,
-        height: int,
-        width: int,
+        num_frames: int = MediaTextConfig.num_frames,
+        height: int | None = None,
+        width: int | None = None,
         *,
         reader: VideoReader | None = None,
         **others: Any,
@@ -90,12 +94,35 @@ class MediaTextDataset:
 
     def __getitem__(self, index: int) -> Sample:
         """The sample without random choices: a clip's first frames, the first caption, its tags in order."""
-        return self._sample(self.rows[int(self.mixture.rows()[index])], None)
+        return self._sample(self.rows[int(self.mixture.rows()[index])], self._size, None)
 
     def sample_at(self, index: int, rng: Randomness) -> Sample:
         """The sample with its start, caption and tags drawn from `rng`."""
         epoch = int(rng.path[-2])  # rng is at ("data", epoch, index)
-        return self._sample(self.rows[int(self.mixture.rows(epoch)[index])], rng)
+        return self._sample(self.rows[int(self.mixture.rows(epoch)[index])], self._size, rng)
+
+    def row_sizes(self) -> Tensor:
+        """Frames at the dataset's rate, height and width of each row: as declared, or by its header."""
+        return sizes_of(self)
+
+    def epoch_rows(self, epoch: int) -> Tensor:
+        """The number of the row of each sample in an epoch, int64 [N]."""
+        return self.mixture.rows(epoch)
+
+    def sample_of(self, row: int, size: Size, rng: Randomness | None) -> Sample:
+        """Reads a row as a sample of (frames, height, width); an image has one frame in every size."""
+        return self._sample(self.rows[row], size, rng)
+
+    @property
+    def _size(self) -> Size:
+        wanted = self.wanted
+        if wanted.height is None or wanted.width is None:
+            raise ContractError(
+                "the size of the samples is not set",
+                where="data",
+                accepted="height and width of the dataset, or data.loader.mode: variable",
+            )
+        return wanted.num_frames, wanted.height, wanted.width
 
     def collate(self, samples: Sequence[Sample]) -> VideoTextBatch:
         """Collates images or clips into a batch; the loader has added `key` and `weight` to each sample."""
@@ -147,12 +174,21 @@ class MediaTextDataset:
             DataError: the file cannot be read.
         """
         row = self.rows[number]
+        info = self.header(row)
+        shown = f"{info.width}x{info.height}"
+        return shown if row.medium == "image" else f"{shown}, {plural(info.num_frames, 'frame')}"
+
+    def header(self, row: MediaRow) -> VideoInfo:
+        """The properties of a row's file by its header; of an image upright, as one frame.
+
+        Raises:
+            DataError: the file cannot be read.
+        """
         with self.opened(row) as path:
-            if row.medium == "image":
-                with opened_image(path) as image:
-                    return f"{image.width}x{image.height}"
-            info = self.reader.probe(path)
-            return f"{info.width}x{info.height}, {plural(info.num_frames, 'frame')}"
+            if row.medium == "clip":
+                return self.reader.probe(path)
+            height, width = image_size(path)
+            return VideoInfo(width, height, IMAGE_FPS, 1, 1 / IMAGE_FPS)
 
     def decode(self, number: int) -> None:
         """Decodes everything of a row that training may read, and keeps nothing.
@@ -167,13 +203,14 @@ class MediaTextDataset:
                 read_photo(path, self.wanted.max_pixels)
                 return
             info = self.reader.probe(path)
-            clip_times(info, path, self.wanted.num_frames, self.wanted.fps, 0.0)
+            least = 1 if self.wanted.height is None else self.wanted.num_frames
+            clip_times(info, path, least, self.wanted.fps, 0.0)
             for first in range(0, info.num_frames, _DECODED):
                 frames = range(first, min(first + _DECODED, info.num_frames))
                 read_frames(self.reader, path, [(frame + 0.5) / info.fps for frame in frames])
 
-    def _sample(self, row: MediaRow, rng: Randomness | None) -> Sample:
-        wanted = self.wanted
+    def _sample(self, row: MediaRow, size: Size, rng: Randomness | None) -> Sample:
+        wanted, (num_frames, height, width) = self.wanted, size
         caption = self.caption(row, rng)
         start = rng.uniform("start") if rng is not None and wanted.random_start else 0.0
         with self.opened(row) as path:
@@ -181,10 +218,10 @@ class MediaTextDataset:
                 frames, fps = read_photo(path, wanted.max_pixels).permute(1, 2, 0)[None], IMAGE_FPS
             else:
                 info = self.reader.probe(path)
-                times = clip_times(info, path, wanted.num_frames, wanted.fps, start)
+                times = clip_times(info, path, num_frames, wanted.fps, start)
                 frames, fps = read_frames(self.reader, path, times), info.fps
         return {
-            "pixels": resize_centre_crop(frames, wanted.height, wanted.width, wanted.interpolation),
+            "pixels": resize_centre_crop(frames, height, width, wanted.interpolation),
             "caption": caption,
             "id": self.name_of(row),
             "fps": fps if wanted.fps is None else wanted.fps,
@@ -260,4 +297,5 @@ def _mixed(size: int, what: str, where: str) -> ContractError:
         f"{what} would join images, which have one frame, and clips in micro-batches of {size}",
         where=where,
         accepted="one kind of medium, num_frames: 1, or train.micro_batch_size: 1",
+        hint="data.loader.mode: variable reads each kind and size in micro-batches of its own",
     )

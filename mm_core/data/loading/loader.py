@@ -27,6 +27,7 @@ from mm_core.contracts import (
     generators_kept,
     seed_generators,
 )
+from mm_core.data.loading.bucketed import BucketedSamples, BucketOrder
 from mm_core.data.loading.plain import PlainSamples
 from mm_core.data.loading.sampler import Order, SlotSpec
 from mm_core.data.loading.skipped import UnreadableError
@@ -183,7 +184,8 @@ class AuthorCode:
     """
 
     def __init__(self, dataset: object, transform: Transform | None, rng: Randomness) -> None:
-        self.author: Any = dataset.dataset if isinstance(dataset, PlainSamples | DataLoader) else dataset
+        holds = isinstance(dataset, PlainSamples | BucketedSamples | DataLoader)
+        self.author: Any = dataset.dataset if holds else dataset  # type: ignore[attr-defined]
         self.transform, self.rng = transform, rng
 
     def __getstate__(self) -> tuple[bytes, dict[str, LocalFile]]:
@@ -287,7 +289,7 @@ class _Reading(AuthorCode, TorchDataset[Batch | Fault]):
 
     def _batch(self, slots: list[SlotSpec]) -> Batch:
         failures: list[FailureRecord] = []
-        samples = [self._sample(slot, failures) for slot in slots]
+        samples = self._samples(slots, failures)
         rows = [number for slot in slots for number in slot.key]
         seed_generators(self.rng.at("collate", *rows))
         with self.guarded("the dataset's collate"):
@@ -296,10 +298,27 @@ class _Reading(AuthorCode, TorchDataset[Batch | Fault]):
         batch.failures = failures
         return batch
 
-    def _sample(self, slot: SlotSpec, failures: list[FailureRecord]) -> dict[str, object]:
+    def _samples(self, slots: list[SlotSpec], failures: list[FailureRecord]) -> list[dict[str, object]]:
+        """The samples of a micro-batch. In buckets, those are left out that nothing of their bucket can
+        replace; if it is all of them, one of another bucket takes their place, so that every step counts."""
+        samples: list[dict[str, object]] = []
+        for slot in slots:
+            try:
+                samples.append(self._sample(slot, failures, self.order.replacements(slot.key)))
+            except UnreadableError as error:
+                if not isinstance(self.order, BucketOrder):
+                    raise
+                failures[:] = dict.fromkeys([*failures, *error.failures])
+        if not samples and isinstance(self.order, BucketOrder):
+            return [self._sample(slots[0], failures, self.order.elsewhere(slots[0].key))]
+        return samples
+
+    def _sample(
+        self, slot: SlotSpec, failures: list[FailureRecord], replacements: Iterator[int]
+    ) -> dict[str, object]:
         """The slot's sample, or the first readable replacement if it is unreadable."""
         tried: list[FailureRecord] = []
-        for index in chain([slot.key.index], self.order.replacements(slot.key)):
+        for index in chain([slot.key.index], replacements):
             try:
                 sample = self._read(index, slot.key.epoch)
             except CodeError:

@@ -15,7 +15,11 @@ from mm_core.schema.fields import ComponentConfig
 
 
 def build_split(
-    registry: Registry, section: ComponentConfig, seed: int, mode: Literal["sampler", "base"], split: str
+    registry: Registry,
+    section: ComponentConfig,
+    seed: int,
+    mode: Literal["sampler", "variable", "base"],
+    split: str,
 ) -> AnyDataset:
     """Builds the dataset of the section `split` of `data`, as the loader's mode reads it."""
     if mode == "base":

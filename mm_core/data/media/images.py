@@ -15,6 +15,8 @@ from torch import Tensor
 from mm_core.data.rows.paths import plain_file
 from mm_core.errors import DataError, MMError, plural
 
+_ORIENTATION = 0x0112  # in EXIF; from 5 on, rows are columns
+
 
 def read_image(path: Path) -> Tensor:
     """Reads an image file as RGB uint8 [3,Y,X], upright by its EXIF orientation.
@@ -57,6 +59,17 @@ def read_photo(path: Path, max_pixels: int) -> Tensor:
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
         image = image.convert("RGB")
     return _tensor(image)
+
+
+def image_size(path: Path) -> tuple[int, int]:
+    """(height, width) of an image file by its header, upright by its EXIF orientation.
+
+    Raises:
+        DataError: the file is not a readable image.
+    """
+    with opened_image(path) as image:
+        turned = image.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8)
+        return (image.width, image.height) if turned else (image.height, image.width)
 
 
 def check_still(image: ImageFile.ImageFile, path: Path) -> None:

@@ -73,7 +73,7 @@ CONTRACTS: Mapping[str, Contract] = MappingProxyType(
             "mm_core.contracts:Dataset",
             optional=_capabilities(
                 *("SupportsSampleAt", "SupportsLengths", "SupportsClassNames", "SupportsCheckMicroBatch"),
-                *("SupportsEvaluated", "SupportsConversing", "SupportsBatchSpecs"),
+                *("SupportsEvaluated", "SupportsConversing", "SupportsBatchSpecs", "SupportsRowSizes"),
             ),
         ),
         "task": Contract(

@@ -9,17 +9,21 @@ import torch
 from torch import Tensor
 
 from mm_core.contracts import (
+    Randomness,
+    SampleKey,
     SupportsBatchSpecs,
     SupportsCheckMicroBatch,
     SupportsClassNames,
     SupportsConversing,
     SupportsEvaluated,
     SupportsLengths,
+    SupportsRowSizes,
     Turn,
+    VideoTextBatch,
 )
 from mm_core.errors import ContractError, MMError, first_line, plural
 from mm_core.schema.checking import check_component
-from mm_core.testing.data.reading import DatasetProbe
+from mm_core.testing.data.reading import SEED, DatasetProbe
 from mm_core.testing.kit import NotApplicable
 
 
@@ -67,6 +71,36 @@ def micro_batches(probe: DatasetProbe) -> None:
         cls.check_micro_batch(1, options)
     except ContractError as error:
         probe.expect(False, f"check_micro_batch refuses batches of one sample: {first_line(error)}")
+
+
+def buckets(probe: DatasetProbe) -> None:
+    """row_sizes() is int64 [R,3], epoch_rows() the row of each sample, and sample_of reads a row in any
+    size, the same each time."""
+    dataset = probe.dataset
+    if not isinstance(probe.dataset, SupportsRowSizes):
+        raise NotApplicable("the dataset has no row_sizes, epoch_rows and sample_of")
+    sizes, rows = dataset.row_sizes(), dataset.epoch_rows(0)
+    probe.expect(
+        isinstance(sizes, Tensor) and sizes.dtype == torch.int64 and sizes.dim() == 2 and sizes.shape[1] == 3,
+        f"row_sizes() returned {_shown(sizes)}",
+        accepted="[R, 3] of torch.int64: frames, height and width",
+    )
+    probe.expect(
+        isinstance(rows, Tensor)
+        and rows.shape == (len(dataset),)
+        and bool((rows >= 0).all())
+        and bool((rows < len(sizes)).all()),
+        f"epoch_rows(0) returned {_shown(rows)} for {plural(len(dataset), 'sample')}",
+        accepted=f"one number from 0 to {len(sizes) - 1} for each",
+    )
+    rng = Randomness(SEED).at("data", 0, 0)
+    for size in ((1, 8, 16), (1, 16, 8)):
+        found, again = (dataset.sample_of(int(rows[0]), size, rng) for _ in range(2))
+        batch = dataset.collate([{**each, "key": SampleKey(0, 0), "weight": 1.0} for each in (found, again)])
+        assert isinstance(batch, VideoTextBatch) and batch.pixels is not None
+        probe.expect(batch.size == size, f"sample_of returned a sample of {batch.size}", accepted=str(size))
+        same = torch.equal(batch.pixels[0], batch.pixels[1]) and batch.captions[0] == batch.captions[1]
+        probe.expect(same, "sample_of reads another sample each time: a resumed run would differ")
 
 
 def evaluation(probe: DatasetProbe) -> None:

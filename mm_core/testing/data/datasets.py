@@ -12,7 +12,14 @@ from torch import Tensor
 
 from mm_core.contracts import Batch, Randomness, SupportsSampleAt, TextBatch, VideoTextBatch, seeded
 from mm_core.errors import DataError, MMError, first_line, plural
-from mm_core.testing.data.capabilities import class_names, evaluation, lengths, micro_batches, questions
+from mm_core.testing.data.capabilities import (
+    buckets,
+    class_names,
+    evaluation,
+    lengths,
+    micro_batches,
+    questions,
+)
 from mm_core.testing.data.reading import SEED, DatasetProbe, damaged, equal
 from mm_core.testing.kit import Kit, NotApplicable, by_name
 
@@ -311,7 +318,8 @@ def _tensors(batch: Batch) -> Iterator[Tensor]:
 KIT = Kit(
     by_name(
         *(schema, batches, determinism, each_index, given_randomness, new_samples_each_epoch, resume),
-        *(picklable, bad_samples, lengths, micro_batches, evaluation, class_names, questions, workers),
+        *(picklable, bad_samples, lengths, micro_batches, evaluation, class_names, questions, buckets),
+        workers,
     ),
     probe=DatasetProbe,
     ranks=("workers",),

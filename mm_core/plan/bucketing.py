@@ -1,0 +1,288 @@
+"""The buckets of a run: derived from what its task takes, checked, and filled with the rows of a dataset."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mm_core.config.sections import RunConfig
+from mm_core.contracts import SupportsRowSizes, TaskModule
+from mm_core.data.loading.bucketed import BucketedSamples, BucketOrder
+from mm_core.data.loading.buckets import Bucket, Grid, derived, nearest
+from mm_core.data.loading.plain import AnyDataset, PlainBatches
+from mm_core.errors import ContractError, DataError, PlanError, RunWarning, plural
+from mm_core.plugin.checks.values import returned
+from mm_core.schema.fields import ComponentConfig
+
+_LARGEST_PERIOD = 256
+_LIMITS = ("max_height", "max_width")
+
+
+@dataclass(frozen=True)
+class BucketFact:
+    """One bucket in the plan of a run."""
+
+    num_frames: int
+    height: int
+    width: int
+    micro_batch_size: int
+    samples: int  # per epoch
+    padded: int  # rows of weight 0 per epoch
+    dropped: int  # samples per epoch
+
+
+def bucket_facts(order: BucketOrder) -> tuple[BucketFact, ...]:
+    """The buckets of an order, with the samples of an epoch."""
+    return tuple(
+        BucketFact(*bucket.size, bucket.micro_batch_size, *counts)
+        for bucket, counts in zip(order.samples.buckets, order.counts(), strict=True)
+    )
+
+
+def check_sizes_set(config: RunConfig, class_: object, options: Mapping[str, Any], split: str) -> None:
+    """Checks that the size of a dataset's samples is set once: by the dataset, or by the loader's buckets.
+
+    Args:
+        config: of the run.
+        class_: of the dataset.
+        options: of the dataset.
+        split: its key under `data`.
+
+    Raises:
+        ContractError: it is not, or the dataset reads its samples in one size.
+    """
+    if config.data.loader.mode == "variable":
+        if not isinstance(class_, SupportsRowSizes):
+            raise ContractError(
+                f"the dataset {getattr(class_, '__name__', class_)} reads its samples in one size",
+                where=f"data.{split}",
+                accepted="datasets that are SupportsRowSizes, such as media_text",
+                hint="set data.loader.mode: sampler",
+            )
+        if options.get("height") is not None:
+            raise ContractError(
+                "height and width would be ignored: the loader's buckets set the sizes",
+                where=f"data.{split}.height",
+                accepted="max_height and max_width",
+                hint="rename them, or set data.loader.mode: sampler",
+            )
+    elif isinstance(class_, SupportsRowSizes) and options.get("height", 0) is None:
+        raise ContractError(
+            "the size of the samples is not set",
+            where=f"data.{split}",
+            accepted="height and width, or data.loader.mode: variable with max_height and max_width",
+        )
+
+
+def in_buckets(
+    config: RunConfig, task: TaskModule, datasets: Mapping[str, AnyDataset]
+) -> dict[str, AnyDataset]:
+    """The datasets of a run by split, in buckets if the loader's mode is `variable`. A collective call."""
+    if config.data.loader.mode != "variable":
+        return dict(datasets)
+    sections = config.data.splits
+    return {name: bucketed(config, task, sections[name], each, name) for name, each in datasets.items()}
+
+
+def bucketed(
+    config: RunConfig, task: TaskModule, section: ComponentConfig, dataset: AnyDataset, split: str
+) -> BucketedSamples:
+    """The samples of a dataset in the buckets of `data.loader`. All ranks call it together.
+
+    Args:
+        config: of the run.
+        task: decides which sizes there are.
+        section: the dataset's.
+        dataset: the samples.
+        split: the section's key under `data`.
+
+    Raises:
+        ContractError: the task takes no such size, or the dataset has no rows of any size.
+        DataError: no sample fits a bucket.
+    """
+    assert not isinstance(dataset, PlainBatches) and isinstance(dataset, SupportsRowSizes), (
+        "check_sizes_set has been called"
+    )
+    offered, loader = offered_buckets(config, task, section.options), config.data.loader
+    rows = returned(SupportsRowSizes.row_sizes, dataset.row_sizes(), dataset)
+    numbers = nearest(rows, list(offered.sizes), loader.upscale)
+    counts = numbers[numbers >= 0].bincount(minlength=len(offered.sizes))
+    if not int(counts.sum()):
+        raise DataError(
+            f"no image or clip of data.{split} fits a bucket: {_shown(rows)}",
+            where="data.loader.buckets",
+            accepted="; ".join(_named(size) for size in [*offered.sizes][:3]),
+            hint="set data.loader.upscale: true, or smaller limits or buckets",
+        )
+    _note_misfits(rows, numbers, split)
+    kept = counts.nonzero().flatten().tolist()
+    empty = [_named(size) for n, size in enumerate(offered.sizes) if n not in kept]
+    if loader.buckets != "auto" and empty:
+        what = f"no image or clip of data.{split} is nearest to the bucket {', '.join(empty)}"
+        warnings.warn(what, RunWarning, stacklevel=2)
+    # What cannot be read is drawn with the others, fails, and is listed with its reason.
+    numbers[(rows == 0).any(1)] = int(counts.argmax())
+    again = torch.full((len(offered.sizes) + 1,), -1, dtype=torch.int64)  # the last one is for -1
+    again[kept] = torch.arange(len(kept))
+    chosen = offered.batched(kept, config.train.micro_batch_size)
+    if split == "train":
+        check_sizes(task, section.options, [bucket.size for bucket in chosen])
+    return BucketedSamples(dataset, chosen, again[numbers])
+
+
+def _note_misfits(rows: Tensor, numbers: Tensor, split: str) -> None:
+    known = (rows > 0).all(1)
+    if lost := int((known & (numbers < 0)).sum()):
+        frames, height, width = rows[known & (numbers < 0)][0].tolist()
+        warnings.warn(
+            f"no bucket fits {plural(lost, 'row')} of data.{split}, such as"
+            f" {plural(frames, 'frame')} of {height} x {width}: not used (data.loader.upscale: true"
+            " enlarges them)",
+            RunWarning,
+            stacklevel=3,
+        )
+
+
+def _shown(rows: Tensor) -> str:
+    least, most = rows.amin(0).tolist(), rows.amax(0).tolist()
+    sides = zip(("frames", "high", "wide"), least, most, strict=True)
+    return ", ".join(f"{low if low == high else f'{low} to {high}'} {name}" for name, low, high in sides)
+
+
+@dataclass(frozen=True)
+class OfferedBuckets:
+    """The sizes of buckets that a dataset's rows choose from.
+
+    Attributes:
+        grid: the sizes that the task takes.
+        sizes: (frames, height, width), the largest first -> samples of a micro-batch, if the config sets it.
+    """
+
+    grid: Grid
+    sizes: Mapping[tuple[int, int, int], int | None]
+
+    def batched(self, used: Sequence[int], micro_batch_size: int) -> tuple[Bucket, ...]:
+        """The buckets that are used, by their numbers, with as many tokens in a micro-batch as the first."""
+        sizes = [*self.sizes]
+        budget = self.grid.tokens(sizes[used[0]]) * micro_batch_size
+        return tuple(
+            Bucket(*sizes[n], self.sizes[sizes[n]] or max(1, budget // self.grid.tokens(sizes[n])))
+            for n in used
+        )
+
+
+def offered_buckets(config: RunConfig, task: TaskModule, options: Mapping[str, Any]) -> OfferedBuckets:
+    """The buckets that a run offers to the rows of a dataset.
+
+    Args:
+        config: of the run.
+        task: decides which sizes there are.
+        options: of the dataset.
+
+    Raises:
+        ContractError: there are none, or the task does not take one of them.
+    """
+    loader = config.data.loader
+    if loader.buckets != "auto":
+        listed = {(each.num_frames, each.height, each.width): each for each in loader.buckets}
+        grid = grid_of(task, options, max(size[0] for size in listed))
+        sizes = sorted(listed, key=lambda size: (-grid.tokens(size), size))
+        check_sizes(task, options, sizes)
+        return OfferedBuckets(grid, {size: listed[size].micro_batch_size for size in sizes})
+    high, wide = (int(options.get(name) or 0) for name in _LIMITS)
+    if not high or not wide:
+        raise ContractError(
+            "buckets: auto has no limits",
+            where="data",
+            accepted=f"{' and '.join(_LIMITS)} of the dataset, in the place of height and width",
+            hint="set them, or list data.loader.buckets",
+        )
+    grid = grid_of(task, options, int(options["num_frames"]))
+    sizes = derived(grid, high, wide)
+    if loader.group_frame and not loader.group_resolution:
+        whole = (high // grid.period * grid.period, wide // grid.period * grid.period)
+        sizes = [*dict.fromkeys((size[0], *whole) for size in sizes if all(whole))]
+    if loader.group_resolution and not loader.group_frame:
+        sizes = [size for size in sizes if size[0] in (1, grid.frames[-1])]
+    if not sizes:
+        what = f"no clip of {high} x {wide} divides into patches of {grid.period}"
+        raise ContractError(what, where="data.train.max_height", hint="raise max_height and max_width")
+    return OfferedBuckets(grid, dict.fromkeys(sizes))
+
+
+def _named(size: tuple[int, int, int]) -> str:
+    return " x ".join(map(str, size))
+
+
+def check_sizes(task: TaskModule, options: Mapping[str, Any], sizes: Sequence[tuple[int, int, int]]) -> None:
+    """Checks a task against clips of each bucket, the first one first: it is what the task trains for.
+
+    Raises:
+        ContractError: the task does not take them.
+    """
+    for size in sizes:
+        try:
+            task.check(_spec(options, size))
+        except ContractError as fault:
+            what = f"the bucket {_named(size)} is not a size that the task takes: {fault.what}"
+            raise ContractError(
+                what, where="data.loader.buckets", accepted=fault.accepted, hint=fault.hint
+            ) from None
+
+
+def grid_of(task: TaskModule, options: Mapping[str, Any], longest: int) -> Grid:
+    """The sizes of clips that a task takes, found by its own `check`.
+
+    Args:
+        task: the run's.
+        options: of the dataset.
+        longest: the largest number of frames.
+
+    Raises:
+        ContractError: it takes no size.
+    """
+    asked = copy.copy(task)  # the task may note the first size that it is asked for
+    faults: list[ContractError] = []
+
+    def takes(frames: int, side: int) -> bool:
+        try:
+            asked.check(_spec(options, (frames, side, side)))
+        except ContractError as fault:
+            faults.append(fault)
+            return False
+        return True
+
+    period = next((side for frames in (1, longest) for side in _sides() if takes(frames, side)), None)
+    if period is None:
+        tried = ((frames, 1 << power) for frames in range(longest - 1, 1, -1) for power in range(3, 9))
+        period = next((side for frames, side in tried if takes(frames, side)), None)
+    if period is None:
+        raise faults[0]
+    return Grid(tuple(frames for frames in range(1, longest + 1) if takes(frames, period)), period)
+
+
+def _sides() -> Iterator[int]:
+    return chain(range(1, 33), range(40, _LARGEST_PERIOD + 1, 8))
+
+
+def _spec(options: Mapping[str, Any], size: tuple[int, int, int]) -> dict[str, Any]:
+    return {**options, "num_frames": size[0], "height": size[1], "width": size[2]}
+
+
+def check_group(accumulation: int, buckets_per_step: int) -> None:
+    """PlanError unless the micro-batches of a rank in a step divide among the step's buckets."""
+    if accumulation % buckets_per_step:
+        raise PlanError(
+            f"a step of {plural(accumulation, 'micro-batch')} per rank does not divide into"
+            f" {plural(buckets_per_step, 'bucket')}",
+            where="data.loader.buckets_per_step",
+            accepted=", ".join(str(n) for n in range(1, accumulation + 1) if not accumulation % n),
+            hint="change it, or train.global_batch_size",
+        )
