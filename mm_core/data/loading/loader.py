@@ -299,19 +299,22 @@ class _Reading(AuthorCode, TorchDataset[Batch | Fault]):
         return batch
 
     def _samples(self, slots: list[SlotSpec], failures: list[FailureRecord]) -> list[dict[str, object]]:
-        """The samples of a micro-batch. In buckets, those are left out that nothing of their bucket can
-        replace; if it is all of them, one of another bucket takes their place, so that every step counts."""
+        if isinstance(self.order, BucketOrder):
+            return self._in_bucket(self.order, slots, failures)
+        return [self._sample(slot, failures, self.order.replacements(slot.key)) for slot in slots]
+
+    def _in_bucket(
+        self, order: BucketOrder, slots: list[SlotSpec], failures: list[FailureRecord]
+    ) -> list[dict[str, object]]:
+        """Leaves out the samples that nothing of their bucket can replace; if it is all of them, one of
+        another bucket takes their place, so that every step counts."""
         samples: list[dict[str, object]] = []
         for slot in slots:
             try:
-                samples.append(self._sample(slot, failures, self.order.replacements(slot.key)))
+                samples.append(self._sample(slot, failures, order.replacements(slot.key)))
             except UnreadableError as error:
-                if not isinstance(self.order, BucketOrder):
-                    raise
                 failures[:] = dict.fromkeys([*failures, *error.failures])
-        if not samples and isinstance(self.order, BucketOrder):
-            return [self._sample(slots[0], failures, self.order.elsewhere(slots[0].key))]
-        return samples
+        return samples or [self._sample(slots[0], failures, order.elsewhere(slots[0].key))]
 
     def _sample(
         self, slot: SlotSpec, failures: list[FailureRecord], replacements: Iterator[int]
