@@ -1,8 +1,7 @@
 """The plan of a run: batches, steps, memory, FLOPs for a number of ranks, before anything is allocated."""
 
-from mm_core.plan.bucketing import in_buckets
+from mm_core.plan.bucketing import bucket_order, in_buckets
 from mm_core.plan.planning import (
-    bucket_order,
     build_frozen,
     build_task,
     check_data,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ from mm_core.plugin.checks.values import returned
 from mm_core.schema.fields import ComponentConfig
 
 _LARGEST_PERIOD = 256
-_LIMITS = ("max_height", "max_width")
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,33 @@ class BucketFact:
     samples: int  # per epoch
     padded: int  # rows of weight 0 per epoch
     dropped: int  # samples per epoch
+
+
+def bucket_order(config: RunConfig, global_batch_size: int, samples: BucketedSamples) -> BucketOrder:
+    """The planned order of a run's training samples in buckets.
+
+    Args:
+        config: the run's config.
+        global_batch_size: samples of the largest bucket in a step, over all ranks.
+        samples: those of data.train.
+    """
+    count, loader = global_batch_size // config.train.micro_batch_size, config.data.loader
+    return BucketOrder(
+        samples=samples,
+        micro_batches_per_step=count,
+        group=count // loader.buckets_per_step,
+        seed=config.run.seed,
+        order=loader.sampler,
+        rests=loader.rests,
+        repeat_first=config.train.overfit_one_batch,
+    )
+
+
+def mean_step(order: BucketOrder, options: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], float]]:
+    """The dataset's options with the size of each bucket, and its samples in the mean step of an epoch."""
+    counts = zip(order.samples.buckets, order.counts(), strict=True)
+    steps = order.batches_per_epoch
+    return [(_spec(options, bucket.size), sum(count[:2]) / steps) for bucket, count in counts]
 
 
 def bucket_facts(order: BucketOrder) -> tuple[BucketFact, ...]:
@@ -178,6 +205,37 @@ class OfferedBuckets:
         )
 
 
+def check_buckets(config: RunConfig, task: TaskModule, options: Mapping[str, Any]) -> None:
+    """Checks, before any data is opened, what decides the buckets of a dataset.
+
+    Args:
+        config: of the run.
+        task: must take each listed bucket.
+        options: of the dataset.
+
+    Raises:
+        ContractError: it does not, or `auto` has no limits.
+    """
+    task.check(options)  # what is wrong whatever the size is
+    if config.data.loader.buckets == "auto":
+        _limits(options)
+        return
+    listed = [(each.num_frames, each.height, each.width) for each in config.data.loader.buckets]
+    check_sizes(task, options, sorted(listed, key=math.prod, reverse=True))
+
+
+def _limits(options: Mapping[str, Any]) -> tuple[int, int]:
+    high, wide = options.get("max_height"), options.get("max_width")
+    if high is None or wide is None:
+        raise ContractError(
+            "buckets: auto has no limits",
+            where="data",
+            accepted="max_height and max_width of the dataset, in the place of height and width",
+            hint="set them, or list data.loader.buckets",
+        )
+    return high, wide
+
+
 def offered_buckets(config: RunConfig, task: TaskModule, options: Mapping[str, Any]) -> OfferedBuckets:
     """The buckets that a run offers to the rows of a dataset.
 
@@ -194,16 +252,8 @@ def offered_buckets(config: RunConfig, task: TaskModule, options: Mapping[str, A
         listed = {(each.num_frames, each.height, each.width): each for each in loader.buckets}
         grid = grid_of(task, options, max(size[0] for size in listed))
         sizes = sorted(listed, key=lambda size: (-grid.tokens(size), size))
-        check_sizes(task, options, sizes)
         return OfferedBuckets(grid, {size: listed[size].micro_batch_size for size in sizes})
-    high, wide = (int(options.get(name) or 0) for name in _LIMITS)
-    if not high or not wide:
-        raise ContractError(
-            "buckets: auto has no limits",
-            where="data",
-            accepted=f"{' and '.join(_LIMITS)} of the dataset, in the place of height and width",
-            hint="set them, or list data.loader.buckets",
-        )
+    high, wide = _limits(options)
     grid = grid_of(task, options, int(options["num_frames"]))
     sizes = derived(grid, high, wide)
     if loader.group_frame and not loader.group_resolution:

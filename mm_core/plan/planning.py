@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,15 @@ from mm_core.device import untested_torch
 from mm_core.errors import ConfigError, ContractError, PlanError, plural
 from mm_core.modules.casting import cast_frozen
 from mm_core.modules.patterns import freeze
-from mm_core.plan.bucketing import bucket_facts, bucketed, check_group, check_sizes_set, offered_buckets
+from mm_core.plan.bucketing import (
+    bucket_facts,
+    bucket_order,
+    bucketed,
+    check_buckets,
+    check_group,
+    check_sizes_set,
+    mean_step,
+)
 from mm_core.plan.model_states import StageBytes, model_states
 from mm_core.plan.run_plan import ComponentFact, MissingFile, ModuleFact, RunPlan
 from mm_core.plugin.checks.places import place_of_object
@@ -111,8 +120,7 @@ def check_data(config: RunConfig, task: TaskModule) -> None:
         check_sizes_set(config, class_, data.options, split)
         variable = config.data.loader.mode == "variable"
         if variable:
-            task.check(data.options)
-            offered_buckets(config, task, data.options)
+            check_buckets(config, task, data.options)
         else:
             _check_batches(task, class_, data.options)
         if isinstance(class_, SupportsCheckMicroBatch) and not variable:
@@ -185,7 +193,7 @@ def make_plan(
         accumulation=accumulation,
         buckets=() if order is None else bucket_facts(order),
         notes=(*untested_torch(), *_notes(task), *_engine_notes(config, engine, steps, accumulation, layout)),
-        flops=_step_flops(config, task, layout, size),
+        flops=_step_flops(config, task, layout, size, order),
         ema_bytes=layout.gradient_bytes if config.ema is not None else 0,
         ema_on_host=config.ema is not None and (config.ema.device == "cpu" or bool(layout.offloaded_bytes)),
     )
@@ -252,13 +260,21 @@ def _engine_notes(
 
 
 def _step_flops(
-    config: RunConfig, task: TaskModule, layout: EnginePlan, global_batch_size: int
+    config: RunConfig, task: TaskModule, layout: EnginePlan, global_batch_size: int, order: BucketOrder | None
 ) -> StepFlops | None:
+    """FLOPs of a step over all ranks, with buckets of the mean step of an epoch."""
     if not isinstance(task, SupportsSampleFlops):
         return None
-    found = task.sample_flops(config.data.train.options, layout.recomputed)
-    sample = returned(SupportsSampleFlops.sample_flops, found, task)
-    return None if sample is None else sample * global_batch_size
+    options = config.data.train.options
+    parts = [(options, float(global_batch_size))] if order is None else mean_step(order, options)
+    found: list[StepFlops] = []
+    for spec, samples in parts:
+        given = task.sample_flops(spec, layout.recomputed)
+        sample = returned(SupportsSampleFlops.sample_flops, given, task)
+        if sample is None:
+            return None
+        found.append(sample * samples)
+    return StepFlops(*(sum(column) for column in zip(*map(astuple, found), strict=True)))
 
 
 def _check_base_dtype(config: RunConfig, task: TaskModule, layout: EnginePlan) -> None:
@@ -325,26 +341,6 @@ def sample_order(
         drop_last=config.data.loader.drop_last,
         repeat_first=config.train.overfit_one_batch,
         lengths=lengths,
-    )
-
-
-def bucket_order(config: RunConfig, global_batch_size: int, samples: BucketedSamples) -> BucketOrder:
-    """The planned order of a run's training samples in buckets.
-
-    Args:
-        config: the run's config.
-        global_batch_size: samples of the largest bucket in a step, over all ranks.
-        samples: those of data.train.
-    """
-    count, loader = global_batch_size // config.train.micro_batch_size, config.data.loader
-    return BucketOrder(
-        samples=samples,
-        micro_batches_per_step=count,
-        group=count // loader.buckets_per_step,
-        seed=config.run.seed,
-        order=loader.sampler,
-        rests=loader.rests,
-        repeat_first=config.train.overfit_one_batch,
     )
 
 

@@ -119,6 +119,32 @@ def test_buckets_of_frames_alone_or_of_sizes_alone(plan: Plan) -> None:
     assert {line.split()[0] for line in table(sizes)} == {"9", "1"}  # clips of 5 frames give one
 
 
+def test_one_bucket_has_the_flops_of_one_size(run: Path, media: Path, capsys) -> None:
+    photos = f"data.train.sources=[{{annotations: {media}/photos}}]"
+    bucket = ("data.loader.buckets=[{num_frames: 1, height: 16, width: 16}]", "data.train.max_height=null")
+    sizes = ("data.train.num_frames=1", "data.train.height=16", "data.train.width=16")
+    found = []
+    for more in (bucket, ("data.loader.mode=sampler", "data.train.max_height=null", *sizes)):
+        words = (*more, photos, "data.train.max_width=null", "data.validation=null", "validation=null")
+        assert (
+            main(
+                [
+                    "train",
+                    "--dry-run",
+                    "--json",
+                    "--config",
+                    str(run),
+                    "train.steps=5",
+                    "train.epochs=null",
+                    *words,
+                ]
+            )
+            == 0
+        )
+        found.append(json.loads(capsys.readouterr().out)["flops"])
+    assert found[0] == pytest.approx(found[1]) and found[0]["forward"] > 0
+
+
 def table(plan: str) -> list[str]:
     lines = plan.split("samples per epoch  padded  dropped\n")[1].splitlines()
     return lines[: lines.index("")]
@@ -203,7 +229,8 @@ def test_two_ranks_train_what_one_rank_trains_and_a_resume_is_exact(run: Path, t
         "ema={decay: 0.5}",
     )
     for ranks in (1, 2):
-        done = mm("train", "--config", run, "--nproc", ranks, f"run.name=over_{ranks}", *more)
+        own = (f"run.name=over_{ranks}", f"data.loader.workers={ranks - 1}")
+        done = mm("train", "--config", run, "--nproc", ranks, *own, *more)
         assert done.code == 0, done.out + done.err
     one, two = (tmp_path / f"runs/over_{ranks}" for ranks in (1, 2))
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)
