@@ -17,11 +17,12 @@ from PIL import Image
 from mm_core.builtin.configs.data import MediaSource
 from mm_core.builtin.tiny import write_clip
 from mm_core.contracts import Batch, Randomness, VideoTextBatch
+from mm_core.data.datasets import media_sizes
 from mm_core.data.datasets.media_text import MediaTextDataset
 from mm_core.data.loading.bucketed import BucketedSamples, BucketOrder, Rests, in_evaluation, used
 from mm_core.data.loading.buckets import Bucket, Grid, derived, nearest
 from mm_core.data.loading.loader import MicroBatchLoader
-from mm_core.errors import PlanError
+from mm_core.errors import PlanError, RunWarning
 
 SEED, STEP = 3, 4
 WAN = Grid(tuple(range(1, 82, 4)), 16)
@@ -310,3 +311,11 @@ def test_sizes_are_those_of_the_header_upright_and_at_the_rate_of_the_dataset(tm
     assert found == [[1, 24, 16], [9, 16, 24], [0, 0, 0], [33, 5, 7], [1, 5, 7]]
     found = MediaTextDataset(source, max_height=8, max_width=8, fps=4.0).row_sizes().tolist()
     assert found == [[1, 24, 16], [5, 16, 24], [0, 0, 0], [9, 5, 7], [1, 5, 7]]
+
+
+def test_reading_many_headers_shows_how_far_it_is(media, monkeypatch):
+    monkeypatch.setattr(media_sizes, "_EVERY", 0.0)
+    with pytest.warns(
+        RunWarning, match=r"21 of 21 headers read in 0 s; declare num_frames, height and width"
+    ):
+        assert (media.row_sizes() > 0).all()
