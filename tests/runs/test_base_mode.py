@@ -282,8 +282,8 @@ def test_configs_that_cannot_be_kept_are_refused(tiny, runs):
     def load(*more: str) -> Any:
         return mm_core.load_config(tiny, [f"plugins.path=[{PLUGIN}]", *more])
 
-    with pytest.raises(ConfigError, match="found 'variable'"):
-        load("data.loader.mode=variable")
+    with pytest.raises(ConfigError, match="found 'bucket'"):
+        load("data.loader.mode=bucket")
     with pytest.raises(MMError, match="group_by_length works only with mode: sampler"):
         load("data.loader={mode: base, group_by_length: true}")
     with pytest.raises(MMError, match=r"does not keep its contract.*collate") as caught:
