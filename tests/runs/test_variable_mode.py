@@ -220,6 +220,15 @@ def test_what_fits_no_bucket_is_one_sentence(run: Path, media: Path, tmp_path: P
     )
 
 
+@pytest.mark.filterwarnings("default")
+def test_photos_are_not_used_where_the_predictor_takes_no_single_frame(run: Path, capsys) -> None:
+    command = ("train", "--dry-run", "--config", str(run), "task.predictor.patch_size=[2, 2, 2]")
+    assert main([*command]) == 0
+    printed = capsys.readouterr()
+    assert {line.split()[0] for line in table(printed.out)} == {"8", "4"}
+    assert "no bucket fits 9 rows of data.train, such as 1 frame of 16 x 24: not used" in printed.err
+
+
 @pytest.mark.slow
 def test_two_ranks_train_what_one_rank_trains_and_a_resume_is_exact(run: Path, tmp_path: Path, mm) -> None:
     more = (
