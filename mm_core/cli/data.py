@@ -51,6 +51,9 @@ def _datasets(config: RunConfig, split: str | None) -> Iterator[tuple[str, Datas
     from mm_core.data.loading.seeding import build_dataset
 
     splits = config.data.splits
+    if config.data.loader.mode == "base":
+        what = "`mm data` reads sources of media_text, but this run reads a Dataset as it is (mode: base)"
+        raise MMError(what, where="data.loader.mode", hint="look at the Dataset in Python")
     if split is not None and split not in splits:
         raise MMError(f"the config has no data.{split}", accepted=", ".join(splits))
     for name in splits if split is None else [split]:

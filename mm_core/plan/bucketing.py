@@ -141,14 +141,25 @@ def bucketed(
     rows = returned(SupportsRowSizes.row_sizes, dataset.row_sizes(), dataset)
     numbers = nearest(rows, list(offered.sizes), loader.upscale)
     counts = numbers[numbers >= 0].bincount(minlength=len(offered.sizes))
+    known = (rows > 0).all(1)
+    if not int(known.sum()):
+        hint = "`mm data check` lists each with its reason"
+        raise DataError("no image or clip can be read", where=f"data.{split}", hint=hint)
     if not int(counts.sum()):
         raise DataError(
-            f"no image or clip of data.{split} fits a bucket: {_shown(rows)}",
+            f"no image or clip of data.{split} fits a bucket: {_shown(rows[known])}",
             where="data.loader.buckets",
             accepted="; ".join(_named(size) for size in [*offered.sizes][:3]),
-            hint="set data.loader.upscale: true, or smaller limits or buckets",
+            hint=f"{_why_unused(rows[known], offered, loader.upscale)}; or set smaller limits or buckets",
         )
-    _note_misfits(rows, numbers, split)
+    if unread := len(rows) - int(known.sum()):
+        what = f"{plural(unread, 'file')} of data.{split} cannot be read; `mm data check` lists them"
+        warnings.warn(what, RunWarning, stacklevel=2)
+    if len(lost := rows[known & (numbers < 0)]):
+        first = " x ".join(map(str, lost[0].tolist()))
+        what = f"no bucket fits {plural(len(lost), 'row')} of data.{split}, such as {first}, so they are not"
+        what += f" used: {_why_unused(lost, offered, loader.upscale)}"
+        warnings.warn(what, RunWarning, stacklevel=2)
     kept = counts.nonzero().flatten().tolist()
     empty = [_named(size) for n, size in enumerate(offered.sizes) if n not in kept]
     if loader.buckets != "auto" and empty:
@@ -164,17 +175,15 @@ def bucketed(
     return BucketedSamples(dataset, chosen, again[numbers])
 
 
-def _note_misfits(rows: Tensor, numbers: Tensor, split: str) -> None:
-    known = (rows > 0).all(1)
-    if lost := int((known & (numbers < 0)).sum()):
-        frames, height, width = rows[known & (numbers < 0)][0].tolist()
-        warnings.warn(
-            f"no bucket fits {plural(lost, 'row')} of data.{split}, such as"
-            f" {plural(frames, 'frame')} of {height} x {width}: not used (data.loader.upscale: true"
-            " enlarges them)",
-            RunWarning,
-            stacklevel=3,
-        )
+def _why_unused(rows: Tensor, offered: OfferedBuckets, upscale: bool) -> str:
+    """Why the first of rows that fit no bucket does not, and what helps."""
+    frames, shortest = int(rows[0, 0]), min(size[0] for size in offered.sizes)
+    if frames < shortest:
+        media = "images, which have one frame" if frames == 1 else f"clips of {plural(frames, 'frame')}"
+        return f"the shortest bucket has {plural(shortest, 'frame')}, too many for {media}"
+    if upscale:
+        return "it has another shape than every bucket"
+    return "data.loader.upscale: true enlarges them"
 
 
 def _shown(rows: Tensor) -> str:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import mm_core
+from mm_core.cli.main import main
 from mm_core.contracts import Batch, DataRanks, DictBatch, Randomness, SampleKey, VideoTextBatch
 from mm_core.data.datasets.shapes import ShapesDataset
 from mm_core.data.loading.loader import CodeError, MicroBatchLoader
@@ -278,7 +279,7 @@ def test_ranks_that_read_the_same_rows_are_a_warning_and_shares_that_differ_an_e
         compare([2, 0, 7], [2, 0, 8])
 
 
-def test_configs_that_cannot_be_kept_are_refused(tiny, runs):
+def test_configs_that_cannot_be_kept_are_refused(tiny, runs, capsys):
     def load(*more: str) -> Any:
         return mm_core.load_config(tiny, [f"plugins.path=[{PLUGIN}]", *more])
 
@@ -292,6 +293,9 @@ def test_configs_that_cannot_be_kept_are_refused(tiny, runs):
     with pytest.raises(PlanError, match="has no known number of samples") as caught:
         runs("epochs", "{type: local/stream}", "base", "train.steps=null", "train.epochs=1")
     assert caught.value.where == "train.epochs"
+    found = [f"plugins.path=[{PLUGIN}]", "data.train={type: local/clips}", "data.loader.mode=base"]
+    assert main(["data", "check", "--config", str(tiny), *found]) == 1
+    assert "this run reads a Dataset as it is (mode: base)" in capsys.readouterr().err
 
 
 def test_a_batch_of_plain_dicts_trains_a_transformers_model_too():

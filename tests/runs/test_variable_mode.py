@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from PIL import Image
 
 import mm_core
 from mm_core.builtin.tiny import write_clip
+from mm_core.checkpoint.resume_check import differences_of
 from mm_core.cli.main import main
 from support.checkpoints import state_of
 from support.logs import losses
@@ -215,8 +217,8 @@ def test_what_fits_no_bucket_is_one_sentence(run: Path, media: Path, tmp_path: P
     sources = f"[{{annotations: {media}/photos}}, {{annotations: {tmp_path}/small}}]"
     assert main(["train", "--dry-run", "--config", str(run), f"data.train.sources={sources}"]) == 0
     assert capsys.readouterr().err == (
-        "warning: no bucket fits 1 row of data.train, such as 1 frame of 3 x 4: not used"
-        " (data.loader.upscale: true enlarges them)\n"
+        "warning: no bucket fits 1 row of data.train, such as 1 x 3 x 4, so they are not used:"
+        " data.loader.upscale: true enlarges them\n"
     )
 
 
@@ -226,7 +228,30 @@ def test_photos_are_not_used_where_the_predictor_takes_no_single_frame(run: Path
     assert main([*command]) == 0
     printed = capsys.readouterr()
     assert {line.split()[0] for line in table(printed.out)} == {"8", "4"}
-    assert "no bucket fits 9 rows of data.train, such as 1 frame of 16 x 24: not used" in printed.err
+    assert "no bucket fits 9 rows of data.train, such as 1 x 16 x 24, so they are not used" in printed.err
+    assert "the shortest bucket has 2 frames, too many for images, which have one frame" in printed.err
+
+
+@pytest.mark.filterwarnings("default")
+def test_files_that_cannot_be_read_are_counted(run: Path, media: Path, tmp_path: Path, capsys) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/a.png").write_bytes(b"no picture")
+    (tmp_path / "broken/a.txt").write_text("x")
+    broken = f"{{annotations: {tmp_path}/broken}}"
+    command = ("train", "--dry-run", "--config", str(run))
+    assert main([*command, f"data.train.sources=[{broken}]"]) == 1
+    assert "no image or clip can be read" in capsys.readouterr().err
+    assert main([*command, f"data.train.sources=[{{annotations: {media}/photos}}, {broken}]"]) == 0
+    expected = "warning: 1 file of data.train cannot be read; `mm data check` lists them\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_a_resume_with_another_micro_batch_has_other_steps() -> None:
+    def manifest(size: int, mode: str) -> dict[str, Any]:
+        return {"config": {"data": {"loader": {"mode": mode}}, "train": {"micro_batch_size": size}}}
+
+    found = [differences_of(manifest(1, mode), manifest(2, mode)) for mode in ("sampler", "variable")]
+    assert [[each.verdict for each in differences] for differences in found] == [["safe"], ["allow"]]
 
 
 @pytest.mark.slow
