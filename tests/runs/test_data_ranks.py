@@ -91,7 +91,10 @@ def test_clips_with_dropout_and_samples(tiny, tmp_path, mm):
         {file.name: file.read_bytes() for file in sorted((run / "samples").rglob("*.*"))}
         for run in (two, pairs)
     ]
-    assert len(clips[0]) == 5 and clips[0] == clips[1]
+    assert len(clips[0]) == 5 and clips[0].keys() == clips[1].keys()
+    # The sheet has every pixel of the clips; x264 writes equal frames with other bytes now and then.
+    exact = [name for name in clips[0] if not name.endswith(".mp4")]
+    assert len(exact) == 2 and all(clips[0][name] == clips[1][name] for name in exact)
     words = ("--prompt", "a red circle", "--seed", 3, "--steps", 2)
     for run, world in ((two, 1), (pairs, 4)):
         done = mm("sample", "--run", run, "--nproc", world, "--out", tmp_path / f"out_{world}", *words)
