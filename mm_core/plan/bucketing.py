@@ -156,7 +156,7 @@ def bucketed(
         what = f"{plural(unread, 'file')} of data.{split} cannot be read; `mm data check` lists them"
         warnings.warn(what, RunWarning, stacklevel=2)
     if len(lost := rows[known & (numbers < 0)]):
-        first = " x ".join(map(str, lost[0].tolist()))
+        first = _named(lost[0].tolist())
         what = f"no bucket fits {plural(len(lost), 'row')} of data.{split}, such as {first}, so they are not"
         what += f" used: {_why_unused(lost, offered, loader.upscale)}"
         warnings.warn(what, RunWarning, stacklevel=2)
@@ -166,7 +166,7 @@ def bucketed(
         what = f"no image or clip of data.{split} is nearest to the bucket {', '.join(empty)}"
         warnings.warn(what, RunWarning, stacklevel=2)
     # What cannot be read is drawn with the others, fails, and is listed with its reason.
-    numbers[(rows == 0).any(1)] = int(counts.argmax())
+    numbers[~known] = int(counts.argmax())
     again = torch.full((len(offered.sizes) + 1,), -1, dtype=torch.int64)  # the last one is for -1
     again[kept] = torch.arange(len(kept))
     chosen = offered.batched(kept, config.train.micro_batch_size)
@@ -276,7 +276,7 @@ def offered_buckets(config: RunConfig, task: TaskModule, options: Mapping[str, A
     return OfferedBuckets(grid, dict.fromkeys(sizes))
 
 
-def _named(size: tuple[int, int, int]) -> str:
+def _named(size: Sequence[int]) -> str:
     return " x ".join(map(str, size))
 
 
