@@ -180,7 +180,7 @@ class HandWritten:
         for _ in range(steps):
             batch = next(self.batches)
             with torch.no_grad():
-                latents = task.autoencoder.encode(batch.pixels).mode()
+                latents = task.autoencoder.encode(batch.to(torch.device("cpu")).pixels).mode()
                 text, mask = task.text_encoder.encode(batch.text_ids, batch.text_mask)
                 noise = torch.randn_like(latents)
                 uniform = torch.rand(len(batch))

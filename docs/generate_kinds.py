@@ -33,6 +33,7 @@ _MORE = {
     "task": "[Write a task](../writing-a-task.md): a task and a dataset, step by step.",
     "dataset": "[Data](../data.md): datasets, loading, sampling.",
     "video_reader": "[Data](../data.md): datasets, loading, sampling.",
+    "transform": "[Data](../data.md#transforms): what the shipped one does.",
     "autoencoder": "[Wan](../wan.md): how a published autoencoder is used.",
     "text_encoder": "[Write a DiT](../writing-a-dit.md#conditions): conditions of a predictor.",
     "image_encoder": "[Image to video](../data.md#image-to-video): where images come from.",

@@ -25,6 +25,7 @@ _SUMMARIES = {
     "text_rows": "texts of a JSON, CSV, TSV or Parquet table with labels, for Transformers models",
     "pyav": "FFmpeg through PyAV; detects corrupt frames, honours rotation and variable frame rates",
     "decord": "decord 0.6 (x86_64 Linux wheels only; no AV1, does not detect corrupt frames)",
+    "resize_crop": "short side, stretched or as it is; central, random or fixed crop; mirrored; mean and std",
     "adamw": "torch.optim.AdamW (decoupled weight decay)",
     "adam": "torch.optim.Adam (L2 decay)",
     "adamw_8bit": "torchao's AdamW with 8-bit moments (extra: low-bit)",
@@ -180,6 +181,11 @@ def mm_video_readers() -> list[Component]:
         _core("pyav", "data.media.readers:PyAVReader", "data:PyAVConfig"),
         _core("decord", "data.media.readers:DecordReader", "data:DecordConfig", expected_failures=known),
     ]
+
+
+@hookimpl
+def mm_transforms() -> list[Component]:
+    return [_core("resize_crop", "data.media.transforms:ResizeCrop", "data:ResizeCropConfig")]
 
 
 @hookimpl

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -88,7 +89,8 @@ class VideoTextBatch(Batch):
     """A micro-batch of clips and captions.
 
     Attributes:
-        pixels: [B,3,F,Y,X] float32 in [-1, 1]; None where `moments` and `clip_size` are given.
+        pixels: [B,3,F,Y,X] float32 in [-1, 1], or uint8 levels, of which `to` makes these floats; None where
+            `moments` and `clip_size` are given.
         captions: B strings.
         text_ids: [B,L] int64 tokens, set by the task's batch transform in the data worker.
         text_mask: [B,L] bool, false for padding; set like `text_ids`.
@@ -97,6 +99,8 @@ class VideoTextBatch(Batch):
         moments: [B,...], what the autoencoder's posterior of the clips stores (see `SupportsPosterior`), in
             place of pixels.
         clip_size: frames, height and width (F,Y,X) of clips without pixels.
+        levels: [3,256] float32, what each level of uint8 pixels stands for in red, green and blue; None: -1
+            (black) to 1 (white).
     """
 
     pixels: Tensor | None
@@ -106,6 +110,7 @@ class VideoTextBatch(Batch):
     fps: Tensor | None = None
     moments: Tensor | None = None
     clip_size: tuple[int, int, int] | None = None
+    levels: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.pixels is None:
@@ -113,6 +118,14 @@ class VideoTextBatch(Batch):
                 raise ValueError("a batch without pixels needs `moments` and `clip_size`")
         elif self.pixels.dim() != 5 or self.pixels.shape[1] != 3:
             raise ValueError(f"pixels must have the shape [B,3,F,Y,X], not {[*self.pixels.shape]}")
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
+        """Moves the batch to a device, where uint8 pixels become the floats that they stand for."""
+        moved = super().to(device, non_blocking=non_blocking)
+        if moved.pixels is None or moved.pixels.dtype != torch.uint8:
+            return moved
+        levels = _default_levels(device) if moved.levels is None else moved.levels
+        return dataclasses.replace(moved, pixels=_looked_up(moved.pixels, levels), levels=None)
 
     @property
     def size(self) -> tuple[int, int, int]:
@@ -127,6 +140,21 @@ class VideoTextBatch(Batch):
     def device(self) -> torch.device:
         """Where the clips are."""
         return next(clips.device for clips in (self.pixels, self.moments) if clips is not None)
+
+
+@cache
+def _default_levels(device: torch.device) -> Tensor:
+    """The floats from -1 to 1 of 256 levels, [3,256]. They are made on the CPU: devices round otherwise."""
+    return (torch.arange(256, dtype=torch.float32) / 127.5 - 1).expand(3, 256).contiguous().to(device)
+
+
+def _looked_up(pixels: Tensor, levels: Tensor) -> Tensor:
+    """Floats [B,3,F,Y,X] of uint8 pixels by a table [3,256]."""
+    found = torch.empty(pixels.shape, dtype=levels.dtype, device=pixels.device)
+    for clip, out in zip(pixels, found, strict=True):
+        for plane, table, values in zip(clip, levels, out, strict=True):
+            torch.index_select(table, 0, plane.reshape(-1).int(), out=values.view(-1))
+    return found
 
 
 @dataclass

@@ -50,6 +50,32 @@ class VideoReader(Protocol):
         """
 
 
+class Transform(Protocol):
+    """A transform of decoded frames into the pixels of a sample, called in data workers."""
+
+    def pixels(self, frames: Tensor, height: int, width: int, rng: Randomness | None) -> Tensor:
+        """The pixels of a sample, uint8 [3,F,height,width], the same way for all its frames.
+
+        Args:
+            frames: uint8 [F,Y,X,3] of any size, red, green and blue.
+            height: of the result; another one in each bucket.
+            width: of the result.
+            rng: of the sample, for random choices; None: without them (validation).
+
+        Raises:
+            DataError: the frames cannot be used; the sample is skipped, counted and listed.
+        """
+
+
+@runtime_checkable
+class SupportsLevels(Protocol):
+    """Capability of a transform whose pixels do not stand for -1 (black) to 1 (white)."""
+
+    @property
+    def levels(self) -> Tensor | None:
+        """What each level of red, green and blue stands for on the device, float32 [3,256]; None: -1 to 1."""
+
+
 class Dataset(Protocol):
     """A map-style dataset of plain dicts. A dataset with random samples is a SupportsSampleAt too.
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mm_core.data.media.frames import read_frames
     from mm_core.data.media.images import opened_image, read_image
     from mm_core.data.media.readers import PyAVReader
+    from mm_core.data.media.transforms import ResizeCrop
     from mm_core.data.media.video_files import write_clips
     from mm_core.data.rows.annotations import inside
     from mm_core.data.rows.json_rows import RowFile, kind_of
@@ -35,6 +36,7 @@ __all__ = [
     "Mixture",
     "PackedRows",
     "PyAVReader",
+    "ResizeCrop",
     "RowFile",
     "StartWorker",
     "VideoTextDataset",
@@ -61,6 +63,7 @@ __getattr__ = lazy_names(
         "Mixture": "mm_core.data.rows.mixture",
         "PackedRows": "mm_core.data.rows.packed_rows",
         "PyAVReader": "mm_core.data.media.readers",
+        "ResizeCrop": "mm_core.data.media.transforms",
         "RowFile": "mm_core.data.rows.json_rows",
         "StartWorker": "mm_core.data.loading.workers",
         "VideoTextDataset": "mm_core.data.datasets.video_text",

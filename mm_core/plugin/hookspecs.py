@@ -103,6 +103,11 @@ def mm_video_readers() -> Iterable[Component]:
 
 
 @hookspec
+def mm_transforms() -> Iterable[Component]:
+    """Transforms of decoded frames into pixels: `target(**fields)` -> `mm_core.contracts.Transform`."""
+
+
+@hookspec
 def mm_weight_formats() -> Iterable[Component]:
     """Formats of weights on disk: `target()` -> `mm_core.weights.WeightFormat`.
 

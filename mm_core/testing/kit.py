@@ -12,8 +12,8 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any, Literal
 from unittest import SkipTest
@@ -41,6 +41,7 @@ KITS: Mapping[str, str] = MappingProxyType(
         "scheduler": "mm_core.testing.schedulers:KIT",
         "dataset": "mm_core.testing.data.datasets:KIT",
         "video_reader": "mm_core.testing.data.video_readers:KIT",
+        "transform": "mm_core.testing.data.transforms:KIT",
         "metric": "mm_core.testing.outputs.metrics:KIT",
         "tracker": "mm_core.testing.outputs.trackers:KIT",
         "callback": "mm_core.testing.outputs.callbacks:KIT",
@@ -279,7 +280,7 @@ class Examination:
     def checks(self) -> Mapping[str, Check]:
         """The checks of the component: those of every kind, then those of its own."""
         own = {n: c for n, c in self._kit.checks.items() if self.ranks or n not in self._kit.ranks}
-        return MappingProxyType({**_load(_COMMON), **own})
+        return MappingProxyType({**resolve_name(_COMMON), **own})
 
     @cached_property
     def _probe(self) -> Probe:
@@ -363,13 +364,8 @@ def sentence_of(error: BaseException, place: str | None = None) -> str:
 
 def kit_of(kind: str) -> Kit:
     """The conformance checks of a kind of component."""
-    kit: Kit = _load(KITS[kind])
+    kit: Kit = resolve_name(KITS[kind])
     return kit
-
-
-def _load(path: str) -> Any:
-    module, _, name = path.partition(":")
-    return getattr(import_module(module), name)
 
 
 def find_components(registry: Registry, name: str, kind: str | None = None) -> tuple[Registered, ...]:

@@ -155,7 +155,7 @@ def test_an_image_is_a_clip_of_one_frame(tmp_path):
     (tmp_path / "p/a.txt").write_text("  a&amp;flag\n")
     sample = dataset(tmp_path / "p", num_frames=49)[0]
     assert sample["pixels"].shape == (3, 1, 8, 8)
-    assert sample["pixels"][:, 0, 0, 0].tolist() == [1, -1, -1]
+    assert sample["pixels"][:, 0, 0, 0].tolist() == [255, 0, 0]
     assert (sample["caption"], sample["id"]) == ("a&flag", str(tmp_path / "p/a.png"))
 
 
@@ -164,7 +164,7 @@ def test_an_image_is_a_clip_of_one_frame(tmp_path):
 
 def level(sample: dict, frame: int) -> int:
     """The number of a frame by its grey level (20 + 4 k)."""
-    return round((float(sample["pixels"][:, frame].mean()) + 1) * 127.5 / 4 - 5)
+    return round(float(sample["pixels"][:, frame].float().mean()) / 4 - 5)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def level(sample: dict, frame: int) -> int:
 def test_clips_of_10_bits_and_odd_sizes_have_their_frames(tmp_path, encode, options):
     encode(tmp_path / "a.mp4", 12, **options)
     data = dataset(table(tmp_path / "a.jsonl", {"path": "a.mp4", "cap": "x"}), num_frames=5)
-    levels = (data[0]["pixels"].mean((0, 2, 3)) + 1) * 127.5
+    levels = data[0]["pixels"].float().mean((0, 2, 3))
     # FFmpeg's conversion of 10 bits rounds down by up to two of 255 levels; frames are four apart.
     assert (levels - torch.arange(20.0, 40, 4)).abs().max() < 2.2
 

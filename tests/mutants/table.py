@@ -79,7 +79,7 @@ FAULTS: Mapping[str, Mapping[str, str]] = {
         "weight_format": "only reads a component's shapes",
     },
     "lying declaration": dict.fromkeys(
-        ("dataset", "lr_schedule", "metric", "tracker", "callback"), "declares nothing"
+        ("dataset", "lr_schedule", "metric", "tracker", "callback", "transform"), "declares nothing"
     ),
     "ignored input": {
         **dict.fromkeys(("autoencoder", "image_encoder"), "has one input: ignoring it is a wrong value"),

@@ -10,6 +10,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "mm_core"
 
 ALLOWED = {
     "checkpoint.files.fingerprints._adds_integers": "a fact of a kind of device",
+    "contracts.batch._default_levels": "the table of 256 pixel values on each device",
     "checkpoint.run_lock._held": "the lock of a run is held until the process ends",
     "data.loading.sampler.epoch_order": "a function of its arguments, and long",
     "data.loading.sampler.grouped_order": "a function of its arguments, and long",

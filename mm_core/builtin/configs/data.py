@@ -11,6 +11,27 @@ _PYAV = ComponentConfig("video_reader", "core/pyav")
 _Column = str | Annotated[int, Range(ge=0)]
 _Pixels = Annotated[int, Range(ge=1)]
 _Share = Annotated[float, Range(ge=0, le=1)]
+Interpolation = Literal["bicubic", "bilinear", "area"]
+
+
+@dataclass(frozen=True)
+class ResizeCropConfig:
+    """Config of the transform `resize_crop`: how frames get the size of a sample."""
+
+    resize: Literal["short_side", "stretch", "exact"] = (
+        "short_side"  # until both sides cover the sample; stretch: without aspect ratio; exact: crop only
+    )
+    crop: Literal["centre", "random"] | tuple[_Share, _Share] = (
+        "centre"  # or [down, across], [0, 0.5] is the top, in the middle; validation: centre for random
+    )
+    flip: _Share = 0.0  # share of the training samples that are mirrored left to right
+    interpolation: Interpolation = "bicubic"  # of the resize; all are antialiased
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)  # of red, green, blue in [0, 1], subtracted
+    std: tuple[float, float, float] = (0.5, 0.5, 0.5)  # the rest is divided by it: -1 to 1
+
+    def __post_init__(self) -> None:
+        if min(self.std) <= 0:
+            raise ValueError("std is the divisor of the pixels; set three numbers above 0")
 
 
 @dataclass(frozen=True)
@@ -24,7 +45,10 @@ class VideoTextConfig:
     folder: str | None = None  # base folder of the rows' paths; null: the folder of the annotation file
     fps: Annotated[float, Range(gt=0)] | None = None  # frames sampled per second; null: each clip's own rate
     random_start: bool = False  # start clips at a random frame of a longer video; false: at its beginning
-    interpolation: Literal["bicubic", "bilinear"] = "bicubic"  # interpolation of the resize (antialiased)
+    interpolation: Interpolation = "bicubic"  # of the resize, where no transform is set (antialiased)
+    transform: Annotated[ComponentConfig, Kind("transform")] | None = (
+        None  # resizes, crops, flips; null: the short side is resized, and the centre cropped
+    )
     reader: Annotated[ComponentConfig, Kind("video_reader")] = _PYAV  # decoder of the videos
 
 
@@ -84,7 +108,10 @@ class MediaTextConfig:
     max_width: _Pixels | None = None  # pixels
     fps: Annotated[float, Range(gt=0)] | None = None  # frames sampled per second; null: each clip's own rate
     random_start: bool = False  # start clips at a random frame of a longer video; false: at its beginning
-    interpolation: Literal["bicubic", "bilinear"] = "bicubic"  # interpolation of the resize (antialiased)
+    interpolation: Interpolation = "bicubic"  # of the resize, where no transform is set (antialiased)
+    transform: Annotated[ComponentConfig, Kind("transform")] | None = (
+        None  # resizes, crops, flips; null: the short side is resized, and the centre cropped
+    )
     max_pixels: Annotated[int, Range(ge=1)] = 8192 * 8192  # larger pictures are refused before decoding
     reader: Annotated[ComponentConfig, Kind("video_reader")] = _PYAV  # decoder of the clips
 

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from mm_core.builtin.configs.data import CaptionTags, MediaSource, MediaTextConfig
-from mm_core.contracts import Randomness, VideoInfo, VideoReader, VideoTextBatch
+from mm_core.contracts import Randomness, Transform, VideoInfo, VideoReader, VideoTextBatch
 from mm_core.data.datasets import Sample
 from mm_core.data.datasets.media_sizes import sizes_of
 from mm_core.data.datasets.video_text import collate_clips
 from mm_core.data.media.frames import clip_times, read_frames
 from mm_core.data.media.images import image_size, read_photo
 from mm_core.data.media.readers import PyAVReader
-from mm_core.data.media.transforms import resize_centre_crop
+from mm_core.data.media.transforms import levels_of, transform_of, transformed
 from mm_core.data.rows.annotations import inside
 from mm_core.data.rows.captions import clean_caption
 from mm_core.data.rows.mapped_rows import MappedRows, read_once
@@ -43,7 +43,7 @@ _DECODED = 32  # frames that a check of a clip has in memory
 class MediaTextDataset:
     """The dataset `media_text`: images and clips of several sources, each with a caption.
 
-    A sample is as in `video_text`: {"pixels": float32 [3,F,Y,X] in [-1,1], "caption", "id", "fps"}. An image
+    A sample is as in `video_text`: {"pixels": uint8 [3,F,Y,X], "caption", "id", "fps"}. An image
     is a clip of one frame. An epoch uses the rows of each source by its weight (`Mixture`). Sizes in a row
     are never trusted: the file decides.
 
@@ -53,6 +53,7 @@ class MediaTextDataset:
         height: in pixels, after resizing and cropping; None: every sample is read in its bucket's size.
         width: as height.
         reader: decodes the clips; None: a `PyAVReader`.
+        transform: makes pixels of decoded frames; None: a `ResizeCrop` with `interpolation`.
         others: further fields of `MediaTextConfig`.
 
     Raises:
@@ -68,10 +69,12 @@ class MediaTextDataset:
         width: int | None = None,
         *,
         reader: VideoReader | None = None,
+        transform: Transform | None = None,
         **others: Any,
     ) -> None:
         self.wanted = MediaTextConfig(tuple(sources), num_frames, height, width, **others)
         self.reader = PyAVReader() if reader is None else reader
+        self.transform = transform_of(transform, self.wanted.interpolation)
         folder, opened = read_once(partial(_write_rows, self.wanted.sources))
         self.rows = MappedRows(folder)
         self.sources: Sequence[OpenedSource] = opened
@@ -128,7 +131,7 @@ class MediaTextDataset:
         """Collates images or clips into a batch; the loader has added `key` and `weight` to each sample."""
         if len({sample["pixels"].shape for sample in samples}) > 1:
             raise _mixed(len(samples), "a micro-batch", ", ".join(sample["id"] for sample in samples[:4]))
-        return collate_clips(samples)
+        return collate_clips(samples, levels_of(self.transform))
 
     @classmethod
     def check_micro_batch(cls, size: int, options: Mapping[str, Any]) -> None:
@@ -220,10 +223,11 @@ class MediaTextDataset:
                 info = self.reader.probe(path)
                 times = clip_times(info, path, num_frames, wanted.fps, start)
                 frames, fps = read_frames(self.reader, path, times), info.fps
+        name = self.name_of(row)
         return {
-            "pixels": resize_centre_crop(frames, height, width, wanted.interpolation),
+            "pixels": transformed(self.transform, frames, height, width, rng, name),
             "caption": caption,
-            "id": self.name_of(row),
+            "id": name,
             "fps": fps if wanted.fps is None else wanted.fps,
         }
 

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mm_core.builtin.configs.data import VideoTextConfig
-from mm_core.contracts import Randomness, VideoReader, VideoTextBatch
+from mm_core.contracts import Randomness, Transform, VideoReader, VideoTextBatch
 from mm_core.data.datasets import Sample
 from mm_core.data.media.frames import clip_times, read_frames, too_short
 from mm_core.data.media.readers import PyAVReader
-from mm_core.data.media.transforms import resize_centre_crop
+from mm_core.data.media.transforms import levels_of, transform_of, transformed
 from mm_core.data.rows.annotations import Annotation, inside, read_annotations
 from mm_core.data.rows.captions import clean_caption, half_character
 from mm_core.data.rows.packed_rows import PackedRows
@@ -24,7 +25,7 @@ from mm_core.errors import DataError
 class VideoTextDataset:
     """The dataset `video_text`: clips of `num_frames` frames, each with a caption.
 
-    A sample is {"pixels": float32 [3,F,Y,X] in [-1,1], "caption": str, "id": path in the folder,
+    A sample is {"pixels": uint8 [3,F,Y,X], "caption": str, "id": path in the folder,
     "fps": frames per second}. Frames are taken at `fps`, by time, or at the video's own rate. Sizes in the
     annotation only save time: a video that declares fewer frames than a clip needs is not opened.
 
@@ -34,6 +35,7 @@ class VideoTextDataset:
         height: in pixels, after resizing and cropping.
         width: in pixels, after resizing and cropping.
         reader: decodes the videos; None: a `PyAVReader`.
+        transform: makes pixels of decoded frames; None: a `ResizeCrop` with `interpolation`.
         others: further fields of `VideoTextConfig`.
 
     Raises:
@@ -49,6 +51,7 @@ class VideoTextDataset:
         width: int,
         *,
         reader: VideoReader | None = None,
+        transform: Transform | None = None,
         **others: Any,
     ) -> None:
         self.wanted = VideoTextConfig(str(annotations), num_frames, height, width, **others)
@@ -56,6 +59,7 @@ class VideoTextDataset:
         self.folder = file.parent if folder is None else Path(folder)
         self.rows: Sequence[Annotation] = PackedRows(read_annotations(file), Annotation)
         self.reader = PyAVReader() if reader is None else reader
+        self.transform = transform_of(transform, self.wanted.interpolation)
         check_folder(self.folder, "the folder of the videos")
 
     def __len__(self) -> int:
@@ -63,19 +67,17 @@ class VideoTextDataset:
 
     def __getitem__(self, index: int) -> Sample:
         """The sample without random choices: the video's first frames and its first caption."""
-        return self._sample(index, 0.0, 0.0)
+        return self._sample(index, None)
 
     def sample_at(self, index: int, rng: Randomness) -> Sample:
-        """The sample with its start (with `random_start`) and caption drawn from `rng`."""
-        start = rng.uniform("start") if self.wanted.random_start else 0.0
-        return self._sample(index, start, rng.uniform("caption"))
+        """The sample with its start (with `random_start`), caption and crop drawn from `rng`."""
+        return self._sample(index, rng)
 
     def collate(self, samples: Sequence[Sample]) -> VideoTextBatch:
         """Collates clips into a batch; the loader has added `key` and `weight` to each sample."""
-        return collate_clips(samples)
+        return collate_clips(samples, levels_of(self.transform))
 
-    def _sample(self, index: int, start: float, caption: float) -> Sample:
-        """The sample with its start and caption chosen by uniform numbers in [0, 1)."""
+    def _sample(self, index: int, rng: Randomness | None) -> Sample:
         row, wanted = self.rows[index], self.wanted
         path = inside(self.folder, row.path)
         for text in row.captions:
@@ -83,11 +85,14 @@ class VideoTextDataset:
                 raise _half(path, half)
         if wanted.fps is None and row.num_frames is not None and row.num_frames < wanted.num_frames:
             raise too_short(path, row.num_frames, "the annotation declares", wanted.num_frames, None)
+        start = rng.uniform("start") if rng is not None and wanted.random_start else 0.0
+        caption = 0.0 if rng is None else rng.uniform("caption")
         info = self.reader.probe(path)
         times = clip_times(info, path, wanted.num_frames, wanted.fps, start)
         frames = read_frames(self.reader, path, times)
+        pixels = transformed(self.transform, frames, wanted.height, wanted.width, rng, str(path))
         return {
-            "pixels": resize_centre_crop(frames, wanted.height, wanted.width, wanted.interpolation),
+            "pixels": pixels,
             "caption": clean_caption(row.captions[int(caption * len(row.captions))]),
             "id": row.path,
             "fps": info.fps if wanted.fps is None else wanted.fps,
@@ -102,12 +107,13 @@ def _half(path: Path, half: str) -> DataError:
     )
 
 
-def collate_clips(samples: Sequence[Sample]) -> VideoTextBatch:
+def collate_clips(samples: Sequence[Sample], levels: Tensor | None = None) -> VideoTextBatch:
     """A batch of clips with captions.
 
     Args:
-        samples: `pixels` float32 [3,F,Y,X] in [-1, 1], `caption`, `id` and `fps` of each clip, with the `key`
-            and `weight` that the loader adds.
+        samples: `pixels` [3,F,Y,X], uint8 or float32 in [-1, 1], `caption`, `id` and `fps` of each clip, with
+            the `key` and `weight` that the loader adds.
+        levels: of the batch, for uint8 pixels.
     """
     return VideoTextBatch(
         keys=[sample["key"] for sample in samples],
@@ -116,4 +122,5 @@ def collate_clips(samples: Sequence[Sample]) -> VideoTextBatch:
         pixels=torch.stack([sample["pixels"] for sample in samples]),
         captions=[sample["caption"] for sample in samples],
         fps=torch.tensor([sample["fps"] for sample in samples], dtype=torch.float32),
+        levels=levels,
     )

@@ -224,8 +224,11 @@ class AuthorCode:
         )
 
     def _check_pixels(self, batch: Batch) -> None:
-        """CodeError if pixels of clips are no floats or leave [-1, 1]: they would train without any sign."""
+        """CodeError if pixels of clips are neither uint8 nor floats in [-1, 1]: they would train without any
+        sign."""
         if not isinstance(batch, VideoTextBatch) or batch.pixels is None or not batch.pixels.numel():
+            return
+        if batch.pixels.dtype == torch.uint8:
             return
         for sample, pixels in zip(batch.ids, batch.pixels, strict=False):
             least, most = map(float, pixels.aminmax())
@@ -239,7 +242,7 @@ class AuthorCode:
         return CodeError(
             f"the pixels of sample {sample} are from {least:.4g} to {most:.4g}{of}",
             where=self.place,
-            accepted="floats from -1 (black) to 1 (white)",
+            accepted="floats from -1 (black) to 1 (white), or uint8",
             hint="a bicubic resize overshoots: end it with `.clamp(-1, 1)`" if overshoots else scale,
         )
 

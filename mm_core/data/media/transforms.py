@@ -1,14 +1,137 @@
-"""Transforms from decoded video frames to a model's pixels: resizing and cropping."""
+"""Transforms from decoded video frames to a model's pixels: resizing, cropping and flipping."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Interpolation = Literal["bicubic", "bilinear"]
+from mm_core.builtin.configs.data import Interpolation, ResizeCropConfig
+from mm_core.contracts import Randomness, SupportsLevels, Transform
+from mm_core.errors import ContractError, DataError
+from mm_core.plugin.checks.places import place_of_object
+
+
+class ResizeCrop:
+    """The transform `resize_crop`: resizes frames, crops them, and flips some.
+
+    Resizing is antialiased, on 8-bit values, like Pillow's (within two levels). Frames are resized singly.
+    Without random numbers (validation, reading by `[index]`) a random crop is central and nothing is flipped.
+
+    Args:
+        others: the fields of `ResizeCropConfig`.
+    """
+
+    def __init__(self, **others: Any) -> None:
+        self.wanted = ResizeCropConfig(**others)
+
+    @property
+    def levels(self) -> Tensor | None:
+        """What each level of red, green and blue stands for, float32 [3,256]; None: -1 to 1."""
+        if (self.wanted.mean, self.wanted.std) == (ResizeCropConfig.mean, ResizeCropConfig.std):
+            return None
+        mean, std = (torch.tensor(each)[:, None] for each in (self.wanted.mean, self.wanted.std))
+        return (torch.arange(256) / 255 - mean) / std
+
+    def pixels(self, frames: Tensor, height: int, width: int, rng: Randomness | None) -> Tensor:
+        """The pixels of a sample, uint8 [3,F,height,width].
+
+        Args:
+            frames: uint8 [F,Y,X,3].
+            height: of the result.
+            width: of the result.
+            rng: of the sample; None: no random choices.
+
+        Raises:
+            DataError: with `resize: exact`, the frames are smaller than the result.
+        """
+        count, *source, _ = frames.shape
+        size = self._resized(source[0], source[1], height, width)
+        spare = size[0] - height, size[1] - width
+        if min(spare) < 0:
+            raise DataError(
+                f"the frames of {source[1]}x{source[0]} are smaller than {width}x{height}",
+                hint="set `resize: short_side` of the transform, which enlarges them",
+            )
+        top, left = self._corner(spare, rng)
+        flipped = rng is not None and self.wanted.flip > 0 and rng.uniform("flip") < self.wanted.flip
+        pixels = torch.empty(3, count, height, width, dtype=torch.uint8)
+        for index in range(count):
+            frame = frames[index].permute(2, 0, 1)
+            if size != tuple(source):
+                frame = _resize(frame, size, self.wanted.interpolation)
+            cropped = frame[:, top : top + height, left : left + width]
+            pixels[:, index] = cropped.flip(-1) if flipped else cropped
+        return pixels
+
+    def _resized(self, source_height: int, source_width: int, height: int, width: int) -> tuple[int, int]:
+        if self.wanted.resize == "stretch":
+            return height, width
+        if self.wanted.resize == "exact":
+            return source_height, source_width
+        return covering_size(source_height, source_width, height, width)
+
+    def _corner(self, spare: tuple[int, int], rng: Randomness | None) -> tuple[int, int]:
+        """The first row and column of the crop, of as many as there are to spare."""
+        rows, columns = spare
+        if self.wanted.crop == "random" and rng is not None:
+            down, across = rng.uniform("crop", 0), rng.uniform("crop", 1)
+            return int(down * (rows + 1)), int(across * (columns + 1))
+        down, across = (0.5, 0.5) if isinstance(self.wanted.crop, str) else self.wanted.crop
+        return int(down * rows), int(across * columns)
+
+
+def transform_of(transform: Transform | None, interpolation: Interpolation) -> Transform:
+    """The transform of a dataset: the given one, or the short side resized and the centre cropped."""
+    return ResizeCrop(interpolation=interpolation) if transform is None else transform
+
+
+def levels_of(transform: Transform) -> Tensor | None:
+    """The levels of a transform for `VideoTextBatch`; None: -1 to 1. ContractError if they are no table."""
+    found: object = transform.levels if isinstance(transform, SupportsLevels) else None
+    if found is None or _is(found, torch.float32, (3, 256)):
+        return found
+    raise _returned(found, "levels", transform, "torch.float32 [3, 256]")
+
+
+def transformed(
+    transform: Transform, frames: Tensor, height: int, width: int, rng: Randomness | None, name: str
+) -> Tensor:
+    """The pixels uint8 [3,F,height,width] that a transform makes of frames uint8 [F,Y,X,3].
+
+    Args:
+        transform: of the dataset.
+        frames: the decoded frames.
+        height: of the pixels.
+        width: of the pixels.
+        rng: of the sample; None: no random choices.
+        name: of the sample, for errors.
+
+    Raises:
+        ContractError: it returns something else.
+        DataError: these frames cannot be used.
+    """
+    try:
+        pixels: object = transform.pixels(frames, height, width, rng)
+    except DataError as error:
+        error.where = error.where or name
+        raise
+    shape = (3, len(frames), height, width)
+    if _is(pixels, torch.uint8, shape):
+        return pixels
+    raise _returned(pixels, "pixels", transform, f"torch.uint8 {[*shape]}")
+
+
+def _is(found: object, dtype: torch.dtype, shape: tuple[int, ...]) -> TypeGuard[Tensor]:
+    return isinstance(found, Tensor) and found.dtype == dtype and found.shape == shape
+
+
+def _returned(found: object, member: str, transform: Transform, accepted: str) -> ContractError:
+    shown = f"{found.dtype} {[*found.shape]}" if isinstance(found, Tensor) else type(found).__name__
+    where = f"the transform, {place_of_object(transform)}"
+    return ContractError(f"{member} returned {shown}", where=where, accepted=accepted)
 
 
 def covering_size(height: int, width: int, target_height: int, target_width: int) -> tuple[int, int]:
@@ -17,26 +140,8 @@ def covering_size(height: int, width: int, target_height: int, target_width: int
     return max(target_height, round(height * scale)), max(target_width, round(width * scale))
 
 
-def resize_centre_crop(
-    frames: Tensor, height: int, width: int, interpolation: Interpolation = "bicubic"
-) -> Tensor:
-    """Resizes video frames by their short side and crops the centre: float32 [3,F,height,width] in [-1,1].
-
-    The resize is antialiased, on 8-bit values, like Pillow's (within two levels). Frames are resized singly.
-
-    Args:
-        frames: uint8 [F,Y,X,3].
-        height: of the result.
-        width: of the result.
-        interpolation: filter of the resize.
-    """
-    count, source_height, source_width, _ = frames.shape
-    size = covering_size(source_height, source_width, height, width)
-    top, left = (size[0] - height) // 2, (size[1] - width) // 2
-    pixels = torch.empty(3, count, height, width, dtype=torch.float32)
-    for index in range(count):
-        frame = frames[index].permute(2, 0, 1)
-        if size != (source_height, source_width):
-            frame = F.interpolate(frame[None], size=size, mode=interpolation, antialias=True)[0]
-        pixels[:, index] = frame[:, top : top + height, left : left + width]
-    return pixels.div_(127.5).sub_(1.0)
+def _resize(frame: Tensor, size: tuple[int, int], interpolation: Interpolation) -> Tensor:
+    """A frame uint8 [3,Y,X] in another size. `area` takes the mean of the pixels that a new one covers."""
+    if interpolation == "area":
+        return F.interpolate(frame[None].float(), size=size, mode="area")[0].round().byte()
+    return F.interpolate(frame[None], size=size, mode=interpolation, antialias=True)[0]

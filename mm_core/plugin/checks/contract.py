@@ -7,8 +7,8 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from importlib import import_module
 from inspect import getattr_static
+from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any, Protocol, get_type_hints
 
@@ -91,6 +91,7 @@ CONTRACTS: Mapping[str, Contract] = MappingProxyType(
         "lr_schedule": Contract("mm_core.contracts:LRSchedule"),
         "tracker": Contract("mm_core.contracts:Tracker"),
         "video_reader": Contract("mm_core.contracts:VideoReader"),
+        "transform": Contract("mm_core.contracts:Transform", optional=_capabilities("SupportsLevels")),
         "weight_format": Contract("mm_core.weights:WeightFormat"),
         "metric": Contract("mm_core.contracts:Metric"),
         "callback": Contract("mm_core.contracts:Callback", base="mm_core.contracts:Callback", events=True),
@@ -396,5 +397,4 @@ def misspelt(
 
 
 def _load(path: str) -> Any:
-    module, _, name = path.partition(":")
-    return getattr(import_module(module), name)
+    return resolve_name(path)

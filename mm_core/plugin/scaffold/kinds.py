@@ -158,6 +158,20 @@ width: 16
 reader: {type: $type}"""
             },
         ),
+        "transform": KindTemplate(
+            "WithoutBars",
+            "a transform",
+            {"darkest": 8},
+            run={
+                "data.train": """
+type: video_text
+annotations: data/clips/data.json  # a list of your clips: [{"path": "a.mp4", "cap": "a caption"}, ...]
+num_frames: 8
+height: 16
+width: 16
+transform: {type: $type}"""
+            },
+        ),
         "weight_format": KindTemplate(
             "Renamed",
             "a weight format",

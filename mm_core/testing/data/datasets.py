@@ -87,10 +87,12 @@ def _check_clips(probe: DatasetProbe, batch: VideoTextBatch) -> None:
     if pixels is None:
         return
     probe.expect(
-        pixels.dim() == 5 and pixels.shape[:2] == (rows, 3) and pixels.dtype == torch.float32,
+        pixels.dim() == 5 and pixels.shape[:2] == (rows, 3) and pixels.dtype in (torch.float32, torch.uint8),
         f"pixels are {list(pixels.shape)} of {pixels.dtype}",
-        accepted=f"[{rows}, 3, F, Y, X] of torch.float32",
+        accepted=f"[{rows}, 3, F, Y, X] of torch.float32 or torch.uint8",
     )
+    if pixels.dtype == torch.uint8:
+        return
     least, most = float(pixels.min()), float(pixels.max())
     probe.expect(
         least >= -1.001 and most <= 1.001 and least < 0,
