@@ -25,7 +25,8 @@ from mm_core.contracts import Randomness
 from mm_core.data.datasets.video_text import VideoTextDataset
 from mm_core.data.loading.loader import MicroBatchLoader
 from mm_core.data.loading.sampler import BatchPlan
-from mm_core.data.media.readers import DecordReader, PyAVReader
+from mm_core.data.media.package_readers import DecordReader
+from mm_core.data.media.readers import PyAVReader
 
 CLIP = 17  # frames per sample
 FPS = 24

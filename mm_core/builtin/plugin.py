@@ -26,6 +26,7 @@ _SUMMARIES = {
     "pyav": "FFmpeg through PyAV; detects corrupt frames, honours rotation and variable frame rates",
     "decord": "decord 0.6 (x86_64 Linux wheels only; no AV1, does not detect corrupt frames)",
     "resize_crop": "short side, stretched or as it is; central, random or fixed crop; mirrored; mean and std",
+    "torchcodec": "torchcodec with the machine's FFmpeg (extra: torchcodec; does not detect corrupt frames)",
     "adamw": "torch.optim.AdamW (decoupled weight decay)",
     "adam": "torch.optim.Adam (L2 decay)",
     "adamw_8bit": "torchao's AdamW with 8-bit moments (extra: low-bit)",
@@ -177,9 +178,12 @@ def mm_datasets() -> list[Component]:
 @hookimpl
 def mm_video_readers() -> list[Component]:
     known = {"bit_rot": "decord 0.6 returns what its decoder makes of damaged frames, without a sign"}
+    also = {"bit_rot": "torchcodec returns what its decoder makes of damaged frames, without a sign"}
+    others = "data.media.package_readers"
     return [
         _core("pyav", "data.media.readers:PyAVReader", "data:PyAVConfig"),
-        _core("decord", "data.media.readers:DecordReader", "data:DecordConfig", expected_failures=known),
+        _core("decord", f"{others}:DecordReader", "data:DecordConfig", expected_failures=known),
+        _core("torchcodec", f"{others}:TorchcodecReader", "data:TorchcodecConfig", expected_failures=also),
     ]
 
 

@@ -104,7 +104,8 @@ def test_five_planted_mistakes_are_all_reported_in_line_order_with_what_was_mean
         ),
         (
             "reader: {type: 3}",
-            "reader.type: found 3, an integer as the type\n  accepted: type: core/decord, core/pyav",
+            "reader.type: found 3, an integer as the type\n"
+            "  accepted: type: core/decord, core/pyav, core/torchcodec",
         ),
         (
             "reader: {type: decord, max_pixel: 3}",
@@ -113,7 +114,7 @@ def test_five_planted_mistakes_are_all_reported_in_line_order_with_what_was_mean
         ),
         (
             "reader: adamw",
-            "reader: no video_reader is named 'adamw'\n  accepted: core/decord, core/pyav\n"
+            "reader: no video_reader is named 'adamw'\n  accepted: core/decord, core/pyav, core/torchcodec\n"
             "  hint: 'adamw' is an optimizer, not a video_reader",
         ),
     ],

@@ -19,10 +19,12 @@ from mm_core.data.loading.loader import MicroBatchLoader
 from mm_core.data.loading.sampler import BatchPlan
 from mm_core.data.loading.skipped import SkipLedger
 from mm_core.data.media.images import read_image
-from mm_core.data.media.readers import DecordReader, PyAVReader
+from mm_core.data.media.package_readers import DecordReader
+from mm_core.data.media.readers import PyAVReader
 from mm_core.data.rows.annotations import inside, read_annotations
 from mm_core.data.rows.tables import read_table
 from mm_core.errors import DataError
+from support.readers import TORCHCODEC
 
 LOOP = "Too many levels of symbolic links"
 ODD = {
@@ -97,7 +99,7 @@ def test_odd_rows_of_videos_are_skipped_and_listed(odd: Path, shapes_data: Path,
     assert len((odd / "run" / "skipped.jsonl").read_text().splitlines()) == len(bad), "listed once"
 
 
-@pytest.mark.parametrize("reader", [PyAVReader(), pytest.param(DecordReader(), id="decord")])
+@pytest.mark.parametrize("reader", [PyAVReader(), pytest.param(DecordReader(), id="decord"), TORCHCODEC])
 @pytest.mark.parametrize("path", ODD)
 def test_readers_and_images_refuse_odd_paths(odd: Path, reader, path: str) -> None:
     # A name of bytes that are no UTF-8 may be a file's: only rows are refused it.

@@ -14,10 +14,12 @@ from PIL import Image, ImageOps, features
 from mm_core.contracts import VideoInfo
 from mm_core.data.datasets.video_text import VideoTextDataset
 from mm_core.data.media.images import read_image
-from mm_core.data.media.readers import DecordReader, PyAVReader
+from mm_core.data.media.package_readers import DecordReader
+from mm_core.data.media.readers import PyAVReader
 from mm_core.errors import DataError
+from support.readers import TORCHCODEC
 
-READERS = [PyAVReader(), pytest.param(DecordReader(), id="decord")]
+READERS = [PyAVReader(), pytest.param(DecordReader(), id="decord"), TORCHCODEC]
 ORIENTATION = 0x0112
 NOISE = np.random.default_rng(0).integers(0, 255, (90, 120, 3), dtype=np.uint8)
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -14,10 +14,12 @@ import torch
 
 from mm_core.builtin.configs.data import VideoTextConfig
 from mm_core.data.datasets.video_text import VideoTextDataset
-from mm_core.data.media.readers import DecordReader, PyAVReader
+from mm_core.data.media.package_readers import DecordReader, TorchcodecReader
+from mm_core.data.media.readers import PyAVReader
 from mm_core.errors import DataError
+from support.readers import TORCHCODEC
 
-READERS = [PyAVReader(), pytest.param(DecordReader(), id="decord")]
+READERS = [PyAVReader(), pytest.param(DecordReader(), id="decord"), TORCHCODEC]
 
 
 def levels(frames: torch.Tensor) -> list[int]:
@@ -34,6 +36,34 @@ def test_both_readers_see_the_same_frames_of_real_clips(clips: Path, name: str) 
     assert one.dtype == torch.uint8 and one.shape == (5, info.height, info.width, 3)
     assert (one.float() - other.float()).abs().mean() < 0.5
     assert not torch.equal(one[0], one[3])
+
+
+@pytest.mark.parametrize("reader", [TORCHCODEC])
+@pytest.mark.parametrize("pix_fmt", ["yuv420p", "yuv444p", "yuv420p10le"])
+def test_torchcodec_returns_the_pixels_of_pyav(tmp_path: Path, encode, reader, pix_fmt: str) -> None:
+    odd = (63, 47) if pix_fmt == "yuv444p" else (64, 48)
+    for matrix in (1, 5):
+        colour = encode(tmp_path / "a.mp4", 4, size=odd, pix_fmt=pix_fmt, matrix=matrix, field=(30, 200, 40))
+        assert torch.equal(reader.read(colour, [0.0, 0.1]), PyAVReader().read(colour, [0.0, 0.1]))
+    noise = encode(tmp_path / "b.mkv", 4, size=odd, pix_fmt=pix_fmt, noise=True)
+    if pix_fmt != "yuv420p10le":  # where FFmpeg's versions interpolate colours differently
+        assert torch.equal(reader.read(noise, [0.1]), PyAVReader().read(noise, [0.1]))
+
+
+@pytest.mark.parametrize("reader", [TORCHCODEC])
+def test_torchcodec_refuses_what_it_gets_wrong(tmp_path: Path, encode, reader) -> None:
+    groups = {"x264-params": "open-gop=1:bframes=3:b-adapt=0"}
+    files = {
+        "open groups of pictures": encode(tmp_path / "a.mp4", options=groups),
+        "the times in this container": encode(tmp_path / "a.ts"),
+        "AV1": encode(tmp_path / "b.mp4", 8, codec="libsvtav1"),
+    }
+    for what, file in files.items():
+        with pytest.raises(
+            DataError, match=f"torchcodec cannot read the video: it gets {what} wrong"
+        ) as caught:
+            reader.read(file, [0.0])
+        assert "core/pyav" in str(caught.value.hint)
 
 
 def test_probe_returns_what_the_header_declares(clips: Path) -> None:
@@ -265,6 +295,27 @@ def test_without_decord_the_error_has_a_hint(clips: Path, monkeypatch) -> None:
     with pytest.raises(DataError, match="decord is not installed") as caught:
         DecordReader().read(clips / "bikes.mp4", [0.0])
     assert "pyav" in str(caught.value.hint)
+
+
+def test_without_torchcodec_or_its_libraries_the_error_has_a_hint(
+    clips: Path, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchcodec", None)
+    monkeypatch.delitem(sys.modules, "torchcodec.decoders", raising=False)
+    with pytest.raises(DataError, match="the package torchcodec is not installed") as caught:
+        TorchcodecReader().read(clips / "bikes.mp4", [0.0])
+    assert "mm-core[torchcodec]" in str(caught.value.hint)
+    (tmp_path / "torchcodec").mkdir()
+    (tmp_path / "torchcodec" / "__init__.py").write_text(
+        "raise OSError('libavutil.so.60: not found. Causes:\\n  none')"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torchcodec")
+    with pytest.raises(
+        DataError, match=r"torchcodec cannot be loaded: libavutil.so.60: not found\n"
+    ) as caught:
+        TorchcodecReader().read(clips / "bikes.mp4", [0.0])
+    assert "FFmpeg's shared libraries" in str(caught.value.hint)
 
 
 def test_readers_travel_to_workers() -> None:

@@ -11,7 +11,8 @@ import torch
 import mm_core
 from mm_core.contracts import Dataset, Randomness, SampleKey, SupportsSampleAt
 from mm_core.data.datasets.video_text import VideoTextDataset
-from mm_core.data.media.readers import DecordReader, PyAVReader
+from mm_core.data.media.package_readers import DecordReader
+from mm_core.data.media.readers import PyAVReader
 from mm_core.errors import ContractError, DataError
 
 RNG = Randomness(0)

@@ -17,7 +17,7 @@ from mm_core.testing.data.video_readers import KIT
 from support.conformance import examined, refusal, shortcomings
 
 
-@pytest.mark.parametrize("name", ["core/pyav", "core/decord"])
+@pytest.mark.parametrize("name", ["core/pyav", "core/decord", "core/torchcodec"])
 def test_shipped_readers_keep_their_contract(name: str) -> None:
     assert shortcomings(name) == []
 

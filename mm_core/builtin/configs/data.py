@@ -191,3 +191,8 @@ class PyAVConfig:
 @dataclass(frozen=True)
 class DecordConfig(PyAVConfig):
     """Config of the video reader `decord`."""
+
+
+@dataclass(frozen=True)
+class TorchcodecConfig(PyAVConfig):
+    """Config of the video reader `torchcodec`."""

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fractions import Fraction
-from importlib import import_module
 from itertools import chain, dropwhile
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import av
-import numpy as np
 import torch
 from PIL import UnidentifiedImageError
 from torch import Tensor
@@ -25,13 +21,12 @@ from mm_core.data.media.geometry import (
     Orientation,
     Pixels,
     orientation,
-    resized,
     rgb,
     shown_size,
     shown_width,
 )
 from mm_core.data.media.images import check_still, opened_image, read_image
-from mm_core.data.media.timeline import AGAIN, open_groups, peek, timed, timeline
+from mm_core.data.media.timeline import AGAIN, peek, timed, timeline
 from mm_core.data.rows.paths import plain_file
 from mm_core.errors import DataError, MMError, plain_reason, plural
 
@@ -40,7 +35,7 @@ if TYPE_CHECKING:
     from av.container import InputContainer
 
 _SEEK_FROM = 1.0  # seconds; before this, decoding from the start costs less than a second index look-up
-_EPSILON = 1e-3  # seconds; times and timestamps are compared within this (Matroska rounds to it)
+EPSILON = 1e-3  # seconds; times and timestamps are compared within this (Matroska rounds to it)
 _BACK = (0.0, 2.0, 10.0)  # seconds before the first wanted time to which seeks go, one after another
 
 _OPTIONS = {
@@ -50,11 +45,11 @@ _OPTIONS = {
 
 _PICTURE_RATE = 25.0  # frames per second of a still picture, as in FFmpeg
 
-_FAULTS = (av.FFmpegError, OSError, ValueError, ArithmeticError, RuntimeError)
+FAULTS = (av.FFmpegError, OSError, ValueError, ArithmeticError, RuntimeError)
 """Exceptions that PyAV raises for damaged files: FFmpeg's errors, and those from bad numbers in a header."""
 
 
-class _Reader:
+class Reader:
     """Base of the readers: all read headers through PyAV (FFmpeg), so that they refuse the same files."""
 
     def __init__(self, max_pixels: int = PyAVConfig.max_pixels) -> None:
@@ -66,11 +61,11 @@ class _Reader:
         Raises:
             DataError: the file is missing, empty or not a video, or its frames exceed `max_pixels`.
         """
-        return self._look(path)[0]
+        return self.look(path)[0]
 
-    def _look(self, path: Path) -> tuple[VideoInfo, Orientation, bool]:
+    def look(self, path: Path) -> tuple[VideoInfo, Orientation, bool]:
         """(what `probe` returns, how its frames become upright, whether some are hidden)."""
-        with _opened(path, self.max_pixels) as (container, stream):
+        with opened(path, self.max_pixels) as (container, stream):
             picture = _picture(container, path)
             if picture is not None:
                 _, height, width, _ = picture.shape
@@ -83,7 +78,7 @@ class _Reader:
             return VideoInfo(width, height, fps, frames, seconds), turn, hidden
 
 
-class PyAVReader(_Reader):
+class PyAVReader(Reader):
     """Reads videos with FFmpeg (PyAV), in one thread, by timestamps.
 
     Times count from the first frame shown; a still picture is one frame of 1/25 s. Variable frame rates are
@@ -97,21 +92,21 @@ class PyAVReader(_Reader):
         Raises:
             DataError: `probe` refuses the file, or it is damaged or truncated.
         """
-        times = _checked(seconds, path)
+        times = checked_times(seconds, path)
         order = sorted(range(len(times)), key=times.__getitem__)
         wanted = [times[place] for place in order]
-        with _opened(path, self.max_pixels) as (container, stream):
+        with opened(path, self.max_pixels) as (container, stream):
             picture = _picture(container, path)
             if picture is not None:
-                if wanted[-1] >= 1.0 / _PICTURE_RATE + _EPSILON:
-                    raise _too_short(path, wanted[-1], 1.0 / _PICTURE_RATE)
+                if wanted[-1] >= 1.0 / _PICTURE_RATE + EPSILON:
+                    raise too_short(path, wanted[-1], 1.0 / _PICTURE_RATE)
                 return picture.expand(len(times), -1, -1, -1).clone()
             seeking = wanted[0] >= _SEEK_FROM
             frames = _from_keyframe(container, stream, wanted, path) if seeking else None
             if frames is None and not seeking:
                 frames = _from_start(container, stream, wanted, path)
         if frames is None:  # not every container can be sought back to its start
-            with _opened(path, self.max_pixels) as (container, stream):
+            with opened(path, self.max_pixels) as (container, stream):
                 frames = _from_start(container, stream, wanted, path)
         result = torch.empty(len(times), *frames[0].shape, dtype=torch.uint8)
         for place, frame in zip(order, frames, strict=True):
@@ -119,61 +114,15 @@ class PyAVReader(_Reader):
         return result
 
 
-class DecordReader(_Reader):
-    """Reads videos with decord 0.6, which misses bit rot, has no AV1, and wheels only for x86_64 Linux.
-
-    Videos in which it is known to show other frames than FFmpeg are refused.
-    """
-
-    def read(self, path: Path, seconds: Sequence[float]) -> Tensor:
-        """Reads the frames of a video at given times: uint8 [F,Y,X,3] RGB, in the order of `seconds`.
-
-        Raises:
-            DataError: decord is missing, or the file cannot be read.
-        """
-        times = _checked(seconds, path)
-        decord = _import_decord()
-        info, turn, hidden = self._look(path)
-        if info.num_frames == 1:  # decord cannot open pictures
-            return PyAVReader(self.max_pixels).read(path, times)
-        with _opened(path, self.max_pixels) as (container, stream):
-            wrong = _wrong_in_decord(container, stream, turn, hidden)
-        try:
-            if wrong:
-                raise ValueError(f"it gets {wrong} wrong")
-            reader = decord.VideoReader(_name(path), ctx=decord.cpu(0), num_threads=1)
-            spans = np.asarray(reader.get_frame_timestamp(range(len(reader))), dtype=np.float64)
-            if len(spans) != info.num_frames:
-                raise ValueError(f"it finds {plural(len(spans), 'frame')}, not {info.num_frames}")
-            starts = (spans[:, 0] - spans[0, 0]).tolist()
-            end = starts[-1] + max(float(spans[-1, 1] - spans[-1, 0]), 1.0 / info.fps)
-            if end < info.duration - 1.5 / info.fps:
-                raise ValueError("it gets the times in this container wrong")
-            if times and max(times) >= end + _EPSILON:
-                raise _too_short(path, max(times), end)
-            indices = [bisect.bisect_right(starts, time + _EPSILON) - 1 for time in times]
-            frames = reader.get_batch(indices).asnumpy()
-        except MMError:
-            raise
-        except (decord.DECORDError, IndexError, *_FAULTS) as error:
-            reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-            raise DataError(
-                f"decord cannot read the video: {reason}",
-                where=str(path),
-                hint="use the video reader core/pyav, or encode the video again, for example as H.264 mp4",
-            ) from None
-        return torch.stack([torch.from_numpy(resized(frame, info.height, info.width)) for frame in frames])
-
-
 @contextmanager
-def _opened(path: Path, max_pixels: int) -> Iterator[tuple[InputContainer, VideoStream]]:
+def opened(path: Path, max_pixels: int) -> Iterator[tuple[InputContainer, VideoStream]]:
     """(container, its first real video stream), checked by its header before anything is decoded. DataError
     for errors in the block as well, since a damaged file may have a good header."""
     if plain_file(path, "video") == 0:
         raise DataError("the video is an empty file (0 bytes)", where=str(path), hint=AGAIN)
     try:
-        container = av.open(_name(path), metadata_errors="replace", options=_OPTIONS)
-    except _FAULTS as error:
+        container = av.open(absolute_name(path), metadata_errors="replace", options=_OPTIONS)
+    except FAULTS as error:
         raise DataError(
             f"this is not a readable video: {plain_reason(error)}",
             where=str(path),
@@ -184,13 +133,13 @@ def _opened(path: Path, max_pixels: int) -> Iterator[tuple[InputContainer, Video
             yield container, _stream(container, path, max_pixels)
     except MMError:
         raise
-    except _FAULTS as error:
+    except FAULTS as error:
         raise DataError(
             f"the video cannot be decoded: {plain_reason(error)}", where=str(path), hint=AGAIN
         ) from error
 
 
-def _name(path: Path) -> str:
+def absolute_name(path: Path) -> str:
     """The absolute path: FFmpeg would read `12:30.mp4` as the file 30.mp4 of a protocol 12."""
     return str(path.absolute())
 
@@ -272,7 +221,7 @@ def _from_keyframe(
         if target <= zero:
             break
         # If the file itself is damaged, reading from the start raises the error again.
-        with suppress(*_FAULTS):
+        with suppress(*FAULTS):
             container.seek(target, stream=stream, backward=True)
             packets = dropwhile(lambda packet: not packet.is_keyframe, container.demux(stream))
             frames = _pick(timed(packets, container, path, seeked=True), stream, wanted, path, zero)
@@ -308,7 +257,7 @@ def _pick(
     for ticks, frame in frames:
         zero = ticks if zero is None else zero
         lasts, begins = float((ticks - zero) * base) - begins, float((ticks - zero) * base)
-        while len(picked) < len(wanted) and wanted[len(picked)] + _EPSILON < begins:
+        while len(picked) < len(wanted) and wanted[len(picked)] + EPSILON < begins:
             if shown is None:
                 return None
             pixels = rgb(shown, stream, path) if pixels is None else pixels
@@ -322,13 +271,13 @@ def _pick(
         raise DataError("no frame of the video can be decoded", where=str(path), hint=AGAIN)
     # The last frame is shown for its own duration; later times are an error.
     lasts = max(lasts, float((shown.duration or 0) * base), 1.0 / float(stream.average_rate or 1))
-    if wanted[-1] >= begins + lasts + _EPSILON:
-        raise _too_short(path, wanted[-1], begins + lasts)
+    if wanted[-1] >= begins + lasts + EPSILON:
+        raise too_short(path, wanted[-1], begins + lasts)
     pixels = rgb(shown, stream, path) if pixels is None else pixels
     return picked + [pixels] * (len(wanted) - len(picked))
 
 
-def _checked(seconds: Sequence[float], path: Path) -> list[float]:
+def checked_times(seconds: Sequence[float], path: Path) -> list[float]:
     times = [float(time) for time in seconds]
     if not times or not all(0 <= time < float("inf") for time in times):
         raise DataError(
@@ -337,34 +286,9 @@ def _checked(seconds: Sequence[float], path: Path) -> list[float]:
     return times
 
 
-def _too_short(path: Path, time: float, end: float) -> DataError:
+def too_short(path: Path, time: float, end: float) -> DataError:
     return DataError(
         f"a frame at {time:.3f} s is needed, but the video ends at {end:.3f} s",
         where=str(path),
         hint="the file may be truncated, or its header may state a wrong length",
     )
-
-
-def _wrong_in_decord(container: InputContainer, stream: VideoStream, turn: Orientation, hidden: bool) -> str:
-    """What decord 0.6 shows wrongly in this video, without a sign; empty if nothing."""
-    movie = container.format.name.startswith("mov,")
-    if not movie and not container.format.name.startswith("matroska"):
-        return "the times in this container"
-    if hidden:
-        return "edit lists, which hide frames,"
-    if turn.mirrored or (turn != UPRIGHT and not movie):
-        return "this display matrix"
-    if open_groups(container, stream):
-        return "open groups of pictures"
-    return ""
-
-
-def _import_decord() -> ModuleType:
-    try:
-        return import_module("decord")
-    except ImportError:
-        raise DataError(
-            "the config selects the video reader `decord`, but the package decord is not installed",
-            accepted="`core/pyav`, which is always installed",
-            hint="run `pip install decord` (x86_64 Linux), or set `reader: {type: pyav}`",
-        ) from None
