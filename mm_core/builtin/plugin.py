@@ -163,7 +163,7 @@ def mm_datasets() -> list[Component]:
             f"{rows}.media_text:MediaTextDataset",
             "data:MediaTextConfig",
             tiny="media_text",
-            check="data.rows.sources:faults",
+            check="data.datasets.media_faults:faults",
         ),
         _core(
             "shapes",

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
         starts_explained,
     )
     from mm_core.data.media.frames import read_frames
-    from mm_core.data.media.images import opened_image, read_image
+    from mm_core.data.media.image_headers import opened_image
+    from mm_core.data.media.images import read_image
     from mm_core.data.media.readers import PyAVReader
     from mm_core.data.media.transforms import ResizeCrop
     from mm_core.data.media.video_files import write_clips
@@ -74,7 +75,7 @@ __getattr__ = lazy_names(
         "inside": "mm_core.data.rows.annotations",
         "kind_of": "mm_core.data.rows.json_rows",
         "moving_shapes": "mm_core.data.datasets.shapes:",
-        "opened_image": "mm_core.data.media.images",
+        "opened_image": "mm_core.data.media.image_headers",
         "read_frames": "mm_core.data.media.frames",
         "read_image": "mm_core.data.media.images",
         "read_prompts": "mm_core.data.rows.prompts",

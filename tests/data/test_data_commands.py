@@ -72,7 +72,10 @@ def bad(tmp_path: Path, encode, encode_audio) -> tuple[Path, dict[str, str]]:
         "cut.jpg": (picture("JPEG")[:700], "the image cannot be read: .*truncated"),
         "cut.webp": (picture("WEBP", lossless=True)[:900], "the image cannot be read"),
         "no_pages.tiff": (b"II*\x00" + b"\xff" * 40, "the image cannot be read"),
-        "bomb.png": (png(30_000, 30_000), "the image cannot be read: .*900000000 pixels"),
+        "bomb.png": (
+            png(30_000, 30_000),
+            "the image of 900,000,000 pixels is larger than",
+        ),
         "large.png": (png(900, 900), "the image of 900x900 is larger than the dataset's max_pixels"),
         "empty.mp4": (b"", "the video is an empty file"),
         "page.mp4": (b"<html>404</html>", "not a readable video: Invalid data found when processing input$"),

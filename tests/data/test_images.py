@@ -76,5 +76,5 @@ def test_what_is_no_image_is_a_readable_error(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(DataError, match=r"the image cannot be read: .*truncated"):
         read_image(tmp_path / "cut.png")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    with pytest.raises(DataError, match=r"the image cannot be read: .*decompression bomb"):
+    with pytest.raises(DataError, match="the image of 1,600 pixels is larger than Pillow opens"):
         read_image(tmp_path / "whole.png")

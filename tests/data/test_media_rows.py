@@ -6,14 +6,17 @@ import csv
 import json
 import re
 import tarfile
+import zlib
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from mm_core.builtin.configs.data import CaptionTags, MediaColumns, MediaSource
+from mm_core.data.datasets.media_faults import faults
 from mm_core.data.rows.mapped_rows import MappedRows
 from mm_core.data.rows.media_rows import MediaRow, declared
-from mm_core.data.rows.sources import SourceReader, faults
+from mm_core.data.rows.sources import SourceReader
 from mm_core.data.rows.where import Where
 from mm_core.errors import DataError
 from support.archives import archive
@@ -227,8 +230,33 @@ def test_what_is_missing_shows_before_a_run_starts(tmp_path, annotations, what):
     (tmp_path / "a.jpg").touch()
     (tmp_path / "empty").mkdir()
     write(tmp_path / "a.json")
-    (found,) = faults({"sources": [MediaSource(f"{tmp_path}/{annotations}")]})
+    (found,) = faults({"sources": [MediaSource(f"{tmp_path}/{annotations}")], "max_pixels": 100})
     assert re.search(what, found.render())
+
+
+def test_what_training_would_refuse_shows_before_a_run_starts(tmp_path):
+    for name, size in (("large.png", (40, 9)), ("small.png", (9, 9))):
+        Image.new("L", size).save(tmp_path / name)
+    header = (30_000).to_bytes(4) * 2 + b"\x08\x02\x00\x00\x00"
+    chunk = b"\x00\x00\x00\x0dIHDR" + header + zlib.crc32(b"IHDR" + header).to_bytes(4)
+    (tmp_path / "bomb.png").write_bytes(b"\x89PNG\r\n\x1a\n" + chunk + b"\x00\x00\x00\x00IEND")
+    (tmp_path / "damaged.jpg").write_bytes(b"skipped in training")
+    (tmp_path / "out.mp4").symlink_to("/etc/hostname")
+    for path in [*tmp_path.iterdir()]:
+        path.with_suffix(".txt").write_text("x")
+    source = MediaSource(str(tmp_path))
+    one, other = faults({"sources": [source], "max_pixels": 100})
+    assert re.search("2 of the first 5 files of .* would be refused, such as .*: the image of", one.what)
+    assert re.search("1 of the first 5 .*out.mp4: the path leaves its folder through a symbolic", other.what)
+    (tmp_path / "large.txt").unlink()
+    (tmp_path / "out.txt").unlink()
+    (found,) = faults({"sources": [source], "max_pixels": 100})
+    assert found.what.endswith("of 900,000,000 pixels is larger than the dataset's max_pixels")
+    assert found.accepted == "up to 100 pixels"
+    (found,) = faults({"sources": [source], "max_pixels": 10**9})
+    assert found.what.endswith("is larger than Pillow opens") and "max_pixels" not in found.hint
+    (tmp_path / "bomb.txt").unlink()
+    assert not [*faults({"sources": [source], "max_pixels": 100})]
 
 
 def test_the_head_of_a_source_is_read_without_the_rest(tmp_path):

@@ -143,7 +143,7 @@ def test_an_image_of_30000_by_30000_is_refused_by_its_header(tmp_path):
     source = folder(tmp_path / "p")
     (source / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + chunk + b"\x00\x00\x00\x00IEND")
     (source / "a.txt").write_text("x")
-    with pytest.raises(DataError, match=r"the image cannot be read: .*900000000 pixels"):
+    with pytest.raises(DataError, match="the image of 900,000,000 pixels is larger than the dataset's"):
         dataset(source)[0]
     Image.new("L", (300, 300)).save(source / "a.png")
     with pytest.raises(DataError, match="the image of 300x300 is larger than the dataset's max_pixels"):

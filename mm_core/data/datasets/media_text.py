@@ -19,7 +19,8 @@ from mm_core.data.datasets import Sample
 from mm_core.data.datasets.media_sizes import sizes_of
 from mm_core.data.datasets.video_text import collate_clips
 from mm_core.data.media.frames import clip_times, read_frames
-from mm_core.data.media.images import image_size, read_photo
+from mm_core.data.media.image_headers import image_size
+from mm_core.data.media.images import read_photo
 from mm_core.data.media.readers import PyAVReader
 from mm_core.data.media.transforms import levels_of, transform_of, transformed
 from mm_core.data.rows.annotations import inside
@@ -190,7 +191,7 @@ class MediaTextDataset:
         with self.opened(row) as path:
             if row.medium == "clip":
                 return self.reader.probe(path)
-            height, width = image_size(path)
+            height, width = image_size(path, self.wanted.max_pixels)
             return VideoInfo(width, height, IMAGE_FPS, 1, 1 / IMAGE_FPS)
 
     def decode(self, number: int) -> None:

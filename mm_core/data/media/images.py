@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 
 import numpy
 import torch
-from PIL import Image, ImageCms, ImageFile, ImageOps
+from PIL import Image, ImageCms, ImageOps
 from torch import Tensor
 
-from mm_core.data.rows.paths import plain_file
-from mm_core.errors import DataError, MMError, plural
-
-_ORIENTATION = 0x0112  # in EXIF; from 5 on, rows are columns
+from mm_core.data.media.image_headers import check_still, opened_image
 
 
 def read_image(path: Path) -> Tensor:
@@ -40,15 +36,8 @@ def read_photo(path: Path, max_pixels: int) -> Tensor:
     Raises:
         DataError: the file is not a readable image of one frame, or too large.
     """
-    with opened_image(path) as opened:
+    with opened_image(path, max_pixels) as opened:
         check_still(opened, path)
-        if opened.width * opened.height > max_pixels:
-            raise DataError(
-                f"the image of {opened.width}x{opened.height} is larger than the dataset's max_pixels",
-                where=str(path),
-                accepted=f"up to {plural(max_pixels, 'pixel')}",
-                hint="shrink the image, or raise `max_pixels` of the dataset if the machine has the memory",
-            )
         image = _eight_bits(ImageOps.exif_transpose(opened))
         if image.mode == "CMYK" and (profile := image.info.get("icc_profile")):
             with suppress(ImageCms.PyCMSError, OSError):  # a damaged profile: converted without it
@@ -59,55 +48,6 @@ def read_photo(path: Path, max_pixels: int) -> Tensor:
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
         image = image.convert("RGB")
     return _tensor(image)
-
-
-def image_size(path: Path) -> tuple[int, int]:
-    """(height, width) of an image file by its header, upright by its EXIF orientation.
-
-    Raises:
-        DataError: the file is not a readable image.
-    """
-    with opened_image(path) as image:
-        turned = image.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8)
-        return (image.width, image.height) if turned else (image.height, image.width)
-
-
-def check_still(image: ImageFile.ImageFile, path: Path) -> None:
-    """Refuses an animation, by DataError. Further pictures in a camera's JPEG or in a TIFF are previews or
-    pages."""
-    count = 1 if image.format in ("MPO", "TIFF") else getattr(image, "n_frames", 1)
-    if count > 1:
-        raise DataError(
-            f"the {image.format} file is animated ({plural(count, 'frame')}), but is read as one picture",
-            where=str(path),
-            accepted="pictures of one frame; animations as GIF, APNG or videos",
-            hint="convert it, for example to mp4",
-        )
-
-
-_AGAIN = "copy the image again, convert it to PNG or JPEG, or use another one"
-
-
-@contextmanager
-def opened_image(path: Path) -> Iterator[ImageFile.ImageFile]:
-    """A context with an image file opened by Pillow; only its header is read.
-
-    Raises:
-        DataError: the file is not a readable image; also if decoding fails in the block.
-    """
-    if plain_file(path, "image", missing="there is no such image") == 0:
-        raise DataError("the image is an empty file (0 bytes)", where=str(path), hint=_AGAIN)
-    try:
-        with Image.open(path) as opened:
-            yield opened
-    except MMError:
-        raise
-    except Exception as fault:
-        raise DataError(
-            f"the image cannot be read: {fault}",
-            where=str(path),
-            hint=_AGAIN,
-        ) from fault
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:

@@ -25,7 +25,8 @@ from mm_core.data.media.geometry import (
     shown_size,
     shown_width,
 )
-from mm_core.data.media.images import check_still, opened_image, read_image
+from mm_core.data.media.image_headers import check_still, opened_image
+from mm_core.data.media.images import read_image
 from mm_core.data.media.timeline import AGAIN, peek, timed, timeline
 from mm_core.data.rows.paths import plain_file
 from mm_core.errors import DataError, MMError, plain_reason, plural

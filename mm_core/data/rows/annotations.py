@@ -82,7 +82,7 @@ def inside(folder: Path, relative: str) -> Path:
             "the path leaves its folder through a symbolic link",
             where=str(path),
             accepted=f"files inside {folder}",
-            hint="set `folder` to the real folder of the files",
+            hint="copy the files into the folder, or name the real folder of the files",
         )
     return path
 

@@ -32,7 +32,7 @@ from mm_core.data.rows.media_rows import (
 from mm_core.data.rows.paths import check_folder, status
 from mm_core.data.rows.tables import SUFFIXES, Cells, Column, batch_cells, parquet_batches, read_table
 from mm_core.data.rows.where import Where
-from mm_core.errors import DataError, MMError, plural
+from mm_core.errors import DataError, plural
 
 Rows = TypeVar("Rows", MediaRow, MediaRow | RowBlock)
 
@@ -344,29 +344,6 @@ def _fault(path: object, texts: Sequence[str], caption: object) -> str | None:
         if not text.isascii() and (half := half_character(text)):
             return f"the caption contains {half}, half of a character"
     return None
-
-
-def faults(options: Mapping[str, Any]) -> Iterator[MMError]:
-    """Errors of the sources of `media_text` that their first rows show: for `mm validate` and the plan.
-
-    Args:
-        options: of the dataset.
-    """
-    for source in options["sources"]:
-        try:
-            folder, rows = head(source)
-        except DataError as fault:
-            yield fault
-            continue
-        files = [row.path for row in rows if row.archive is None]
-        missing = [path for path in files if status(folder / path, "file") is None]
-        if missing:
-            yield DataError(
-                f"{len(missing)} of the first {plural(len(files), 'file')} of {source.annotations} cannot be"
-                f" found, such as {missing[0]}",
-                where=str(folder),
-                hint="correct the paths, or set `folder` of the source",
-            )
 
 
 def head(source: MediaSource) -> tuple[Path, Sequence[MediaRow]]:
