@@ -14,7 +14,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mm_core.builtin.configs.data import MediaSource
+from mm_core.builtin.configs.data import MediaColumns, MediaSource
 from mm_core.data.rows.annotations import describe_faults, escapes
 from mm_core.data.rows.archives import Member, read_archive
 from mm_core.data.rows.captions import half_character
@@ -97,6 +97,9 @@ class SourceReader:
         if source.folder is not None and not self.in_table:
             what = "`folder` is the base of a table's paths, but this source is no table"
             raise DataError(what, where=str(self.path), hint="remove `folder` of the source")
+        if source.columns != MediaColumns() and not self.in_table and not self.archives:
+            what = "`columns` names the columns of a table, but this source is a folder"
+            raise DataError(what, where=str(self.path), hint="remove `columns` of the source")
         check_folder(self.folder, "the folder of the images and clips")
         named = source.columns
         self.captions: tuple[Column, ...] = (
