@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mm_core.contracts import Dataset
     from mm_core.data.datasets.media_report import Checked
 
+_SHOWN = 5  # rows whose sizes differ
 _EVERY = 10.0  # seconds between two lines of progress
 
 
@@ -97,6 +98,7 @@ def _check(config: RunConfig, args: argparse.Namespace) -> int:
     from mm_core.data.datasets.media_report import check
 
     bad: list[dict[str, object]] = []
+    differing: list[dict[str, object]] = []
     total = 0
     for split, dataset in _datasets(config, args.split):
         shown = time.monotonic()
@@ -106,14 +108,20 @@ def _check(config: RunConfig, args: argparse.Namespace) -> int:
                 bad.append({"split": split, "file": state.name, "reason": _reason(state.fault)})
                 if not args.json:
                     print(f"{state.name}: {_reason(state.fault)}", flush=True)
+            if state.differs:
+                differing.append({"split": split, "file": state.name, "declared": state.differs})
             if time.monotonic() - shown > _EVERY:
                 shown = time.monotonic()
                 print(f"data.{split}: {state.done:,} of {state.of:,} read", file=sys.stderr, flush=True)
             total += 1
     if args.json:
-        print_json({"read": total, "bad": bad})
-    else:
-        print(f"{plural(total, 'sample')} read, {len(bad):,} bad")
+        print_json({"read": total, "bad": bad, "differing": differing})
+        return 1 if bad else 0
+    if differing:
+        what = f"the sizes in {plural(len(differing), 'row')} differ from the files, such as"
+        print(f"{what}\n" + "\n".join(f"  {each['file']}: {each['declared']}" for each in differing[:_SHOWN]))
+        print("  the files decide what is read; `where` and buckets go by the rows")
+    print(f"{plural(total, 'sample')} read, {len(bad):,} bad")
     return 1 if bad else 0
 
 

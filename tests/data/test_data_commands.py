@@ -121,6 +121,27 @@ def test_each_kind_of_bad_file_is_listed_among_300_good_ones(tmp_path, bad, caps
     } == {}
 
 
+def test_sizes_that_rows_declare_wrongly_are_counted(tmp_path, encode, capsys):
+    encode(tmp_path / "a.mp4", 9)  # 64x48, 24 a second
+    Image.new("RGB", (9, 8)).save(tmp_path / "b.png")
+    right = {"num_frames": 9, "fps": 23.976, "resolution": "48x64"}
+    clips = [right, {}, {"num_frames": 12}, {"fps": 30, "width": 65}, *[{"height": 1}] * 4]
+    rows = [{"path": "a.mp4", **each} for each in clips]
+    rows += [
+        {"path": "b.png", **each} for each in ({"height": 8, "width": 9, "fps": 1}, {"height": 9, "width": 8})
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"cap": "x", **row}) + "\n" for row in rows))
+    run = config(tmp_path / "run.yaml", {"annotations": str(tmp_path / "a.jsonl")})
+    assert main(["data", "check", "--config", run, "--json"]) == 0
+    found = [each["declared"] for each in json.loads(capsys.readouterr().out)["differing"]]
+    assert found[:2] == ["num_frames 12, not 9", "width 65, not 64; fps 30, not 24"]
+    assert found[2:] == ["height 1, not 48"] * 4 + ["height 9, not 8; width 8, not 9"]
+    assert main(["data", "check", "--config", run]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "the sizes in 7 rows differ from the files, such as" and len(lines) == 8
+    assert lines[1] == f"  {tmp_path / 'a.mp4'}: num_frames 12, not 9"
+
+
 @pytest.fixture
 def three(tmp_path: Path, encode) -> str:
     """A run over a folder with a bad image, a table with a condition, and an archive."""

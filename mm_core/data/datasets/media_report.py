@@ -10,10 +10,12 @@ from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
-from mm_core.contracts import Dataset
+from mm_core.contracts import Dataset, VideoInfo
 from mm_core.data.datasets.media_text import MediaTextDataset
+from mm_core.data.rows.media_rows import MediaRow
 from mm_core.errors import ContractError, DataError
 
+_RATES = 0.01  # rates that differ by less are rounded, such as 24 and 23.976
 _PROBED = 16  # files of a source whose headers are read for its sizes
 
 
@@ -38,10 +40,19 @@ class Found(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """A sample that was read; `done` of `of` samples are. `fault` is None for a good one."""
+    """A sample that was read.
+
+    Attributes:
+        name: of the sample.
+        fault: None for a good one.
+        differs: how the sizes that its row declares differ from those of its file; empty if they do not.
+        done: number of samples that have been read.
+        of: number of samples.
+    """
 
     name: str
     fault: DataError | None
+    differs: str
     done: int
     of: int
 
@@ -101,24 +112,34 @@ def check(dataset: Dataset, threads: int) -> Iterator[Checked]:
         threads: number of threads that decode.
     """
     rows = len(dataset.rows) if isinstance(dataset, MediaTextDataset) else len(dataset)
-    read: Callable[[int], tuple[str, DataError | None]] = partial(_read, dataset)
+    read: Callable[[int], tuple[str, DataError | None, str]] = partial(_read, dataset)
     with ThreadPoolExecutor(threads) as pool:
         numbers = iter(range(rows))
         waiting = [pool.submit(read, number) for number in islice(numbers, 4 * threads)]
         for done in range(1, rows + 1):
-            name, fault = waiting.pop(0).result()
+            found = waiting.pop(0).result()
             waiting += [pool.submit(read, number) for number in islice(numbers, 1)]
-            yield Checked(name, fault, done, rows)
+            yield Checked(*found, done, rows)
 
 
-def _read(dataset: Dataset, number: int) -> tuple[str, DataError | None]:
-    name = f"sample {number}"
+def _read(dataset: Dataset, number: int) -> tuple[str, DataError | None, str]:
+    name, differs = f"sample {number}", ""
     try:
         if isinstance(dataset, MediaTextDataset):
-            name = dataset.name_of(dataset.rows[number])
-            dataset.decode(number)
+            row = dataset.rows[number]
+            name = dataset.name_of(row)
+            differs = _differences(row, dataset.decode(number))
         else:
             dataset[number]
     except DataError as fault:
-        return name if isinstance(dataset, MediaTextDataset) else fault.where or name, fault
-    return name, None
+        return name if isinstance(dataset, MediaTextDataset) else fault.where or name, fault, ""
+    return name, None, differs
+
+
+def _differences(row: MediaRow, info: VideoInfo) -> str:
+    """The sizes that a row declares and its file does not have, in words."""
+    pairs = {name: (getattr(row, name), getattr(info, name)) for name in ("num_frames", "height", "width")}
+    found = [f"{name} {said}, not {has}" for name, (said, has) in pairs.items() if said not in (None, has)]
+    if row.medium == "clip" and row.fps is not None and abs(row.fps / info.fps - 1) > _RATES:
+        found.append(f"fps {row.fps:g}, not {info.fps:g}")
+    return "; ".join(found)

@@ -191,11 +191,10 @@ class MediaTextDataset:
         with self.opened(row) as path:
             if row.medium == "clip":
                 return self.reader.probe(path)
-            height, width = image_size(path, self.wanted.max_pixels)
-            return VideoInfo(width, height, IMAGE_FPS, 1, 1 / IMAGE_FPS)
+            return _of_image(*image_size(path, self.wanted.max_pixels))
 
-    def decode(self, number: int) -> None:
-        """Decodes everything of a row that training may read, and keeps nothing.
+    def decode(self, number: int) -> VideoInfo:
+        """Decodes everything of a row that training may read, and returns the properties of its file.
 
         Raises:
             DataError: a sample of this row could not be read.
@@ -204,14 +203,15 @@ class MediaTextDataset:
         self.caption(row, None)
         with self.opened(row) as path:
             if row.medium == "image":
-                read_photo(path, self.wanted.max_pixels)
-                return
+                _, height, width = read_photo(path, self.wanted.max_pixels).shape
+                return _of_image(height, width)
             info = self.reader.probe(path)
             least = 1 if self.wanted.height is None else self.wanted.num_frames
             clip_times(info, path, least, self.wanted.fps, 0.0)
             for first in range(0, info.num_frames, _DECODED):
                 frames = range(first, min(first + _DECODED, info.num_frames))
                 read_frames(self.reader, path, [(frame + 0.5) / info.fps for frame in frames])
+            return info
 
     def _sample(self, row: MediaRow, size: Size, rng: Randomness | None) -> Sample:
         wanted, (num_frames, height, width) = self.wanted, size
@@ -295,6 +295,10 @@ def drawn_tags(text: str, tags: CaptionTags, rng: Randomness) -> str:
     return f"{tags.separator} ".join(
         kept + [rest[place] for place in places.tolist() if chance[place] >= tags.drop]
     )
+
+
+def _of_image(height: int, width: int) -> VideoInfo:
+    return VideoInfo(width, height, IMAGE_FPS, 1, 1 / IMAGE_FPS)
 
 
 def _mixed(size: int, what: str, where: str) -> ContractError:
