@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,8 +17,9 @@ from mm_core.errors import DataError, MMError, plural
 if TYPE_CHECKING:
     from mm_core.config.sections import RunConfig
     from mm_core.contracts import Dataset
-    from mm_core.data.datasets.media_report import Checked
+    from mm_core.data.datasets.media_report import Bucketed, Checked, Found
 
+_SIZES = 4  # of a source
 _SHOWN = 5  # rows whose sizes differ
 _EVERY = 10.0  # seconds between two lines of progress
 
@@ -25,7 +27,9 @@ _EVERY = 10.0  # seconds between two lines of progress
 def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="inspect|check", required=True)
     inspect = actions.add_parser(
-        "inspect", help="rows, media, sizes, and what is left out, of each source", allow_abbrev=False
+        "inspect",
+        help="media, sizes, and what is left out, of each source, and buckets",
+        allow_abbrev=False,
     )
     check = actions.add_parser(
         "check", help="decode everything once and list the bad files (exit code 1)", allow_abbrev=False
@@ -65,21 +69,51 @@ def _inspect(config: RunConfig, args: argparse.Namespace) -> int:
     from mm_core.data.datasets.media_report import inspect
 
     splits = {name: (data, inspect(data)) for name, data in _datasets(config, args.split)}
-    found = {name: sources for name, (_, sources) in splits.items()}
+    buckets = _buckets(config, {name: data for name, (data, _) in splits.items()})
     if args.page is not None:
         from mm_core.data.datasets.media_page import render
 
-        write_page(Path(args.page), render(config.run.name, splits), "--page")
+        write_page(Path(args.page), render(config.run.name, splits, buckets), "--page")
     if args.json:
-        print_json({name: [source._asdict() for source in sources] for name, sources in found.items()})
+        found = {name: [source._asdict() for source in sources] for name, (_, sources) in splits.items()}
+        print_json(found | ({"buckets": _as_json(buckets)} if buckets else {}))
         return 0
+    _print_sources({name: sources for name, (_, sources) in splits.items()})
+    _print_buckets(buckets)
+    if args.page is not None:
+        print(f"contact sheets: {args.page}")
+    return 0
+
+
+def _buckets(config: RunConfig, datasets: Mapping[str, Dataset]) -> dict[str, Bucketed]:
+    """What each split has in buckets; nothing in the loader's other modes."""
+    from mm_core.data.datasets.media_report import inspected
+    from mm_core.plan import build_task, report_buckets
+
+    if config.data.loader.mode != "variable":
+        return {}
+    task = build_task(config)
+    return {name: report_buckets(config, task, inspected(data), name) for name, data in datasets.items()}
+
+
+def _as_json(buckets: Mapping[str, Bucketed]) -> dict[str, object]:
+    return {
+        split: {
+            "buckets": [{**asdict(bucket), "samples": samples} for bucket, samples in each.buckets],
+            "misfits": each.misfits,
+        }
+        for split, each in buckets.items()
+    }
+
+
+def _print_sources(found: Mapping[str, Sequence[Found]]) -> None:
     head = ("SPLIT", "SOURCE", "IMAGES", "CLIPS", "PER EPOCH", "SIZES")
     rows = [
         (
             split,
             source.source,
             *(f"{n:,}" for n in (source.images, source.clips, source.samples)),
-            "; ".join(islice(source.sizes, 4)) or "unknown",
+            _sizes(source.sizes) or "unknown",
         )
         for split, sources in found.items()
         for source in sources
@@ -89,9 +123,23 @@ def _inspect(config: RunConfig, args: argparse.Namespace) -> int:
         for source in sources:
             for reason, left_out in source.left_out.items():
                 print(f"data.{split}: {source.source}: {plural(left_out, 'row')} left out: {reason}")
-    if args.page is not None:
-        print(f"contact sheets: {args.page}")
-    return 0
+
+
+def _print_buckets(buckets: Mapping[str, Bucketed]) -> None:
+    from mm_core.data.datasets.media_report import BUCKET_COLUMNS
+
+    if buckets:
+        head = ("BUCKETS OF", *(name.upper() for name in BUCKET_COLUMNS))
+        print()
+        print_table([head, *((split, *row) for split, each in buckets.items() for row in each.table())])
+    for split, each in buckets.items():
+        for misfit in each.misfits:
+            print(f"data.{split}: {misfit}")
+
+
+def _sizes(sizes: Mapping[str, int]) -> str:
+    more = f" + {len(sizes) - _SIZES} more" if len(sizes) > _SIZES else ""
+    return "; ".join(islice(sizes, _SIZES)) + more
 
 
 def _check(config: RunConfig, args: argparse.Namespace) -> int:

@@ -1,5 +1,6 @@
 """The plan of a run: batches, steps, memory, FLOPs for a number of ranks, before anything is allocated."""
 
+from mm_core.plan.bucket_report import report_buckets
 from mm_core.plan.bucketing import bucket_order, in_buckets
 from mm_core.plan.planning import (
     build_frozen,
@@ -21,5 +22,6 @@ __all__ = [
     "check_data",
     "in_buckets",
     "make_plan",
+    "report_buckets",
     "sample_order",
 ]

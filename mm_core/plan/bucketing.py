@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import SupportsRowSizes, TaskModule
-from mm_core.data.loading.bucketed import BucketedSamples, BucketOrder
+from mm_core.data.loading.bucketed import BucketedSamples, BucketOrder, SizedDataset
 from mm_core.data.loading.buckets import Bucket, Grid, derived, nearest
 from mm_core.data.loading.plain import AnyDataset, PlainBatches
 from mm_core.errors import ContractError, DataError, PlanError, RunWarning, plural
@@ -137,9 +137,8 @@ def bucketed(
     assert not isinstance(dataset, PlainBatches) and isinstance(dataset, SupportsRowSizes), (
         "check_sizes_set has been called"
     )
-    offered, loader = offered_buckets(config, task, section.options), config.data.loader
-    rows = returned(SupportsRowSizes.row_sizes, dataset.row_sizes(), dataset)
-    numbers = nearest(rows, list(offered.sizes), loader.upscale)
+    loader = config.data.loader
+    offered, rows, numbers = filled(config, task, section, dataset)
     counts = numbers[numbers >= 0].bincount(minlength=len(offered.sizes))
     known = (rows > 0).all(1)
     if not int(known.sum()):
@@ -149,19 +148,19 @@ def bucketed(
         raise DataError(
             f"no image or clip of data.{split} fits a bucket: {_shown(rows[known])}",
             where="data.loader.buckets",
-            accepted="; ".join(_named(size) for size in [*offered.sizes][:3]),
-            hint=f"{_why_unused(rows[known], offered, loader.upscale)}; or set smaller limits or buckets",
+            accepted="; ".join(size_named(size) for size in [*offered.sizes][:3]),
+            hint=f"{why_unused(rows[known], offered, loader.upscale)}; or set smaller limits or buckets",
         )
     if unread := len(rows) - int(known.sum()):
         what = f"{plural(unread, 'file')} of data.{split} cannot be read; `mm data check` lists them"
         warnings.warn(what, RunWarning, stacklevel=2)
     if len(lost := rows[known & (numbers < 0)]):
-        first = _named(lost[0].tolist())
+        first = size_named(lost[0].tolist())
         what = f"no bucket fits {plural(len(lost), 'row')} of data.{split}, such as {first}, so they are not"
-        what += f" used: {_why_unused(lost, offered, loader.upscale)}"
+        what += f" used: {why_unused(lost, offered, loader.upscale)}"
         warnings.warn(what, RunWarning, stacklevel=2)
     kept = counts.nonzero().flatten().tolist()
-    empty = [_named(size) for n, size in enumerate(offered.sizes) if n not in kept]
+    empty = [size_named(size) for n, size in enumerate(offered.sizes) if n not in kept]
     if loader.buckets != "auto" and empty:
         what = f"no image or clip of data.{split} is nearest to the bucket {', '.join(empty)}"
         warnings.warn(what, RunWarning, stacklevel=2)
@@ -175,7 +174,27 @@ def bucketed(
     return BucketedSamples(dataset, chosen, again[numbers])
 
 
-def _why_unused(rows: Tensor, offered: OfferedBuckets, upscale: bool) -> str:
+def filled(
+    config: RunConfig, task: TaskModule, section: ComponentConfig, dataset: SizedDataset
+) -> tuple[OfferedBuckets, Tensor, Tensor]:
+    """The buckets that rows choose from; frames, height and width of each row, int64 [R,3], 0: its file
+    cannot be read; the number of its bucket, int64 [R], -1: none fits. A collective call.
+
+    Args:
+        config: of the run.
+        task: decides which sizes there are.
+        section: the dataset's.
+        dataset: the samples.
+
+    Raises:
+        ContractError: the task takes no such size.
+    """
+    offered = offered_buckets(config, task, section.options)
+    rows: Tensor = returned(SupportsRowSizes.row_sizes, dataset.row_sizes(), dataset)
+    return offered, rows, nearest(rows, list(offered.sizes), config.data.loader.upscale)
+
+
+def why_unused(rows: Tensor, offered: OfferedBuckets, upscale: bool) -> str:
     """Why the first of rows that fit no bucket does not, and what helps."""
     frames, shortest = int(rows[0, 0]), min(size[0] for size in offered.sizes)
     if frames < shortest:
@@ -183,7 +202,7 @@ def _why_unused(rows: Tensor, offered: OfferedBuckets, upscale: bool) -> str:
         return f"the shortest bucket has {plural(shortest, 'frame')}, too many for {media}"
     if upscale:
         return "it has another shape than every bucket"
-    return "data.loader.upscale: true enlarges them"
+    return "too small in height or width; data.loader.upscale: true enlarges them"
 
 
 def _shown(rows: Tensor) -> str:
@@ -276,7 +295,8 @@ def offered_buckets(config: RunConfig, task: TaskModule, options: Mapping[str, A
     return OfferedBuckets(grid, dict.fromkeys(sizes))
 
 
-def _named(size: Sequence[int]) -> str:
+def size_named(size: Sequence[int]) -> str:
+    """Frames, height and width in words."""
     return " x ".join(map(str, size))
 
 
@@ -290,7 +310,7 @@ def check_sizes(task: TaskModule, options: Mapping[str, Any], sizes: Sequence[tu
         try:
             task.check(_spec(options, size))
         except ContractError as fault:
-            what = f"the bucket {_named(size)} is not a size that the task takes: {fault.what}"
+            what = f"the bucket {size_named(size)} is not a size that the task takes: {fault.what}"
             raise ContractError(
                 what, where="data.loader.buckets", accepted=fault.accepted, hint=fault.hint
             ) from None

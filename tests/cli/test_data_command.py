@@ -102,6 +102,47 @@ def test_inspect_is_a_table_with_what_is_left_out(run: Path, capsys: pytest.Capt
     assert json.loads(capsys.readouterr().out)["train"][0]["images"] == 3
 
 
+def test_inspect_names_how_many_sizes_it_does_not_show(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(3, 8):
+        Image.new("RGB", (16 + number, 16)).save(run.parent / f"photos/{number}.png")
+        (run.parent / f"photos/{number}.txt").write_text("x")
+    assert main(["data", "inspect", "--config", str(run)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].endswith("20x16; 19x16; 21x16; 22x16 + 1 more")
+
+
+def test_inspect_shows_buckets_and_what_is_in_none(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = yaml.safe_load(run.read_text())
+    train = config["data"]["train"] | {"max_height": 16, "max_width": 16, "sources": []}
+    train["sources"] = [{"annotations": f"{tmp_path}/{name}"} for name in ("photos", "clips")]
+    for number in range(3):
+        (tmp_path / f"clips/{number}.txt").write_text("x")
+    del train["height"], train["width"]
+    config["data"] = {"train": train, "loader": {"mode": "variable", "workers": 0}}
+    run.write_text(yaml.safe_dump(config))
+    Image.new("RGB", (2, 2)).save(run.parent / "photos/2.jpg")
+    (run.parent / "photos/1.jpg").write_bytes(b"no image")
+    page = tmp_path / "page.html"
+    assert main(["data", "inspect", "--config", str(run), "--page", str(page)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("BUCKETS OF"))
+    assert lines[first].endswith("  FRAMES  HEIGHT  WIDTH  PER MICRO-BATCH  SAMPLES PER EPOCH")
+    table = [line.split() for line in lines[first + 1 : first + 3]]
+    assert table == [["train", "5", "8", "12", "1", "3"], ["train", "1", "12", "16", "2", "1"]]
+    why = "too small in height or width; data.loader.upscale: true enlarges them"
+    lost = f"no bucket fits 1 row, such as 1 x 2 x 2: {why}"
+    unread = "1 file cannot be read; `mm data check` lists them"
+    assert lines[first + 3 : -1] == [f"data.train: {lost}", f"data.train: {unread}"]
+    text = page.read_text()
+    assert "samples per epoch" in text and lost in text
+    assert main(["data", "inspect", "--config", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["buckets"]["train"]
+    assert found["misfits"] == [lost, unread] and found["buckets"][1]["samples"] == 1
+    assert main(["data", "inspect", "--config", str(run), "data.loader.buckets=[]"]) == 1
+    assert "buckets" in capsys.readouterr().err
+
+
 def test_check_lists_the_bad_files_and_exits_with_1(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "check", "--config", str(run)]) == 0
     out = capsys.readouterr().out

@@ -218,7 +218,7 @@ def test_what_fits_no_bucket_is_one_sentence(run: Path, media: Path, tmp_path: P
     assert main(["train", "--dry-run", "--config", str(run), f"data.train.sources={sources}"]) == 0
     assert capsys.readouterr().err == (
         "warning: no bucket fits 1 row of data.train, such as 1 x 3 x 4, so they are not used:"
-        " data.loader.upscale: true enlarges them\n"
+        " too small in height or width; data.loader.upscale: true enlarges them\n"
     )
 
 

@@ -10,7 +10,7 @@ from io import BytesIO
 from PIL import Image
 
 from mm_core.contracts import Dataset
-from mm_core.data.datasets.media_report import Found, inspected, spread
+from mm_core.data.datasets.media_report import BUCKET_COLUMNS, Bucketed, Found, inspected, spread
 from mm_core.data.datasets.media_text import MediaTextDataset
 from mm_core.data.media.frames import read_frames
 from mm_core.data.media.images import read_photo
@@ -20,14 +20,18 @@ from mm_core.report.page import document
 _SHOWN = 12  # samples of a source
 _SIDE, _GAP = 160, 4  # of a picture, and between pictures, in pixels
 _LETTERS = 240  # of a caption
+_SOURCES = ("source", "images", "clips", "samples per epoch", "left out", "sizes of files, by their headers")
 
 
-def render(title: str, splits: Mapping[str, tuple[Dataset, Sequence[Found]]]) -> str:
+def render(
+    title: str, splits: Mapping[str, tuple[Dataset, Sequence[Found]]], buckets: Mapping[str, Bucketed]
+) -> str:
     """The page as HTML text: one file that loads nothing.
 
     Args:
         title: of the page.
         splits: the dataset of each split, and what `inspect` has found in it.
+        buckets: what the split has in buckets, if its samples are in any.
 
     Raises:
         ContractError: a dataset is not `media_text`.
@@ -35,7 +39,10 @@ def render(title: str, splits: Mapping[str, tuple[Dataset, Sequence[Found]]]) ->
     parts = [f"<h1>{escape(title)}</h1>"]
     for split, (dataset, found) in splits.items():
         media = inspected(dataset)
-        parts.append(f"<h2>data.{escape(split)}</h2>{_table(found)}")
+        parts.append(f"<h2>data.{escape(split)}</h2>{_table(_SOURCES, _sources(found))}")
+        if (bucketed := buckets.get(split)) is not None:
+            parts.append(_table(BUCKET_COLUMNS, bucketed.table()))
+            parts += [f'<p class="remark">{escape(each)}</p>' for each in bucketed.misfits]
         for number, source in enumerate(found):
             parts.append(f'<p class="prompt">{escape(source.source)}</p>')
             for reason, count in source.left_out.items():
@@ -45,9 +52,8 @@ def render(title: str, splits: Mapping[str, tuple[Dataset, Sequence[Found]]]) ->
     return document(f"{title}: mm data inspect", f"<main>{''.join(parts)}</main>")
 
 
-def _table(found: Sequence[Found]) -> str:
-    names = ("source", "images", "clips", "samples per epoch", "left out", "sizes of files, by their headers")
-    rows = [
+def _sources(found: Sequence[Found]) -> list[tuple[str, ...]]:
+    return [
         (
             source.source,
             *(f"{count:,}" for count in (source.images, source.clips, source.samples)),
@@ -56,6 +62,9 @@ def _table(found: Sequence[Found]) -> str:
         )
         for source in found
     ]
+
+
+def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{name}</th>" for name in names)
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'

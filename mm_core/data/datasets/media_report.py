@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from mm_core.contracts import Dataset, VideoInfo
 from mm_core.data.datasets.media_text import MediaTextDataset
+from mm_core.data.loading.buckets import Bucket
 from mm_core.data.rows.media_rows import MediaRow
 from mm_core.errors import ContractError, DataError
 
@@ -37,6 +38,28 @@ class Found(NamedTuple):
     samples: int
     sizes: Mapping[str, int]
     left_out: Mapping[str, int]
+
+
+class Bucketed(NamedTuple):
+    """What a dataset has in buckets.
+
+    Attributes:
+        buckets: those in use, the largest first, with their samples in an epoch.
+        misfits: which rows are in none and why, in words.
+    """
+
+    buckets: Sequence[tuple[Bucket, int]]
+    misfits: Sequence[str]
+
+    def table(self) -> list[tuple[str, ...]]:
+        """Cells of a row for each bucket, under `BUCKET_COLUMNS`."""
+        return [
+            (*map(str, bucket.size), str(bucket.micro_batch_size), f"{samples:,}")
+            for bucket, samples in self.buckets
+        ]
+
+
+BUCKET_COLUMNS = ("frames", "height", "width", "per micro-batch", "samples per epoch")
 
 
 class Checked(NamedTuple):
