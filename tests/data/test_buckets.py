@@ -72,6 +72,8 @@ def test_a_small_image_takes_a_smaller_bucket_and_a_tiny_one_none_unless_it_may_
     chosen = nearest(rows, SIZES, upscale=False).tolist()
     assert chosen[1] == chosen[3] == chosen[4] == -1
     assert SIZES[chosen[0]][1:] == (336, 576) and SIZES[chosen[2]] == (81, 496, 768)
+    (half, whole) = (nearest(torch.tensor([[1, 480, 640]]), SIZES, upscale) for upscale in (False, True))
+    assert SIZES[half][1:] == (384, 512) and SIZES[whole][1:] == (544, 704), "docs/buckets.md"
     chosen = nearest(rows, SIZES, upscale=True).tolist()
     assert SIZES[chosen[0]][1:] == (480, 832) and SIZES[chosen[1]][1:] == (624, 624)
     assert chosen[3] == -1
