@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +14,8 @@ from mm_core.config.interpolation import escape
 from mm_core.config.sections import RunConfig
 from mm_core.config.yaml_nodes import FLOAT, MAX_BYTES
 from mm_core.errors import ConfigError
+from mm_core.plugin.registry import Registry
+from mm_core.schema.fields import ComponentConfig
 from mm_core.schema.nodes import inside
 
 
@@ -78,3 +81,33 @@ def plain(value: object, path: str = "", literals: Mapping[str, str] = MappingPr
         return value
     what = f"{value!r} of type {type(value).__qualname__} cannot be written as YAML"
     raise ConfigError(what, where=path, accepted="numbers, strings, booleans, lists and mappings")
+
+
+def without_defaults(written: Any, value: object, registry: Registry) -> Any:
+    """A part of a config as written, without the keys that have their defaults.
+
+    Args:
+        written: the part in what `to_mapping` returns.
+        value: the same part of the config: a component's reference, a section, or a value in one.
+        registry: of the components.
+    """
+    if isinstance(value, (tuple, list)):
+        return [without_defaults(*each, registry) for each in zip(written, value, strict=True)]
+    held: Any
+    if isinstance(value, ComponentConfig):
+        held, class_ = value.options, registry.resolve(value.kind, value.type).config_class()
+    elif is_dataclass(value) and not isinstance(value, type):
+        held, class_ = inside(value), type(value)
+    else:
+        return written
+    defaults = {
+        each.name: each.default_factory() if each.default_factory is not MISSING else each.default
+        for each in fields(class_)
+    }
+    shorter = {"type": written["type"]} if isinstance(value, ComponentConfig) else {}
+    for key, part in written.items():
+        if key in held and held[key] != defaults.get(key, MISSING):
+            found, default = without_defaults(part, held[key], registry), defaults.get(key)
+            if not isinstance(default, ComponentConfig) or found != {"type": default.type}:
+                shorter[key] = found
+    return shorter

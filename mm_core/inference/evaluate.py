@@ -13,7 +13,7 @@ import yaml
 
 from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.checkpoint.reading import StoredRun, Weights, Which, checkpoint_at
-from mm_core.config.dump import to_mapping, to_yaml
+from mm_core.config.dump import to_mapping, to_yaml, without_defaults
 from mm_core.config.load import load_config
 from mm_core.config.sections import RunConfig, ValidationSection
 from mm_core.contracts import Metric, SupportsEvaluated
@@ -230,11 +230,12 @@ def _with_section(path: Path, overrides: Sequence[str]) -> list[str]:
 def _without_data(run: str | Path, file: Path, config: RunConfig, split: Split) -> MMError:
     """The error for a run without the split; its hint is a command to complete with another file."""
     held = [name for name in config.data.splits if name != "train"]
-    options = to_mapping(config)["data"]["train"]
-    dataset = config.data.train.type
-    class_: object = config.registry.resolve("dataset", dataset).load_target()
+    written = to_mapping(config)["data"]["train"]
+    options = without_defaults(written, config.data.train, config.registry)
+    class_: object = config.registry.resolve("dataset", config.data.train.type).load_target()
     if isinstance(class_, SupportsEvaluated):
-        options = class_.evaluated(options)
+        changed = class_.evaluated(written).items()
+        options |= {key: value for key, value in changed if value != written.get(key)}
     # The training's part of its file does not apply to another file.
     train = {key: value for key, value in options.items() if value is not None and key not in _CUT}
     flow = yaml.safe_dump(train, default_flow_style=True, sort_keys=False, width=10**6).strip()

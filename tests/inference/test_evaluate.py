@@ -183,6 +183,7 @@ def test_the_hint_for_a_run_without_the_data_is_a_command_that_works(unvalidated
     error = capsys.readouterr().err
     assert f"the run's config has no data.{split}" in error
     (command,) = (line.partition(": mm ")[2] for line in error.splitlines() if ": mm " in line)
+    assert "random_start" not in command and "reader" not in command, "what has its default is left out"
     assert main(shlex.split(command)) == 0
     out = capsys.readouterr().out
     assert f"step_00000009, model weights, data.{split}" in out and "loss_at/0.5" in out

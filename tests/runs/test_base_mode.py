@@ -211,6 +211,8 @@ def test_the_same_clips_train_the_same_in_every_form(name, runs, reference, caps
         assert own == other and own
     found, wanted = (mm_core.evaluate(one).figures for one in (run, reference))
     assert found == wanted and found["rows"] == 12
+    assert main(["sample", "--run", str(run), "--prompt", "a"]) == 1
+    assert "--height N --width N) or under task.sample" in capsys.readouterr().err
 
 
 # -- what is wrong ---------------------------------------------------------------------------------

@@ -382,7 +382,7 @@ def test_what_is_set_nowhere_is_named():
     task = make_task(sample=SampleConfig(height=8))
     with pytest.raises(ContractError, match="not set: num_frames, width, fps") as caught:
         task.sample(SampleRequest(("up",)))
-    assert "task.sample" in str(caught.value)
+    assert "(mm sample: --num-frames N --width N --fps N) or under task.sample" in str(caught.value)
 
 
 def test_no_steps_and_sizes_that_do_not_divide_are_readable_errors():

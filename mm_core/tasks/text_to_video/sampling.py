@@ -31,10 +31,11 @@ def completed(task: TextToVideo, request: SampleRequest) -> SampleRequest:
     values = {name: getattr(request, name) for name in names}
     values |= {name: getattr(task.sample_defaults, name) for name in names if values[name] is None}
     if unset := [name for name, value in values.items() if value is None]:
+        flags = " ".join(f"--{name.replace('_', '-')} N" for name in unset)
         raise ContractError(
             f"the sampling request is incomplete; not set: {', '.join(unset)}",
             where="task.sample",
-            hint="set them in the request or under task.sample in the config",
+            hint=f"set them in the request (mm sample: {flags}) or under task.sample in the config",
         )
     if values["steps"] < 1:
         raise ContractError(
