@@ -4,6 +4,7 @@ frames and the shape that FFmpeg shows, or refuse the file."""
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import shutil
 import subprocess
@@ -165,6 +166,8 @@ def encoded(case: Case, path: Path) -> None:
             frame.pts, frame.time_base = number + round(case.start * RATE), Fraction(1, RATE)
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
+    if os.sched_getscheduler(0) != os.SCHED_OTHER:  # SVT-AV1, as root, makes its caller a real-time process
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 def cut(case: Case, source: Path, path: Path, begin: float, end: float) -> None:
