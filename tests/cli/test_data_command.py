@@ -15,23 +15,7 @@ from PIL import Image
 import mm_core
 from mm_core.builtin.tiny import write_clip
 from mm_core.cli.main import main
-
-SIZE = {"num_layers": 1, "num_heads": 1, "head_dim": 16, "patch_size": [1, 2, 2], "text_dim": 16}
-PREDICTOR = {
-    "type": "custom_dit",
-    "in_channels": 12,
-    "out_channels": 12,
-    "freq_dim": 16,
-    "ffn_dim": 32,
-    **SIZE,
-}
-TASK = {
-    "type": "text_to_video",
-    "predictor": PREDICTOR,
-    "autoencoder": {"type": "pixel", "spatial": 2},
-    "text_encoder": {"type": "bytes", "hidden_size": 16},
-    "scheduler": {"type": "flow_match"},
-}
+from support.tiny_models import ONE_BLOCK
 
 
 @pytest.fixture
@@ -56,7 +40,7 @@ def run(tmp_path: Path) -> Path:
     train = {"type": "media_text", "sources": sources, "num_frames": 5, "height": 8, "width": 8}
     config = {
         "run": {"name": "media", "dir": str(tmp_path / "runs")},
-        "task": TASK,
+        "task": ONE_BLOCK,
         "data": {"train": train, "loader": {"workers": 0, "drop_last": False}},
         "engine": {"type": "fsdp2"},
         "optimizer": {"type": "adamw", "lr": 1e-3},

@@ -17,9 +17,9 @@ from PIL import Image
 from mm_core.builtin.configs.data import CaptionTags, MediaSource
 from mm_core.contracts import Randomness, VideoTextBatch
 from mm_core.data.datasets.media_text import MediaTextDataset
-from mm_core.data.loading.loader import MicroBatchLoader
 from mm_core.data.loading.sampler import BatchPlan
 from support.ranks import run_ranks
+from support.reading import read_steps
 
 SEED, GLOBAL = 5, 4
 Row = tuple[object, ...]
@@ -51,28 +51,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> MediaTextDataset:
 def steps(data: MediaTextDataset, first: int, last: int, ranks: int, workers: int = 0) -> Iterator[list[Row]]:
     """What all ranks read in each step, in the order of the global batch."""
     order = BatchPlan(len(data), 1, GLOBAL, SEED, "random", drop_last=False)
-    loaders = [
-        iter(
-            MicroBatchLoader(
-                data,
-                order,
-                batch_transform=None,
-                rng=Randomness(SEED),
-                rank=rank,
-                data_parallel=ranks,
-                start_step=first,
-                end_step=last,
-                workers=workers,
-                prefetch=2,
-                pin_memory=False,
-                device_type="cpu",
-            )
-        )
-        for rank in range(ranks)
-    ]
-    for _ in range(first, last):
-        # Micro-batch m of a global batch is the (m // ranks)-th of rank m % ranks.
-        micro = [next(loaders[number % ranks]) for number in range(GLOBAL)]
+    for micro in read_steps(data, order, range(first, last), ranks, workers, SEED):
         yield [row for batch in micro for row in read(batch)]
 
 

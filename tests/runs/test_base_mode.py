@@ -24,6 +24,8 @@ from mm_core.plugin.registry import get_registry
 from mm_core.schema.checking import check_component
 from mm_core.tasks.text_to_video.captions import TokenizeCaptions
 from support.logs import log_of, losses
+from support.pages import ROOT, blocks
+from support.reading import plain_data
 
 PLUGIN = Path(__file__).parent / "plain_sets.py"
 SHAPES = "{type: shapes, num_frames: 8, height: 16, width: 16, clips: 12}"
@@ -38,9 +40,7 @@ TRANSFORM = TokenizeCaptions(tokens)
 
 
 def built(name: str, **options: object) -> Any:
-    section = {"type": f"local/{name}", **options}
-    registry = get_registry((str(PLUGIN),))
-    return build_split(registry, check_component("dataset", section, registry, "d"), 1, "base", "train")
+    return plain_data(PLUGIN, name, **options)
 
 
 def stream_of(
@@ -111,6 +111,13 @@ def test_a_dataset_with_a_collate_of_ours_is_itself():
     section = {"type": "shapes", "num_frames": 8, "height": 16, "width": 16}
     checked = check_component("dataset", section, get_registry(), "d")
     assert isinstance(build_split(get_registry(), checked, 1, "base", "train"), ShapesDataset)
+
+
+def test_the_pages_file_with_the_tutorials_dataset_has_at_most_15_lines():
+    """tests/repo/test_pages_run.py trains with it."""
+    (text,) = (block.text for block in blocks(ROOT / "docs/data.md") if "class Clips" in block.text)
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    assert len(lines) <= 15 and all(name in text for name in ("__len__", "__getitem__", "prompt_ids"))
 
 
 def test_a_loaders_own_collate_fn_is_used():

@@ -18,17 +18,9 @@ from mm_core.checkpoint.resume_check import differences_of
 from mm_core.cli.main import main
 from support.checkpoints import state_of
 from support.logs import losses
+from support.tiny_models import ONE_BLOCK
 
 SHAPES = [(16, 24), (24, 16), (20, 20)]
-PREDICTOR = {"type": "custom_dit", "in_channels": 12, "out_channels": 12, "freq_dim": 16, "ffn_dim": 32}
-PREDICTOR |= {"num_layers": 1, "num_heads": 1, "head_dim": 16, "patch_size": [1, 2, 2], "text_dim": 16}
-TASK = {
-    "type": "text_to_video",
-    "predictor": PREDICTOR,
-    "autoencoder": {"type": "pixel", "spatial": 2},
-    "text_encoder": {"type": "bytes", "hidden_size": 16},
-    "scheduler": {"type": "flow_match"},
-}
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +47,7 @@ def run(media: Path, tmp_path: Path) -> Path:
     data = {"type": "media_text", "sources": sources, "max_height": 16, "max_width": 24, "num_frames": 9}
     config = {
         "run": {"name": "one", "dir": str(tmp_path / "runs")},
-        "task": TASK,
+        "task": ONE_BLOCK,
         "data": {"train": data, "validation": data, "loader": {"mode": "variable", "workers": 0}},
         "validation": {"every": 11, "timesteps": [0.5]},
         "optimizer": {"type": "adamw", "lr": 1e-3},
@@ -272,3 +264,24 @@ def test_two_ranks_train_what_one_rank_trains_and_a_resume_is_exact(run: Path, t
         torch.testing.assert_close(state_of(two)[name], tensor, rtol=1e-5, atol=1e-5)
     done = mm("train", "--config", run, "--nproc", 2, "--verify-resume", 3, *more)
     assert done.code == 0, done.out + done.err
+
+
+@pytest.mark.slow
+def test_two_ranks_train_on_although_all_files_of_a_bucket_are_bad(run: Path, media: Path, mm) -> None:
+    """Clips whose rows declare what the files do not hold: one bucket has these alone, another two more."""
+    rows = [
+        {"path": f"bad_{number}.mp4", "cap": "x", "num_frames": 9, "height": height, "width": width}
+        for number, (height, width) in enumerate([(8, 24)] * 3 + [(16, 24)] * 2)
+    ]
+    for row in rows:
+        (run.parent / row["path"]).write_bytes(b"no clip")
+    (run.parent / "bad.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tables = (media / "photos", media / "clips.jsonl", run.parent / "bad.jsonl")
+    sources = ", ".join(f"{{annotations: {each}}}" for each in tables)
+    more = (f"data.train.sources=[{sources}]", "data.loader.max_failed_share=0.5")
+    done = mm("train", "--config", run, "--nproc", 2, *more)
+    assert done.code == 0, done.out + done.err
+    folder = run.parent / "runs/one"
+    listed = [json.loads(line) for line in (folder / "skipped.jsonl").read_text().splitlines()]
+    assert {Path(row["id"]).name for row in listed} == {row["path"] for row in rows}
+    assert all("not a readable video" in row["reason"] for row in listed)
