@@ -2,8 +2,8 @@
 
     python benchmarks/data_worker.py [--rounds 12] [--frames 49] [--size 720x1280] [--to 480x832]
 
-A sample of `video_text` (decoded, resized by its short side, cropped) is compared with bare PyAV in one thread
-and the same resize by torch, both to uint8 pixels. Rounds alternate the two; the ratio is the median over the
+A sample of `video_text` (decoded, resized by its short side, cropped) is compared with bare PyAV in one
+thread and the same resize by torch, both to uint8 pixels. Rounds alternate the two; the ratio is the median over the
 rounds of processor time. The bytes are those of a batch from a worker process: what is pickled, and the shared
 memory that its tensors occupy, against the uint8 pixels of its samples.
 """
@@ -60,7 +60,20 @@ def handed_over(dataset: VideoTextDataset, micro_batch: int) -> float:
         order="sequential",
         drop_last=True,
     )
-    loader = MicroBatchLoader(dataset, plan, rank=0, world=1, start_step=0, end_step=1, randomness=Randomness(1))
+    loader = MicroBatchLoader(
+        dataset,
+        plan,
+        batch_transform=None,
+        rng=Randomness(1),
+        rank=0,
+        data_parallel=1,
+        start_step=0,
+        end_step=1,
+        workers=1,
+        prefetch=2,
+        pin_memory=False,
+        device_type="cpu",
+    )
     batch = next(iter(loader))
     assert isinstance(batch, VideoTextBatch)
     tensors = [value for value in vars(batch).values() if isinstance(value, Tensor)]
@@ -94,7 +107,8 @@ def main() -> int:
         }
         assert torch.equal(sides["bare"](), sides["ours"]()), "both make the same pixels"
         seconds: dict[str, list[float]] = {side: [] for side in sides}
-        print(f"{args.frames} frames of {args.size} to {args.to}\n{'round':>5} {'bare':>8} {'ours':>8} {'ratio':>6}")
+        print(f"{args.frames} frames of {args.size} to {args.to}")
+        print(f"{'round':>5} {'bare':>8} {'ours':>8} {'ratio':>6}")
         for number in range(args.rounds):
             for side in sorted(sides, reverse=number % 2 == 1):
                 began = time.process_time()

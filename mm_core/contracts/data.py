@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -50,6 +50,21 @@ class VideoReader(Protocol):
         """
 
 
+@runtime_checkable
+class SupportsStream(Protocol):
+    """Capability of a video reader that opens a file once, and gives its frames one by one."""
+
+    def stream(
+        self, path: Path, choose: Callable[[VideoInfo], Sequence[float]]
+    ) -> Iterator[tuple[int, Tensor]]:
+        """What `read` returns at the times that `choose` names for what `probe` returns: each frame, uint8
+        [Y,X,3], with its place among the times.
+
+        Raises:
+            DataError: as `probe` and `read`.
+        """
+
+
 class Transform(Protocol):
     """A transform of decoded frames into the pixels of a sample, called in data workers."""
 
@@ -64,6 +79,23 @@ class Transform(Protocol):
 
         Raises:
             DataError: the frames cannot be used; the sample is skipped, counted and listed.
+        """
+
+
+@runtime_checkable
+class SupportsFrameByFrame(Protocol):
+    """Capability of a transform that needs not all frames of a clip at once."""
+
+    def frame_by_frame(
+        self, source: tuple[int, int], height: int, width: int, rng: Randomness | None
+    ) -> Callable[[Tensor], Tensor]:
+        """What `pixels` does, as a function of one frame, uint8 [Y,X,3], that returns uint8 [3,height,width].
+
+        Args:
+            source: height and width of the frames.
+            height: of the result.
+            width: of the result.
+            rng: as in `pixels`.
         """
 
 

@@ -22,7 +22,7 @@ from mm_core.data.media.frames import clip_times, read_frames
 from mm_core.data.media.image_headers import image_size
 from mm_core.data.media.images import read_photo
 from mm_core.data.media.readers import PyAVReader
-from mm_core.data.media.transforms import levels_of, transform_of, transformed
+from mm_core.data.media.transforms import levels_of, read_pixels, transform_of, transformed
 from mm_core.data.rows.annotations import inside
 from mm_core.data.rows.captions import clean_caption
 from mm_core.data.rows.mapped_rows import MappedRows, read_once
@@ -215,18 +215,21 @@ class MediaTextDataset:
 
     def _sample(self, row: MediaRow, size: Size, rng: Randomness | None) -> Sample:
         wanted, (num_frames, height, width) = self.wanted, size
-        caption = self.caption(row, rng)
+        name, caption, fps = self.name_of(row), self.caption(row, rng), IMAGE_FPS
         start = rng.uniform("start") if rng is not None and wanted.random_start else 0.0
         with self.opened(row) as path:
             if row.medium == "image":
-                frames, fps = read_photo(path, wanted.max_pixels).permute(1, 2, 0)[None], IMAGE_FPS
+                frame = read_photo(path, wanted.max_pixels).permute(1, 2, 0)[None]
+                pixels = transformed(self.transform, frame, (height, width), rng, name)
             else:
-                info = self.reader.probe(path)
-                times = clip_times(info, path, num_frames, wanted.fps, start)
-                frames, fps = read_frames(self.reader, path, times), info.fps
-        name = self.name_of(row)
+
+                def times(info: VideoInfo) -> list[float]:
+                    return clip_times(info, path, num_frames, wanted.fps, start)
+
+                pixels, info = read_pixels(self.reader, self.transform, path, times, (height, width), rng)
+                fps = info.fps
         return {
-            "pixels": transformed(self.transform, frames, height, width, rng, name),
+            "pixels": pixels,
             "caption": caption,
             "id": name,
             "fps": fps if wanted.fps is None else wanted.fps,

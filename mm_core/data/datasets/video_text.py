@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from mm_core.builtin.configs.data import VideoTextConfig
-from mm_core.contracts import Randomness, Transform, VideoReader, VideoTextBatch
+from mm_core.contracts import Randomness, Transform, VideoInfo, VideoReader, VideoTextBatch
 from mm_core.data.datasets import Sample
-from mm_core.data.media.frames import clip_times, read_frames, too_short
+from mm_core.data.media.frames import clip_times, too_short
 from mm_core.data.media.readers import PyAVReader
-from mm_core.data.media.transforms import levels_of, transform_of, transformed
+from mm_core.data.media.transforms import levels_of, read_pixels, transform_of
 from mm_core.data.rows.annotations import Annotation, inside, read_annotations
 from mm_core.data.rows.captions import clean_caption, half_character
 from mm_core.data.rows.packed_rows import PackedRows
@@ -87,10 +87,12 @@ class VideoTextDataset:
             raise too_short(path, row.num_frames, "the annotation declares", wanted.num_frames, None)
         start = rng.uniform("start") if rng is not None and wanted.random_start else 0.0
         caption = 0.0 if rng is None else rng.uniform("caption")
-        info = self.reader.probe(path)
-        times = clip_times(info, path, wanted.num_frames, wanted.fps, start)
-        frames = read_frames(self.reader, path, times)
-        pixels = transformed(self.transform, frames, wanted.height, wanted.width, rng, str(path))
+
+        def times(info: VideoInfo) -> list[float]:
+            return clip_times(info, path, wanted.num_frames, wanted.fps, start)
+
+        size = wanted.height, wanted.width
+        pixels, info = read_pixels(self.reader, self.transform, path, times, size, rng)
         return {
             "pixels": pixels,
             "caption": clean_caption(row.captions[int(caption * len(row.captions))]),

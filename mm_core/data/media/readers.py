@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fractions import Fraction
-from itertools import chain, dropwhile
+from itertools import dropwhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,6 @@ from mm_core.contracts import VideoInfo
 from mm_core.data.media.geometry import (
     UPRIGHT,
     Orientation,
-    Pixels,
     orientation,
     rgb,
     shown_size,
@@ -27,12 +26,12 @@ from mm_core.data.media.geometry import (
 )
 from mm_core.data.media.image_headers import check_still, opened_image
 from mm_core.data.media.images import read_image
-from mm_core.data.media.timeline import AGAIN, peek, timed, timeline
+from mm_core.data.media.timeline import AGAIN, Replay, peek, timed, timeline
 from mm_core.data.rows.paths import plain_file
 from mm_core.errors import DataError, MMError, plain_reason, plural
 
 if TYPE_CHECKING:
-    from av import VideoFrame, VideoStream
+    from av import Packet, VideoFrame, VideoStream
     from av.container import InputContainer
 
 _SEEK_FROM = 1.0  # seconds; before this, decoding from the start costs less than a second index look-up
@@ -69,14 +68,8 @@ class Reader:
         with opened(path, self.max_pixels) as (container, stream):
             picture = _picture(container, path)
             if picture is not None:
-                _, height, width, _ = picture.shape
-                return VideoInfo(width, height, _PICTURE_RATE, 1, 1.0 / _PICTURE_RATE), UPRIGHT, False
-            frames, fps, seconds, first, hidden = timeline(container, stream, path)
-            if first is None or frames < 1 or seconds <= 0:
-                raise DataError("the video stream contains no frames", where=str(path), hint=AGAIN)
-            turn = orientation(first, path)
-            height, width = shown_size(stream, turn)
-            return VideoInfo(width, height, fps, frames, seconds), turn, hidden
+                return _of_picture(picture), UPRIGHT, False
+            return _described(container.demux(stream), container, stream, path)
 
 
 class PyAVReader(Reader):
@@ -94,25 +87,48 @@ class PyAVReader(Reader):
             DataError: `probe` refuses the file, or it is damaged or truncated.
         """
         times = checked_times(seconds, path)
-        order = sorted(range(len(times)), key=times.__getitem__)
-        wanted = [times[place] for place in order]
+        result: Tensor | None = None
+        for place, frame in self._decoded(path, times):
+            result = torch.empty(len(times), *frame.shape, dtype=torch.uint8) if result is None else result
+            result[place] = frame
+        assert result is not None
+        return result
+
+    def stream(
+        self, path: Path, choose: Callable[[VideoInfo], Sequence[float]]
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Reads the frames of a video one by one, opening it once: (place in the times, uint8 [Y,X,3]).
+
+        Args:
+            path: the video.
+            choose: the times in seconds of a video with these properties.
+
+        Raises:
+            DataError: as `probe` and `read`.
+        """
         with opened(path, self.max_pixels) as (container, stream):
             picture = _picture(container, path)
             if picture is not None:
-                if wanted[-1] >= 1.0 / _PICTURE_RATE + EPSILON:
-                    raise too_short(path, wanted[-1], 1.0 / _PICTURE_RATE)
-                return picture.expand(len(times), -1, -1, -1).clone()
-            seeking = wanted[0] >= _SEEK_FROM
-            frames = _from_keyframe(container, stream, wanted, path) if seeking else None
-            if frames is None and not seeking:
-                frames = _from_start(container, stream, wanted, path)
-        if frames is None:  # not every container can be sought back to its start
+                times = checked_times(choose(_of_picture(picture)), path)
+                yield from _at_times(picture, times, path)
+                return
+            replay = Replay(container.demux(stream))
+            times = checked_times(choose(_described(replay, container, stream, path)[0]), path)
+            packets = replay.rest()
+            if packets is not None and (yield from _read(packets, container, stream, times, path)):
+                return
+        yield from self._decoded(path, times)
+
+    def _decoded(self, path: Path, times: list[float]) -> Iterator[tuple[int, Tensor]]:
+        """The frames of a video at its times, by place; a frame may come twice."""
+        for sought in (True, False):  # not every container can be sought back to its start
             with opened(path, self.max_pixels) as (container, stream):
-                frames = _from_start(container, stream, wanted, path)
-        result = torch.empty(len(times), *frames[0].shape, dtype=torch.uint8)
-        for place, frame in zip(order, frames, strict=True):
-            result[place] = torch.from_numpy(frame)
-        return result
+                picture = _picture(container, path)
+                if picture is not None:
+                    yield from _at_times(picture, times, path)
+                    return
+                if (yield from _read(container.demux(stream), container, stream, times, path, sought)):
+                    return
 
 
 @contextmanager
@@ -192,31 +208,75 @@ def _picture(container: InputContainer, path: Path) -> Tensor | None:
         raise
 
 
-def _from_start(
-    container: InputContainer, stream: VideoStream, wanted: list[float], path: Path
-) -> list[Pixels]:
-    """The wanted frames, decoded from the file's first on."""
-    head, own = peek(container, stream)
-    frames = timed(chain(head, container.demux(stream)), container, path, own=own)
-    picked = _pick(frames, stream, wanted, path)
-    assert picked is not None
-    return picked
+def _of_picture(picture: Tensor) -> VideoInfo:
+    _, height, width, _ = picture.shape
+    return VideoInfo(width, height, _PICTURE_RATE, 1, 1.0 / _PICTURE_RATE)
+
+
+def _at_times(picture: Tensor, times: list[float], path: Path) -> Iterator[tuple[int, Tensor]]:
+    """A still picture, uint8 [1,Y,X,3], at each of the times."""
+    if max(times) >= 1.0 / _PICTURE_RATE + EPSILON:
+        raise too_short(path, max(times), 1.0 / _PICTURE_RATE)
+    return ((place, picture[0]) for place in range(len(times)))
+
+
+def _described(
+    packets: Iterable[Packet[VideoStream]], container: InputContainer, stream: VideoStream, path: Path
+) -> tuple[VideoInfo, Orientation, bool]:
+    frames, fps, seconds, first, hidden = timeline(packets, container, stream, path)
+    if first is None or frames < 1 or seconds <= 0:
+        raise DataError("the video stream contains no frames", where=str(path), hint=AGAIN)
+    turn = orientation(first, path)
+    height, width = shown_size(stream, turn)
+    return VideoInfo(width, height, fps, frames, seconds), turn, hidden
+
+
+Frames = Generator[tuple[int, Tensor], None, bool]
+"""Frames uint8 [Y,X,3] with their places among the wanted times; returns whether these are all."""
+
+
+def _read(
+    packets: Iterator[Packet[VideoStream]],
+    container: InputContainer,
+    stream: VideoStream,
+    times: list[float],
+    path: Path,
+    seeks: bool = True,
+) -> Frames:
+    """The frames at the times, in any order; from the first packet on, or after a seek."""
+    order = sorted(range(len(times)), key=times.__getitem__)
+    wanted = [times[place] for place in order]
+    if seeks and wanted[0] >= _SEEK_FROM:
+        frames = _from_keyframe(packets, container, stream, wanted, path)
+    else:
+        packets, own = peek(packets, container, stream)
+        frames = _pick(timed(packets, container, path, own=own), stream, wanted, path)
+    while True:
+        try:
+            place, frame = next(frames)
+        except StopIteration as end:
+            return bool(end.value)
+        yield order[place], frame
 
 
 def _from_keyframe(
-    container: InputContainer, stream: VideoStream, wanted: list[float], path: Path
-) -> list[Pixels] | None:
-    """The wanted frames after a seek. None if the caller must read from the start.
+    packets: Iterator[Packet[VideoStream]],
+    container: InputContainer,
+    stream: VideoStream,
+    wanted: list[float],
+    path: Path,
+) -> Frames:
+    """The wanted frames after a seek; not all if the caller must read from the start.
 
     A seek may end too late (in MPEG-TS, or with an index by decoding time), or on frames that refer to
     skipped ones (open groups of pictures): what is decoded decides, and a second seek goes further back.
     """
-    head, own = peek(container, stream)
+    packets, own = peek(packets, container, stream)
     if not own or stream.time_base is None:
-        return None
-    zero = next((ticks for ticks, _ in timed(chain(head, container.demux(stream)), container, path)), None)
+        return False
+    zero = next((ticks for ticks, _ in timed(packets, container, path)), None)
     if zero is None:
-        return None
+        return False
     for back in _BACK:
         target = zero + int(Fraction(wanted[0] - back) / stream.time_base)
         if target <= zero:
@@ -225,10 +285,10 @@ def _from_keyframe(
         with suppress(*FAULTS):
             container.seek(target, stream=stream, backward=True)
             packets = dropwhile(lambda packet: not packet.is_keyframe, container.demux(stream))
-            frames = _pick(timed(packets, container, path, seeked=True), stream, wanted, path, zero)
-            if frames is not None:
-                return frames
-    return None
+            frames = timed(packets, container, path, seeked=True)
+            if (yield from _pick(frames, stream, wanted, path, zero)):
+                return True
+    return False
 
 
 def _pick(
@@ -237,7 +297,7 @@ def _pick(
     wanted: list[float],
     path: Path,
     zero: int | None = None,
-) -> list[Pixels] | None:
+) -> Frames:
     """For every time (ascending), the last frame that begins at or before it. DataError if the video ends
     before the last one.
 
@@ -246,36 +306,47 @@ def _pick(
         stream: of the frames.
         wanted: times in seconds.
         path: of the video, for errors.
-        zero: ticks of the file's first frame, if `frames` begin elsewhere. None is then returned if they
-            begin after the first wanted time.
+        zero: ticks of the file's first frame, if `frames` begin elsewhere. It returns False if they begin
+            after the first wanted time.
     """
     base = stream.time_base
     sought = zero is not None
     shown: VideoFrame | None = None
-    pixels: Pixels | None = None
-    picked: list[Pixels] = []
+    place = 0
     begins = lasts = 0.0
     for ticks, frame in frames:
         zero = ticks if zero is None else zero
-        lasts, begins = float((ticks - zero) * base) - begins, float((ticks - zero) * base)
-        while len(picked) < len(wanted) and wanted[len(picked)] + EPSILON < begins:
+        began, begins = begins, (ticks - zero) * base.numerator / base.denominator
+        lasts = begins - began
+        due = place
+        while due < len(wanted) and wanted[due] + EPSILON < begins:
+            due += 1
+        if due > place:
             if shown is None:
-                return None
-            pixels = rgb(shown, stream, path) if pixels is None else pixels
-            picked.append(pixels)
-        if len(picked) == len(wanted):
-            return picked
-        shown, pixels = frame, None
+                return False
+            yield from _repeated(range(place, due), shown, stream, path)
+            place = due
+        if place == len(wanted):
+            return True
+        shown = frame
     if shown is None:
         if sought:
-            return None
+            return False
         raise DataError("no frame of the video can be decoded", where=str(path), hint=AGAIN)
     # The last frame is shown for its own duration; later times are an error.
     lasts = max(lasts, float((shown.duration or 0) * base), 1.0 / float(stream.average_rate or 1))
     if wanted[-1] >= begins + lasts + EPSILON:
         raise too_short(path, wanted[-1], begins + lasts)
-    pixels = rgb(shown, stream, path) if pixels is None else pixels
-    return picked + [pixels] * (len(wanted) - len(picked))
+    yield from _repeated(range(place, len(wanted)), shown, stream, path)
+    return True
+
+
+def _repeated(
+    places: Iterable[int], frame: VideoFrame, stream: VideoStream, path: Path
+) -> Iterator[tuple[int, Tensor]]:
+    pixels = torch.from_numpy(rgb(frame, stream, path))
+    for place in places:
+        yield place, pixels
 
 
 def checked_times(seconds: Sequence[float], path: Path) -> list[float]:

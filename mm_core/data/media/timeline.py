@@ -5,9 +5,9 @@ from __future__ import annotations
 import heapq
 import statistics
 from collections.abc import Iterable, Iterator
-from itertools import dropwhile, pairwise
+from itertools import chain, dropwhile, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from mm_core.errors import DataError
 
@@ -32,8 +32,56 @@ class Timeline(NamedTuple):
     hidden: bool
 
 
-def timeline(container: InputContainer, stream: VideoStream, path: Path) -> Timeline:
+class _Decoded:
+    """A packet that decodes once: decoders go forward only."""
+
+    def __init__(self, packet: Packet[VideoStream]) -> None:
+        self._packet = packet
+        self._frames: list[VideoFrame] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._packet, name)
+
+    def decode(self) -> list[VideoFrame]:
+        if self._frames is None:
+            self._frames = self._packet.decode()
+        return self._frames
+
+
+class Replay:
+    """The packets of a stream from its beginning, which `rest` gives again as long as few have been taken.
+
+    Args:
+        packets: of the stream.
+    """
+
+    def __init__(self, packets: Iterator[Packet[VideoStream]]) -> None:
+        self._packets = packets
+        self._taken: list[_Decoded] | None = []
+
+    def __iter__(self) -> Iterator[Packet[VideoStream]]:
+        for packet in self._packets:
+            taken = _Decoded(packet)
+            if self._taken is not None:
+                self._taken = [*self._taken, taken] if len(self._taken) < _PEEKED else None
+            yield cast("Packet[VideoStream]", taken)
+
+    def rest(self) -> Iterator[Packet[VideoStream]] | None:
+        """All packets from the beginning; None if more have been taken than are kept."""
+        taken, self._taken = self._taken, None
+        return None if taken is None else chain(cast("list[Packet[VideoStream]]", taken), self._packets)
+
+
+def timeline(
+    packets: Iterable[Packet[VideoStream]], container: InputContainer, stream: VideoStream, path: Path
+) -> Timeline:
     """The frames shown, by the header where it is right about them, else counted over the packets.
+
+    Args:
+        packets: all of the stream.
+        container: of the stream.
+        stream: of the video.
+        path: of the video, for errors.
 
     Raises:
         DataError: frames without times, or with times that run backwards.
@@ -42,9 +90,10 @@ def timeline(container: InputContainer, stream: VideoStream, path: Path) -> Time
     spans: list[tuple[int, int]] = []
     hidden, key, decoded = False, None, 0
     # The times of AVI do not show which of its frames are decoded.
-    every = not _presented(container) and stream.codec_context.has_b_frames
-    for packet in container.demux(stream):
-        ticks = _ticks(packet, container)
+    presented = _presented(container)
+    every = not presented and stream.codec_context.has_b_frames
+    for packet in packets:
+        ticks = _ticks(packet, presented)
         if packet.size and packet.is_discard:  # outside the edit list
             hidden = True
         elif packet.size and ticks is not None:
@@ -59,7 +108,7 @@ def timeline(container: InputContainer, stream: VideoStream, path: Path) -> Time
             begins = first is not None and not hidden and first.pts == min(spans, default=(None,))[0]
             if begins and (declared := _declared(container, stream)):
                 return Timeline(*declared, first, hidden)
-    begin = None if first is None else _ticks(first, container)
+    begin = None if first is None else _ticks(first, presented)
     if every:
         spans = sorted(spans)[:decoded]
     elif begin is not None:
@@ -98,26 +147,29 @@ def _measured(spans: list[tuple[int, int]], stream: VideoStream) -> tuple[int, f
     return len(starts), declared if fits else fps, seconds
 
 
-def peek(container: InputContainer, stream: VideoStream) -> tuple[list[Packet[VideoStream]], bool]:
-    """The first packets, and whether frames may be trusted to have their own times.
+def peek(
+    packets: Iterator[Packet[VideoStream]], container: InputContainer, stream: VideoStream
+) -> tuple[Iterator[Packet[VideoStream]], bool]:
+    """All packets, and whether frames may be trusted to have their own times.
 
     AVI has only times of decoding, and so has an MP4 copied from it: they ascend although the decoder changes
     the order of the frames. Elsewhere frames are shown later than they are decoded.
     """
-    packets: list[Packet[VideoStream]] = []
-    for packet in container.demux(stream):
-        if not packet.size and packet.dts is None:  # the end, which demuxing again ends with too
+    head: list[Packet[VideoStream]] = []
+    own = False
+    for packet in packets:
+        head.append(packet)
+        if not packet.size and packet.dts is None:  # the end
             break
-        packets.append(packet)
-        if not stream.codec_context.has_b_frames:
-            return packets, True
-        if not _presented(container) or len(packets) == _PEEKED:
+        times = [each.pts for each in head if each.pts is not None]
+        later = packet.pts is not None and packet.dts is not None and packet.pts != packet.dts
+        own = not stream.codec_context.has_b_frames or (
+            _presented(container) and (later or (packet.pts is not None and packet.pts < max(times)))
+        )
+        if own or not _presented(container) or len(head) == _PEEKED:
             break
-        if packet.pts is not None and packet.dts is not None and packet.pts != packet.dts:
-            return packets, True
-        if packet.pts is not None and packet.pts < max(p.pts for p in packets if p.pts is not None):
-            return packets, True
-    return packets, _presented(container) and all(packet.is_keyframe for packet in packets if packet.size)
+    alone = all(packet.is_keyframe for packet in head if packet.size)
+    return chain(head, packets), own or (_presented(container) and alone)
 
 
 def open_groups(container: InputContainer, stream: VideoStream) -> bool:
@@ -151,14 +203,15 @@ def timed(
     Raises:
         DataError: a frame is damaged, or has no time, or one before the last frame's.
     """
+    presented = _presented(container)
     waiting: list[int] = []
     before: int | None = None
     for packet in packets:
-        ticks = _ticks(packet, container)
+        ticks = _ticks(packet, presented)
         if ticks is not None and packet.size and not packet.is_discard:
             heapq.heappush(waiting, ticks)
         for frame in sound(packet.decode(), packet.stream, path, seeked=seeked and before is None):
-            ticks = _ticks(frame, container) if own else heapq.heappop(waiting) if waiting else None
+            ticks = _ticks(frame, presented) if own else heapq.heappop(waiting) if waiting else None
             if ticks is None:
                 raise _untimed(path)
             if before is not None and ticks < before:
@@ -192,8 +245,8 @@ def _presented(container: InputContainer) -> bool:
     return name != "avi"
 
 
-def _ticks(of: Packet[VideoStream] | VideoFrame, container: InputContainer) -> int | None:
-    ticks: int | None = of.pts if _presented(container) else of.dts
+def _ticks(of: Packet[VideoStream] | VideoFrame, presented: bool) -> int | None:
+    ticks: int | None = of.pts if presented else of.dts
     return ticks
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
@@ -9,7 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mm_core.builtin.configs.data import Interpolation, ResizeCropConfig
-from mm_core.contracts import Randomness, SupportsLevels, Transform
+from mm_core.contracts import (
+    Randomness,
+    SupportsFrameByFrame,
+    SupportsLevels,
+    SupportsStream,
+    Transform,
+    VideoInfo,
+    VideoReader,
+)
+from mm_core.data.media.frames import read_frames
 from mm_core.errors import ContractError, DataError
 from mm_core.plugin.checks.places import place_of_object
 
@@ -47,8 +59,14 @@ class ResizeCrop:
         Raises:
             DataError: with `resize: exact`, the frames are smaller than the result.
         """
-        count, *source, _ = frames.shape
-        size = self._resized(source[0], source[1], height, width)
+        one = self.frame_by_frame((frames.shape[1], frames.shape[2]), height, width, rng)
+        return torch.stack([one(frame) for frame in frames], dim=1)
+
+    def frame_by_frame(
+        self, source: tuple[int, int], height: int, width: int, rng: Randomness | None
+    ) -> Callable[[Tensor], Tensor]:
+        """What `pixels` does with frames of the size `source`, as a function of one frame."""
+        size = self._resized(*source, height, width)
         spare = size[0] - height, size[1] - width
         if min(spare) < 0:
             raise DataError(
@@ -57,14 +75,15 @@ class ResizeCrop:
             )
         top, left = self._corner(spare, rng)
         flipped = rng is not None and self.wanted.flip > 0 and rng.uniform("flip") < self.wanted.flip
-        pixels = torch.empty(3, count, height, width, dtype=torch.uint8)
-        for index in range(count):
-            frame = frames[index].permute(2, 0, 1)
-            if size != tuple(source):
-                frame = _resize(frame, size, self.wanted.interpolation)
-            cropped = frame[:, top : top + height, left : left + width]
-            pixels[:, index] = cropped.flip(-1) if flipped else cropped
-        return pixels
+
+        def one(frame: Tensor) -> Tensor:
+            channels = frame.permute(2, 0, 1)
+            if size != source:
+                channels = _resize(channels, size, self.wanted.interpolation)
+            cropped = channels[:, top : top + height, left : left + width]
+            return cropped.flip(-1) if flipped else cropped
+
+        return one
 
     def _resized(self, source_height: int, source_width: int, height: int, width: int) -> tuple[int, int]:
         if self.wanted.resize == "stretch":
@@ -96,16 +115,61 @@ def levels_of(transform: Transform) -> Tensor | None:
     raise _returned(found, "levels", transform, "torch.float32 [3, 256]")
 
 
+def read_pixels(
+    reader: VideoReader,
+    transform: Transform,
+    path: Path,
+    choose: Callable[[VideoInfo], Sequence[float]],
+    size: tuple[int, int],
+    rng: Randomness | None,
+) -> tuple[Tensor, VideoInfo]:
+    """The pixels of a clip, uint8 [3,F,height,width], and what `probe` returns for its file.
+
+    Frames are transformed as they are decoded where reader and transform can: a clip of large frames then
+    never is in memory as a whole.
+
+    Args:
+        reader: of the dataset.
+        transform: of the dataset.
+        path: the video.
+        choose: the F times of a video, in seconds.
+        size: height and width of the pixels.
+        rng: of the sample; None: no random choices.
+
+    Raises:
+        ContractError: reader or transform return something else.
+        DataError: the video cannot be read, or its frames cannot be used.
+    """
+    if not (isinstance(reader, SupportsStream) and isinstance(transform, SupportsFrameByFrame)):
+        info = reader.probe(path)
+        return transformed(transform, read_frames(reader, path, choose(info)), size, rng, str(path)), info
+    known: list[tuple[VideoInfo, int]] = []
+
+    def counted(info: VideoInfo) -> Sequence[float]:
+        times = choose(info)
+        known.append((info, len(times)))
+        return times
+
+    pixels: Tensor | None = None
+    with _named(str(path)):
+        for place, frame in reader.stream(path, counted):
+            if pixels is None:
+                pixels = torch.empty(3, known[0][1], *size, dtype=torch.uint8)
+                one = transform.frame_by_frame((frame.shape[0], frame.shape[1]), *size, rng)
+            pixels[:, place] = one(frame)
+    assert pixels is not None
+    return pixels, known[0][0]
+
+
 def transformed(
-    transform: Transform, frames: Tensor, height: int, width: int, rng: Randomness | None, name: str
+    transform: Transform, frames: Tensor, size: tuple[int, int], rng: Randomness | None, name: str
 ) -> Tensor:
     """The pixels uint8 [3,F,height,width] that a transform makes of frames uint8 [F,Y,X,3].
 
     Args:
         transform: of the dataset.
         frames: the decoded frames.
-        height: of the pixels.
-        width: of the pixels.
+        size: height and width of the pixels.
         rng: of the sample; None: no random choices.
         name: of the sample, for errors.
 
@@ -113,15 +177,22 @@ def transformed(
         ContractError: it returns something else.
         DataError: these frames cannot be used.
     """
-    try:
-        pixels: object = transform.pixels(frames, height, width, rng)
-    except DataError as error:
-        error.where = error.where or name
-        raise
-    shape = (3, len(frames), height, width)
+    with _named(name):
+        pixels: object = transform.pixels(frames, *size, rng)
+    shape = (3, len(frames), *size)
     if _is(pixels, torch.uint8, shape):
         return pixels
     raise _returned(pixels, "pixels", transform, f"torch.uint8 {[*shape]}")
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Errors about the data get the name of the sample, if they have none."""
+    try:
+        yield
+    except DataError as error:
+        error.where = error.where or name
+        raise
 
 
 def _is(found: object, dtype: torch.dtype, shape: tuple[int, ...]) -> TypeGuard[Tensor]:

@@ -90,8 +90,10 @@ CONTRACTS: Mapping[str, Contract] = MappingProxyType(
         "optimizer": Contract("mm_core.contracts:Optimizer", base="torch.optim:Optimizer"),
         "lr_schedule": Contract("mm_core.contracts:LRSchedule"),
         "tracker": Contract("mm_core.contracts:Tracker"),
-        "video_reader": Contract("mm_core.contracts:VideoReader"),
-        "transform": Contract("mm_core.contracts:Transform", optional=_capabilities("SupportsLevels")),
+        "video_reader": Contract("mm_core.contracts:VideoReader", optional=_capabilities("SupportsStream")),
+        "transform": Contract(
+            "mm_core.contracts:Transform", optional=_capabilities("SupportsFrameByFrame", "SupportsLevels")
+        ),
         "weight_format": Contract("mm_core.weights:WeightFormat"),
         "metric": Contract("mm_core.contracts:Metric"),
         "callback": Contract("mm_core.contracts:Callback", base="mm_core.contracts:Callback", events=True),
