@@ -100,7 +100,7 @@ def _as_json(buckets: Mapping[str, Bucketed]) -> dict[str, object]:
     return {
         split: {
             "buckets": [{**asdict(bucket), "samples": samples} for bucket, samples in each.buckets],
-            "misfits": each.misfits,
+            "unfit": each.unfit,
         }
         for split, each in buckets.items()
     }
@@ -133,8 +133,8 @@ def _print_buckets(buckets: Mapping[str, Bucketed]) -> None:
         print()
         print_table([head, *((split, *row) for split, each in buckets.items() for row in each.table())])
     for split, each in buckets.items():
-        for misfit in each.misfits:
-            print(f"data.{split}: {misfit}")
+        for reason in each.unfit:
+            print(f"data.{split}: {reason}")
 
 
 def _sizes(sizes: Mapping[str, int]) -> str:

@@ -122,7 +122,7 @@ def test_inspect_shows_buckets_and_what_is_in_none(
     assert "samples per epoch" in text and lost in text
     assert main(["data", "inspect", "--config", str(run), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["buckets"]["train"]
-    assert found["misfits"] == [lost, unread] and found["buckets"][1]["samples"] == 1
+    assert found["unfit"] == [lost, unread] and found["buckets"][1]["samples"] == 1
     assert main(["data", "inspect", "--config", str(run), "data.loader.buckets=[]"]) == 1
     assert "buckets" in capsys.readouterr().err
 

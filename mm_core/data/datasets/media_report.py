@@ -45,11 +45,11 @@ class Bucketed(NamedTuple):
 
     Attributes:
         buckets: those in use, the largest first, with their samples in an epoch.
-        misfits: which rows are in none and why, in words.
+        unfit: which rows are in none and why, in words.
     """
 
     buckets: Sequence[tuple[Bucket, int]]
-    misfits: Sequence[str]
+    unfit: Sequence[str]
 
     def table(self) -> list[tuple[str, ...]]:
         """Cells of a row for each bucket, under `BUCKET_COLUMNS`."""
@@ -162,7 +162,11 @@ def _read(dataset: Dataset, number: int) -> tuple[str, DataError | None, str]:
 def _differences(row: MediaRow, info: VideoInfo) -> str:
     """The sizes that a row declares and its file does not have, in words."""
     pairs = {name: (getattr(row, name), getattr(info, name)) for name in ("num_frames", "height", "width")}
-    found = [f"{name} {said}, not {has}" for name, (said, has) in pairs.items() if said not in (None, has)]
+    found = [
+        f"{name} {declared}, not {has}"
+        for name, (declared, has) in pairs.items()
+        if declared not in (None, has)
+    ]
     if row.medium == "clip" and row.fps is not None and abs(row.fps / info.fps - 1) > _RATES:
         found.append(f"fps {row.fps:g}, not {info.fps:g}")
     return "; ".join(found)

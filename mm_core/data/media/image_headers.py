@@ -75,7 +75,7 @@ def opened_image(path: Path, max_pixels: int | None = None) -> Iterator[ImageFil
         raise
     except Image.DecompressionBombError as fault:
         pixels = re.search(r"\d+", str(fault))
-        found = f"{int(pixels[0]):,} pixels" if pixels else "too many pixels"
+        found = plural(int(pixels[0]), "pixel") if pixels else "too many pixels"
         raise _too_large(found, path, max_pixels) from None
     except Exception as fault:
         raise DataError(

@@ -59,7 +59,7 @@ class PackageReader(Reader):
         """
         times = checked_times(seconds, path)
         package = self._imported()
-        info, turn, hidden = self.look(path)
+        info, turn, hidden = self.shown_info(path)
         if info.num_frames == 1:  # the packages cannot open pictures
             return PyAVReader(self.max_pixels).read(path, times)
         try:

@@ -61,9 +61,9 @@ class Reader:
         Raises:
             DataError: the file is missing, empty or not a video, or its frames exceed `max_pixels`.
         """
-        return self.look(path)[0]
+        return self.shown_info(path)[0]
 
-    def look(self, path: Path) -> tuple[VideoInfo, Orientation, bool]:
+    def shown_info(self, path: Path) -> tuple[VideoInfo, Orientation, bool]:
         """(what `probe` returns, how its frames become upright, whether some are hidden)."""
         with opened(path, self.max_pixels) as (container, stream):
             picture = _picture(container, path)
