@@ -3,9 +3,9 @@
     python benchmarks/data_worker.py [--rounds 12] [--frames 49] [--size 720x1280] [--to 480x832]
 
 A sample of `video_text` (decoded, resized by its short side, cropped) is compared with bare PyAV in one
-thread and the same resize by torch, both to uint8 pixels. Rounds alternate the two; the ratio is the median over the
-rounds of processor time. The bytes are those of a batch from a worker process: what is pickled, and the shared
-memory that its tensors occupy, against the uint8 pixels of its samples.
+thread and the same resize by torch, both to uint8 pixels. Rounds alternate the two; the ratio is the median
+over the rounds of processor time. The bytes are those of a batch from a worker process: what is pickled, and
+the shared memory that its tensors occupy, against the uint8 pixels of its samples.
 """
 
 from __future__ import annotations

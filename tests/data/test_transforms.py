@@ -12,10 +12,11 @@ import torch
 from PIL import Image
 
 from mm_core.builtin.configs.data import ResizeCropConfig
-from mm_core.contracts import Randomness, SampleKey, VideoTextBatch
+from mm_core.contracts import Randomness, SampleKey, VideoInfo, VideoTextBatch
 from mm_core.data.datasets.video_text import VideoTextDataset
+from mm_core.data.media.frames import clip_times
 from mm_core.data.media.readers import PyAVReader
-from mm_core.data.media.transforms import ResizeCrop, covering_size
+from mm_core.data.media.transforms import ResizeCrop, covering_size, read_pixels
 from mm_core.data.rows.captions import clean_caption
 from mm_core.errors import ContractError, DataError
 
@@ -148,6 +149,37 @@ def test_flips_mirror_their_share_and_none_in_validation() -> None:
 def test_std_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="three numbers above 0"):
         ResizeCropConfig(std=(0.5, 0.0, 0.5))
+
+
+def test_what_a_subclass_changes_is_used(clips: Path, annotate, tmp_path: Path) -> None:
+    class Bright(PyAVReader):
+        def read(self, path, seconds):
+            return torch.full_like(super().read(path, seconds), 200)
+
+    class Mirrored(ResizeCrop):
+        def pixels(self, frames, height, width, rng):
+            return super().pixels(frames, height, width, rng).flip(-1)
+
+    rows = annotate(tmp_path / "rows.json", [{"path": "bikes.mp4", "cap": "a"}])
+    plain, bright, mirrored = (
+        VideoTextDataset(rows, 2, 16, 24, folder=str(clips), **options)[0]["pixels"]
+        for options in ({}, {"reader": Bright()}, {"transform": Mirrored()})
+    )
+    assert bright.unique().tolist() == [200]
+    assert torch.equal(mirrored, plain.flip(-1)) and not torch.equal(mirrored, plain)
+
+
+@pytest.mark.parametrize("start", [0.0, 0.9])
+def test_frames_resized_as_they_are_decoded_are_those_of_the_whole_clip(clips: Path, start: float) -> None:
+    reader, transform, path = PyAVReader(), ResizeCrop(crop="random"), clips / "bikes.mp4"
+
+    def times(info: VideoInfo) -> list[float]:
+        return clip_times(info, path, 9, 12.0, start)
+
+    got, info = read_pixels(reader, transform, path, times, (96, 160), drawn(1))
+    whole = reader.read(path, times(reader.probe(path)))
+    assert info == reader.probe(path) and len(whole) == 9
+    assert torch.equal(got, transform.pixels(whole, 96, 160, drawn(1)))
 
 
 # -- levels on the device --------------------------------------------------------------------------

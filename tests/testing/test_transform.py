@@ -78,6 +78,7 @@ class Local(ResizeCrop):
         ("inputs_unchanged", InPlace, "changes the frames"),
         ("picture", changed(lambda pixels, _: pixels.flip(0)), "not red above"),
         ("picture", changed(lambda pixels, _: pixels.flip(2)), "not red above"),
+        ("each_frame", changed(lambda pixels, _: pixels.flip(-1)), "other pixels than pixels"),
         ("levels", Shrunk, "levels are torch.float32 [3, 256]"),
         ("picklable", Local, "pickle"),
     ],

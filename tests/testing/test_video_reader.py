@@ -57,6 +57,17 @@ def reading(change) -> type:
     return type("Faulty", (PyAVReader,), {"read": read})
 
 
+class Disordered(PyAVReader):
+    def stream(self, path, choose):
+        places, frames = zip(*super().stream(path, choose), strict=True)
+        return zip(sorted(places), frames, strict=True)
+
+
+class Misdescribed(PyAVReader):
+    def stream(self, path, choose):
+        return super().stream(path, lambda info: choose(replace(info, fps=1.0)))
+
+
 class Listing(PyAVReader):
     """It keeps the first file open."""
 
@@ -128,6 +139,8 @@ FAULTS = [
         Listing,
         "the same frame is read differently after another file|a second file is read as",
     ),
+    ("streamed", Disordered, "stream gives other frames than read for the frames [9, 2, 9]"),
+    ("streamed", Misdescribed, "stream describes the clip as probe does not"),
     ("beyond_the_end", Late, "read at 3.0 s returned [2, 32, 64, 3], but the clip ends at 2.5 s"),
     ("missing_file", Bare, "probe of a file that does not exist raises FileNotFoundError"),
     ("no_video", Bare, "probe of an empty file raises InvalidDataError"),

@@ -140,7 +140,12 @@ def read_pixels(
         ContractError: reader or transform return something else.
         DataError: the video cannot be read, or its frames cannot be used.
     """
-    if not (isinstance(reader, SupportsStream) and isinstance(transform, SupportsFrameByFrame)):
+    if (
+        not isinstance(reader, SupportsStream)
+        or not isinstance(transform, SupportsFrameByFrame)
+        or not _newest(reader, "stream", "read", "probe")
+        or not _newest(transform, "frame_by_frame", "pixels")
+    ):
         info = reader.probe(path)
         return transformed(transform, read_frames(reader, path, choose(info)), size, rng, str(path)), info
     known: list[tuple[VideoInfo, int]] = []
@@ -193,6 +198,12 @@ def _named(name: str) -> Iterator[None]:
     except DataError as error:
         error.where = error.where or name
         raise
+
+
+def _newest(found: object, best: str, *others: str) -> bool:
+    """Whether no subclass of the class that defines a method defines one of the others anew."""
+    definers = [next(cls for cls in type(found).__mro__ if name in vars(cls)) for name in (best, *others)]
+    return all(issubclass(definers[0], each) for each in definers)
 
 
 def _is(found: object, dtype: torch.dtype, shape: tuple[int, ...]) -> TypeGuard[Tensor]:

@@ -43,8 +43,8 @@ def _capabilities(*names: str) -> tuple[str, ...]:
     return tuple(f"mm_core.contracts:{name}" for name in names)
 
 
-_LOADING = _capabilities("SelfLoading", "Streamed")
-"""What frozen components have, the one or the other."""
+_LOADING = _capabilities("SelfLoading", "Streamed")  # what frozen components have, the one or the other
+_TRANSFORMS = _capabilities("SupportsFrameByFrame", "SupportsLevels")
 
 CONTRACTS: Mapping[str, Contract] = MappingProxyType(
     {
@@ -91,9 +91,7 @@ CONTRACTS: Mapping[str, Contract] = MappingProxyType(
         "lr_schedule": Contract("mm_core.contracts:LRSchedule"),
         "tracker": Contract("mm_core.contracts:Tracker"),
         "video_reader": Contract("mm_core.contracts:VideoReader", optional=_capabilities("SupportsStream")),
-        "transform": Contract(
-            "mm_core.contracts:Transform", optional=_capabilities("SupportsFrameByFrame", "SupportsLevels")
-        ),
+        "transform": Contract("mm_core.contracts:Transform", optional=_TRANSFORMS),
         "weight_format": Contract("mm_core.weights:WeightFormat"),
         "metric": Contract("mm_core.contracts:Metric"),
         "callback": Contract("mm_core.contracts:Callback", base="mm_core.contracts:Callback", events=True),

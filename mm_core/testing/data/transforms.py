@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mm_core.contracts import Randomness, SupportsLevels, seeded
+from mm_core.contracts import Randomness, SupportsFrameByFrame, SupportsLevels, seeded
 from mm_core.errors import DataError, plural
 from mm_core.testing.kit import Kit, NotApplicable, Probe, by_name
 
@@ -138,6 +138,21 @@ def picture(probe: TransformProbe) -> None:
     )
 
 
+def each_frame(probe: TransformProbe) -> None:
+    """frame_by_frame, where there is one, gives what pixels returns, with and without `rng`."""
+    transform = probe.build()
+    if not isinstance(transform, SupportsFrameByFrame):
+        raise NotApplicable("it needs all frames of a clip at once")
+    for source in _SIZES:
+        clip = _frames(*source)
+        for draw in (None, 0, 1):
+            whole = probe.pixels(clip, draw=draw)
+            rng = None if draw is None else Randomness(_SEED).at("data", 0, draw)
+            one = transform.frame_by_frame(source, 16, 16, rng)
+            same = all(torch.equal(one(frame), whole[:, at]) for at, frame in enumerate(clip))
+            probe.expect(same, "frame_by_frame gives other pixels than pixels")
+
+
 def levels(probe: TransformProbe) -> None:
     """levels, where there are any, are finite floats [3,256] that rise."""
     transform = probe.build()
@@ -165,7 +180,7 @@ def picklable(probe: TransformProbe) -> None:
 
 
 _CHECKS: tuple[Callable[[TransformProbe], None], ...] = (
-    *(sizes, one_choice, given_randomness, no_choices, inputs_unchanged, picture, levels),
+    *(sizes, one_choice, given_randomness, no_choices, inputs_unchanged, picture, each_frame, levels),
     picklable,
 )
 KIT = Kit(by_name(*_CHECKS), probe=TransformProbe)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import av
 import torch
 from torch import Tensor
 
-from mm_core.contracts import Randomness, VideoInfo
+from mm_core.contracts import Randomness, SupportsStream, VideoInfo
 from mm_core.errors import DataError, first_line
 from mm_core.testing.kit import Kit, NotApplicable, Probe, by_name
 
@@ -142,6 +142,30 @@ def times(probe: ReaderProbe) -> None:
             )
 
 
+def streamed(probe: ReaderProbe) -> None:
+    """stream, where there is one, gives what probe and read return, frame by frame, also in another order."""
+    reader = probe.build()
+    if not isinstance(reader, SupportsStream):
+        raise NotApplicable("it has no stream: a video is opened by probe, and again by read")
+    for frames in ([3, 4, 5], [9, 2, 9], [12, 15]):
+        infos: list[VideoInfo] = []
+        found = probe._available(partial(_streamed, reader, probe.clip, _times(frames), infos))
+        probe.expect(infos == [probe.info()], "stream describes the clip as probe does not")
+        wanted = dict(enumerate(probe.read(_times(frames))))
+        same = found.keys() == wanted.keys() and all(torch.equal(found[at], wanted[at]) for at in wanted)
+        probe.expect(same, f"stream gives other frames than read for the frames {frames}")
+
+
+def _streamed(
+    reader: SupportsStream, path: Path, seconds: list[float], infos: list[VideoInfo]
+) -> dict[int, Tensor]:
+    def choose(info: VideoInfo) -> list[float]:
+        infos.append(info)
+        return seconds
+
+    return dict(reader.stream(path, choose))
+
+
 def same_reader(probe: ReaderProbe) -> None:
     """A reader reads any number of files: what it has read before changes nothing."""
     reader = probe.build()
@@ -229,7 +253,7 @@ def write_clip(path: Path, frames: Tensor, rate: int) -> Path:
 
 KIT = Kit(
     by_name(
-        *(header, frames, times, same_reader, beyond_the_end, missing_file, no_video, bit_rot),
+        *(header, frames, times, streamed, same_reader, beyond_the_end, missing_file, no_video, bit_rot),
         picklable,
     ),
     probe=ReaderProbe,
