@@ -166,7 +166,8 @@ def test_real_clips_become_samples(clips: Path, tmp_path: Path, annotate) -> Non
     for index in range(3):
         pixels = dataset.sample_at(index, RNG.at(index))["pixels"]
         assert pixels.shape == (3, 9, 32, 48) and pixels.float().std() > 12
-        assert (pixels[:, 1:] - pixels[:, :-1]).abs().mean() > 0.001, "frames differ: it moves"
+        levels = pixels.float()
+        assert (levels[:, 1:] - levels[:, :-1]).abs().mean() > 0.1, "frames differ: it moves"
 
 
 def test_the_registry_builds_it_with_its_reader(build, tmp_path: Path) -> None:
