@@ -1,4 +1,4 @@
-"""FLOPs of a training step, counted once with torch.utils.flop_counter in the first forward.
+"""FLOPs of a training step, counted once with the formulas of torch.utils.flop_counter in the first forward.
 
 A multiplication and an addition are two FLOPs; only matrix products, convolutions and attention are
 counted, as is usual for MFU (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B). The
@@ -8,13 +8,15 @@ backward of a trained module counts as twice its forward; what the backward reco
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from mm_core.runtime.ranks import gather_rows
 from mm_core.telemetry.window import Gather
@@ -41,6 +43,49 @@ class CountedFlops:
     encode: float
 
 
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up the FLOPs of operators, and runs each with the kernel that it has without this mode.
+
+    torch's FlopCounterMode runs what an operator decomposes into, which rounds otherwise: the counted step
+    would differ, and a resumed run counts another step than the run that was not stopped.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, formulas: Mapping[object, Callable[..., int]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._formulas = formulas
+        self.total = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, torch._ops.OpOverload) and self._is_composed(func, args):
+            with self:
+                found = func.decompose(*args, **kwargs)
+            if found is not NotImplemented:
+                return found
+        out = func(*args, **kwargs)
+        if (formula := self._formulas.get(getattr(func, "overloadpacket", None))) is not None:
+            self.total += formula(*args, **kwargs, out_val=out)
+        return out
+
+    def _is_composed(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Whether an operator has no kernel of its own on the device (in inference mode they arrive here)."""
+        if func.overloadpacket in self._formulas:
+            return False
+        tensor = next((each for each in args if isinstance(each, Tensor)), None)
+        if tensor is None:
+            return False
+        key = torch._C._parse_dispatch_key(_KEYS.get(tensor.device.type, "PrivateUse1"))
+        return not func.has_kernel_for_dispatch_key(key)
+
+
+_KEYS = {"cpu": "CPU", "cuda": "CUDA", "meta": "Meta", "mps": "MPS", "xpu": "XPU"}
+"""Type of a device -> torch's name of its kernels."""
+
+
 class ForwardFlops:
     """Counts the FLOPs of the first micro-batch that runs within `counting()`, and of no later one.
 
@@ -49,7 +94,7 @@ class ForwardFlops:
     """
 
     def __init__(self) -> None:
-        self._mode: FlopCounterMode | None = None
+        self._mode: _Counter | None = None
         self._encode = 0
         self._faults: list[str] = []
         self._counted: tuple[int, int] | None = None
@@ -67,9 +112,9 @@ class ForwardFlops:
             return
         self._encode = 0
         try:
-            with FlopCounterMode(display=False, custom_mapping=_formulas(self._faults.append)) as self._mode:
+            with _Counter(_formulas(self._faults.append)) as self._mode:
                 yield
-                total = self._mode.get_total_flops()
+                total = self._mode.total
             self._counted = (self._encode, total - self._encode)
         finally:
             self._mode = None
@@ -77,7 +122,7 @@ class ForwardFlops:
     def enter(self, phase: str) -> None:
         """Begins a phase of a step: FLOPs counted before `forward_backward` are those of encoding."""
         if self._mode is not None and phase == "forward_backward":
-            self._encode = self._mode.get_total_flops()
+            self._encode = self._mode.total
 
     def of_step(self, accumulation: int, gather: Gather = gather_rows) -> CountedFlops | None:
         """FLOPs of a training step over all ranks; None if any rank could not count them.
@@ -117,7 +162,6 @@ def _formulas(fault: Callable[[str], None]) -> dict[object, Callable[..., int]]:
                 fault(f"{operator}: {type(error).__name__}: {error}")
                 return 0
 
-        count._get_raw = True  # type: ignore[attr-defined]  # the formula takes tensors, like those of torch
         return count
 
     ours = dict.fromkeys(_ATTENTION, _attention)

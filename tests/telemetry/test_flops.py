@@ -177,3 +177,30 @@ def test_the_peak_is_that_of_the_variant(name, tera):
 def test_a_cpu_has_no_published_peak(monkeypatch):
     monkeypatch.setattr("mm_core.device.peaks.device_type", lambda: "cpu")
     assert peak_flops() is None
+
+
+def test_a_counted_step_has_the_kernels_of_an_uncounted_one() -> None:
+    """On CUDA, RMSNorm has a kernel that rounds otherwise than what it decomposes into. A resumed run counts
+    another step than the run that was not stopped, and must take the same kernel."""
+    library = torch.library.Library("mm_flops_test", "FRAGMENT")
+    library.define("halved(Tensor x) -> Tensor")
+    library.impl("halved", lambda x: x * 0.5, "CompositeImplicitAutograd")
+    library.impl("halved", lambda x: x / 2 + 1e-7, "CPU")
+    x, w = torch.ones(4, 4), torch.ones(4, 4)
+    with torch.no_grad():
+        plain = torch.ops.mm_flops_test.halved(x)
+        flops = ForwardFlops()
+        with flops.counting():
+            counted = torch.ops.mm_flops_test.halved(x)
+            x @ w
+    assert torch.equal(counted, plain) and not torch.equal(plain, x * 0.5)
+    assert flops.of_step(1, gather=lambda row: [row]).trained == 3 * 2 * 4**3
+
+
+def test_products_are_counted_in_inference_mode_too() -> None:
+    """There `linear` arrives as one operator, for which torch has no formula."""
+    with torch.inference_mode():
+        flops = ForwardFlops()
+        with flops.counting():
+            torch.nn.functional.linear(torch.ones(2, 4), torch.ones(8, 4))
+    assert flops.of_step(1, gather=lambda row: [row]).trained == 3 * 2 * 2 * 4 * 8
