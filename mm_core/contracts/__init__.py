@@ -69,6 +69,7 @@ from mm_core.contracts.data import (
 from mm_core.contracts.dtypes import torch_dtype
 from mm_core.contracts.empty import empty_parameters
 from mm_core.contracts.engine import (
+    ContextPlan,
     DataRanks,
     Engine,
     EnginePlan,
@@ -77,6 +78,7 @@ from mm_core.contracts.engine import (
     Shard,
     ShardPlan,
     SupportsCheckTraining,
+    SupportsContextPlan,
     SupportsOverflowed,
     SupportsShardPlan,
     TrainingFacts,
@@ -123,6 +125,7 @@ __all__ = [
     "Callback",
     "Clip",
     "ConditionShapes",
+    "ContextPlan",
     "Conversing",
     "DataRanks",
     "Dataset",
@@ -172,6 +175,7 @@ __all__ = [
     "SupportsClassNames",
     "SupportsClips",
     "SupportsConditionShapes",
+    "SupportsContextPlan",
     "SupportsConversing",
     "SupportsDoSample",
     "SupportsEvaluated",

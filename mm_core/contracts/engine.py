@@ -367,3 +367,32 @@ class SupportsShardPlan(Protocol):
 
     def shard_plan(self) -> ShardPlan:
         """The component's sharding plan; every rank calls this once, on the meta device."""
+
+
+@dataclass(frozen=True)
+class ContextPlan:
+    """Where a model has its tokens, for an engine that spreads those of a clip over ranks (context parallel).
+
+    Paths are relative to the model. Each rank computes its part of the tokens from the first `split` to the
+    `gather`; in between, only the attention modules may mix tokens.
+
+    Attributes:
+        heads: heads of the self-attention.
+        attention: patterns of the self-attention modules, which call `F.scaled_dot_product_attention`.
+        split: path -> argument of its forward, or number of its output -> dimension of the tokens. A tensor
+            without this dimension stays whole.
+        gather: path of the last module that computes on a part -> dimension of the tokens in its output.
+    """
+
+    heads: int
+    attention: tuple[str, ...]
+    split: Mapping[str, Mapping[str | int, int]]
+    gather: Mapping[str, int]
+
+
+@runtime_checkable
+class SupportsContextPlan(Protocol):
+    """Capability of a trained component, such as a predictor, whose tokens can be spread over ranks."""
+
+    def context_plan(self) -> ContextPlan:
+        """Where the component's tokens are; every rank calls this once, on the meta device."""

@@ -4,7 +4,13 @@
 group also has gloo for CPU tensors: the loop's small collectives and checkpoints use it.
 """
 
-from mm_core.device.kernels import attention_of_any_length, set_deterministic
+from mm_core.device.kernels import (
+    attend_part,
+    attend_part_backward,
+    attention_of_any_length,
+    returns_log_sums,
+    set_deterministic,
+)
 from mm_core.device.kind import (
     ACCELERATOR_NAMES,
     CPU_BACKEND,
@@ -34,6 +40,8 @@ __all__ = [
     "DeviceClock",
     "MemoryRecorder",
     "World",
+    "attend_part",
+    "attend_part_backward",
     "attention_of_any_length",
     "bind_device",
     "communication_backends",
@@ -47,6 +55,7 @@ __all__ = [
     "peak_memory_bytes",
     "published_peak",
     "reset_peak_memory",
+    "returns_log_sums",
     "set_deterministic",
     "synchronize",
     "untested_torch",

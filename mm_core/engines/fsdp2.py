@@ -1,7 +1,8 @@
 """The engine on PyTorch's `fully_shard` (FSDP2).
 
-It covers one process, sharded, replicated and hybrid training: the mesh is always (replicas, shards), and
-(W, 1) is replicated training. Reference: https://arxiv.org/abs/2304.11277 and the documentation of
+It covers one process, sharded, replicated and hybrid training: parameters are always on the mesh (replicas,
+shards), and (W, 1) is replicated training. With context parallelism, neighbours within a shard group compute
+the same samples. Reference: https://arxiv.org/abs/2304.11277 and the documentation of
 torch.distributed.fsdp.fully_shard.
 """
 
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from math import gcd
 from typing import Any, Literal
 
 import torch
@@ -39,13 +41,14 @@ from mm_core.engines.base import EngineBase
 from mm_core.modules.casting import cast_inputs, check_dtypes, uncast_inputs
 from mm_core.modules.tying import tied_names
 from mm_core.parallel.activation_checkpointing import recompute
+from mm_core.parallel.context import Peers, Spreading, decide_context
 from mm_core.parallel.frozen_placement import place, plan_frozen
 from mm_core.parallel.gloo_averaging import average_by_sum, check_replicas
 from mm_core.parallel.layout import ShardedPlan, decide_layout, gathered_bytes, mesh_shape, parameter_bytes
 from mm_core.parallel.prefetch import set_prefetch
 from mm_core.parallel.scalar_parameters import ScalarParameters, scalars_of
 from mm_core.parallel.unused_modules import UnusedModules
-from mm_core.runtime.groups import device_mesh
+from mm_core.runtime.groups import adjacent_group, device_mesh
 from mm_core.runtime.ranks import Ranks
 
 
@@ -87,7 +90,9 @@ class FSDP2Engine(EngineBase):
             PlanError: a setting of the engine that does not fit the task or the number of ranks.
         """
         config = self.config if purpose == "train" else self._for_samples(world)
-        replicas, shards = mesh_shape(world, config.sharding_size)
+        context = decide_context(task, task.trainable, config.context_parallel, world, self.device.type)
+        size = 1 if context is None else context.size
+        replicas, shards = mesh_shape(world, config.sharding_size, size)
         check_replicas(self.device, replicas)
         layout = decide_layout(
             task,
@@ -103,8 +108,8 @@ class FSDP2Engine(EngineBase):
         roots = (*layout.wrapped, *task.trainable)
         return ShardedPlan(
             world=world,
-            data_parallel=world,
-            mesh={"replicate": replicas, "shard": shards},
+            data_parallel=world // size,
+            mesh={"replicate": replicas, "shard": shards // size, **({"context": size} if context else {})},
             recomputed=layout.recomputed,
             ignored=layout.ignored,
             parameter_bytes=own,
@@ -122,13 +127,16 @@ class FSDP2Engine(EngineBase):
             wrapped=layout.wrapped,
             forward_prefetch=layout.forward_prefetch,
             backward_prefetch=layout.backward_prefetch,
+            context=context,
         )
 
     def _for_samples(self, world: int) -> FSDP2Config:
         size, on_cpu = self.config.sharding_size, self.device.type == "cpu"
+        context = self.config.context_parallel
         return replace(
             self.config,
             sharding_size="auto" if size == "auto" or world % size else size,
+            context_parallel=replace(context, size=gcd(context.size, world)),
             param_dtype="fp32" if on_cpu else self.config.param_dtype,
         )
 
@@ -160,12 +168,18 @@ class FSDP2Engine(EngineBase):
             weights: initial weights; None initialises everything randomly.
         """
         names = task.trainable
-        self.data_ranks = DataRanks(Ranks.current().rank, plan.data_parallel)
+        rank, size = Ranks.current().rank, plan.mesh.get("context", 1)
+        self.data_ranks = DataRanks(rank // size, plan.data_parallel, leads=rank % size == 0)
         self._compute_dtype = plan.compute_dtype
         self._trained = {name: task.get_submodule(name) for name in names}
         self._tied = {name: tied_names(module) for name, module in self._trained.items()}
+        spreading = None if plan.context is None else Spreading(plan.context, self._peers(size))
         for path in plan.recomputed:
-            recompute(task.get_submodule(path), self.config.use_reentrant)
+            recompute(
+                task.get_submodule(path), self.config.use_reentrant, spreading.kept if spreading else None
+            )
+        if spreading is not None:
+            spreading.apply(task)
         self._shard(task, plan)
         home = torch.device("cpu") if self.config.offload_to_cpu else self.device
         self._allocate(home, rng, weights)
@@ -188,8 +202,12 @@ class FSDP2Engine(EngineBase):
 
     def _mesh(self, plan: EnginePlan) -> DeviceMesh:
         if self._ranks is None:  # only one: each mesh creates its own process groups
-            self._ranks = device_mesh((plan.mesh["replicate"], plan.mesh["shard"]), ("replicate", "shard"))
+            shape = plan.mesh["replicate"], plan.mesh["shard"] * plan.mesh.get("context", 1)
+            self._ranks = device_mesh(shape, ("replicate", "shard"))
         return self._ranks
+
+    def _peers(self, size: int) -> Peers:
+        return Peers(Ranks.current().rank % size, size, adjacent_group(size))
 
     def _sharding_mesh(self, plan: EnginePlan) -> DeviceMesh:
         return self._mesh(plan)["shard"] if plan.mesh["replicate"] == 1 else self._mesh(plan)

@@ -13,6 +13,7 @@ from torch import nn
 from mm_core.contracts import EnginePlan, TaskModule
 from mm_core.errors import PlanError, plural
 from mm_core.modules.patterns import match
+from mm_core.parallel.context import ContextLayout
 from mm_core.parallel.shard_plans import ModelPlan, Prefetch, backwards, in_order, model_plans
 
 _WRAP, _RECOMPUTE = "engine.sub_modules_to_wrap", "engine.recompute_modules"
@@ -51,11 +52,16 @@ class Layout:
 
 @dataclass(frozen=True)
 class ShardedPlan(EnginePlan):
-    """The plan of an engine that shards a task by a `Layout`, whose attributes these are."""
+    """The plan of an engine that shards a task by a `Layout`, whose attributes these are.
+
+    Attributes:
+        context: how the tokens of a sample are spread; None where each rank has samples of its own.
+    """
 
     wrapped: tuple[str, ...] = ()
     forward_prefetch: Prefetch = field(default_factory=dict)
     backward_prefetch: Prefetch = field(default_factory=dict)
+    context: ContextLayout | None = None
 
 
 Patterns = Literal["auto"] | Sequence[str]
@@ -317,17 +323,29 @@ def like_blocks(module: nn.Module, prefix: str) -> list[str]:
     return [f"{prefix}.{name}.{index}" for name, length in lists.items() for index in range(length)]
 
 
-def mesh_shape(world: int, sharding_size: int | Literal["auto"]) -> tuple[int, int]:
+def mesh_shape(world: int, sharding_size: int | Literal["auto"], context: int = 1) -> tuple[int, int]:
     """The device mesh (replicas, shards) for a number of ranks: shard groups of `sharding_size` ranks each.
 
+    Args:
+        world: number of ranks.
+        sharding_size: ranks of a shard group.
+        context: ranks that share a sample; they are in one shard group.
+
     Raises:
-        PlanError: `sharding_size` does not divide the number of ranks.
+        PlanError: `sharding_size` does not divide the number of ranks, or `context` does not divide it.
     """
     shards = world if sharding_size == "auto" else sharding_size
     if world % shards:
         sizes = [str(n) for n in range(1, world + 1) if world % n == 0]
         raise PlanError(
             f"sharding_size {shards} does not divide {plural(world, 'rank')}",
+            where="engine.sharding_size",
+            accepted=f"auto, {', '.join(sizes)}",
+        )
+    if shards % context:
+        sizes = [str(n) for n in range(context, world + 1, context) if world % n == 0]
+        raise PlanError(
+            f"sharding_size {shards} is no multiple of the {context} ranks that share a sample",
             where="engine.sharding_size",
             accepted=f"auto, {', '.join(sizes)}",
         )

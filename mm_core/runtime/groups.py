@@ -136,6 +136,20 @@ def device_mesh(shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
     return DeviceMesh.from_group(groups, device_type(), mesh, mesh_dim_names=tuple(names))
 
 
+def adjacent_group(size: int) -> dist.ProcessGroup:
+    """A new process group of this rank and its neighbours: ranks 0 .. size-1, the next `size`, and so on.
+
+    Called by all ranks.
+
+    Args:
+        size: ranks of a group; it divides the number of ranks.
+    """
+    rows = torch.arange(dist.get_world_size()).view(-1, size).tolist()
+    group, _ = dist.new_subgroups_by_enumeration(rows, timeout=_patience[0])  # type: ignore[no-untyped-call]
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
 def wait_for_ranks() -> torch.Tensor:
     """Waits until all ranks have reached this call (a barrier on CPU).
 

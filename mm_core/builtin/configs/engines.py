@@ -22,6 +22,16 @@ _Precision = Annotated[T, Resume("allow", "changes the precision")]
 
 
 @dataclass(frozen=True)
+class ContextParallelConfig:
+    """How the tokens of a sample are spread over ranks, so that long clips fit."""
+
+    size: Annotated[int, Range(ge=1)] = 1  # ranks that share a sample; it divides the ranks of a shard group
+    kind: Literal["ulysses", "ring"] = (
+        "ulysses"  # each rank attends with some heads, or keys and values go round the ranks
+    )
+
+
+@dataclass(frozen=True)
 class FSDP2Config:
     """Config of the engine `fsdp2`: settings of PyTorch's fully_shard.
 
@@ -34,6 +44,9 @@ class FSDP2Config:
     )
     sub_modules_to_wrap: _Speed[Literal["auto"] | tuple[str, ...]] = "auto"  # modules gathered one at a time
     ignored_modules: _Speed[tuple[str, ...]] = ()  # frozen modules, or ones without parameters, not sharded
+    context_parallel: _Speed[ContextParallelConfig] = field(
+        default_factory=ContextParallelConfig  # ranks that share the tokens of a sample
+    )
     frozen: _Speed[Mapping[str, Placement]] = field(
         default_factory=dict  # frozen component -> where its weights are
     )

@@ -53,8 +53,8 @@ CONTRACTS: Mapping[str, Contract] = MappingProxyType(
             base="torch.nn:Module",
             by_name=("forward", "module_flops"),
             optional=_capabilities(
-                *("SupportsConditionShapes", "SupportsExperts", "SupportsFrames", "SupportsMaxFrames"),
-                *("SupportsModuleFlops", "SupportsShardPlan", "SupportsWeightsFrom"),
+                *("SupportsConditionShapes", "SupportsContextPlan", "SupportsExperts", "SupportsFrames"),
+                *("SupportsMaxFrames", "SupportsModuleFlops", "SupportsShardPlan", "SupportsWeightsFrom"),
             ),
         ),
         "autoencoder": Contract(

@@ -25,7 +25,7 @@ from diffusers.models.transformers.transformer_wan import (
 from einops import rearrange
 from torch import Tensor, nn
 
-from mm_core.contracts import ModuleFlops, attention_flops, linear_flops
+from mm_core.contracts import ContextPlan, ModuleFlops, attention_flops, linear_flops
 from mm_core.errors import ContractError, plural
 from mm_custom_dit.config import CustomDiTConfig
 
@@ -102,6 +102,7 @@ class CustomDiT(nn.Module):
         self.condition_embedder = WanTimeTextImageEmbedding(
             dim=dim, time_freq_dim=sizes.freq_dim, time_proj_dim=6 * dim, text_embed_dim=sizes.text_dim
         )
+        self.token_timesteps = nn.Identity()  # where context parallelism splits timesteps of tokens
         self.blocks = nn.ModuleList(CustomDiTBlock(sizes) for _ in range(sizes.num_layers))
         self.norm_out = FP32LayerNorm(dim, sizes.eps, elementwise_affine=False)
         self.scale_shift_table = nn.Parameter(torch.empty(1, 2, dim))
@@ -132,6 +133,7 @@ class CustomDiT(nn.Module):
         text = text.masked_fill(~text_mask[..., None], 0)  # also removes NaN in the padding
         # Attention over no tokens would be NaN: a row without text attends to its zeros.
         visible = (text_mask | ~text_mask.any(1, keepdim=True))[:, None, None, :]
+        timestep = self.token_timesteps(timestep)
         tokens = timestep.shape[1] if timestep.dim() == 2 else None
         time, modulation, text, _ = self.condition_embedder(timestep.flatten(), text, timestep_seq_len=tokens)
         modulation = rearrange(modulation, "... (six m) -> ... six m", six=6)
@@ -164,6 +166,15 @@ class CustomDiT(nn.Module):
             tables = self._rotary_tables()
         for name, table in tables.named_buffers():
             self.rope.get_buffer(name).copy_(table)
+
+    def context_plan(self) -> ContextPlan:
+        """Where CustomDiT has its tokens, for context parallelism. Satisfies `SupportsContextPlan`."""
+        return ContextPlan(
+            heads=self.sizes.num_heads,
+            attention=("blocks.{*}.attn1",),
+            split={"token_timesteps": {0: 1}, "rope": {0: 1, 1: 1}, "blocks.0": {"x": 1}},
+            gather={"proj_out": 1},
+        )
 
     def module_flops(
         self, latents: Sequence[int], timestep: Sequence[int], text: Sequence[int]

@@ -23,7 +23,7 @@ from diffusers.models.transformers.transformer_wan import (
 )
 from torch import Tensor, nn
 
-from mm_core.contracts import FrameNames, GivenFrames, ModuleFlops, PredictorInputs, WeightsFrom
+from mm_core.contracts import ContextPlan, FrameNames, GivenFrames, ModuleFlops, PredictorInputs, WeightsFrom
 from mm_core.errors import ContractError, did_you_mean, plural
 from mm_wan.predictor.architecture import CLASS, resolve
 from mm_wan.predictor.flops import forward_flops, module_flops
@@ -70,6 +70,7 @@ class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers 
         self.text_dim: int = built.text_dim
         self.image_dim: int | None = built.image_dim
         self.frame_choices: tuple[FrameNames, ...] = frame_choices(built)
+        self.token_timesteps = nn.Identity()  # where context parallelism splits timesteps of tokens
         if self.patch_embedding.weight.device.type != "meta":
             with torch.no_grad():
                 self.init_weights()
@@ -105,7 +106,7 @@ class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers 
             image_embeds = image_embeds.reshape(2 * batch, tokens // 2, width)
         (predicted,) = super().forward(
             hidden_states=latents,
-            timestep=timestep,
+            timestep=self.token_timesteps(timestep),
             encoder_hidden_states=text,
             encoder_hidden_states_image=image_embeds,
             return_dict=False,
@@ -150,6 +151,15 @@ class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers 
         images = conditions.get("image_embeds")
         return module_flops(
             self.architecture, latents, text[1], 0 if images is None else images[1], len(timestep) == 2
+        )
+
+    def context_plan(self) -> ContextPlan:
+        """Where Wan's transformer has its tokens, for context parallelism. Cross-attention mixes none."""
+        return ContextPlan(
+            heads=self.architecture.num_attention_heads,
+            attention=("blocks.{*}.attn1",),
+            split={"token_timesteps": {0: 1}, "rope": {0: 1, 1: 1}, "blocks.0": {"hidden_states": 1}},
+            gather={"proj_out": 1},
         )
 
     # -- given frames ------------------------------------------------------------------------------

@@ -15,7 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mm_core.contracts import Expert, FrameNames, GivenFrames, ModuleFlops, PredictorInputs, WeightsFrom
+from mm_core.contracts import (
+    ContextPlan,
+    Expert,
+    FrameNames,
+    GivenFrames,
+    ModuleFlops,
+    PredictorInputs,
+    WeightsFrom,
+)
 from mm_core.errors import CheckpointError, ConfigError, ContractError
 from mm_wan.predictor.architecture import expert_folders, resolve, stored_boundary
 from mm_wan.predictor.expert_files import ExpertFiles, open_expert
@@ -175,6 +183,16 @@ class TwoExpert(nn.Module):
     def with_frames(self, latents: Tensor, timestep: Tensor, given: GivenFrames) -> PredictorInputs:
         """Inputs of Wan's experts for noisy latents and given frames: see `WanTransformer.with_frames`."""
         return self._any().with_frames(latents, timestep, given)
+
+    def context_plan(self) -> ContextPlan:
+        """Where Wan's trained experts have their tokens: see `WanTransformer.context_plan`."""
+        plan = self._any().context_plan()
+        return ContextPlan(
+            heads=plan.heads,
+            attention=tuple(f"{name}.{path}" for name in self.built for path in plan.attention),
+            split={f"{name}.{path}": dims for name in self.built for path, dims in plan.split.items()},
+            gather={f"{name}.{path}": dim for name in self.built for path, dim in plan.gather.items()},
+        )
 
     def module_flops(
         self,

@@ -1,0 +1,104 @@
+"""Run by each rank: trains tiny predictors whose tokens are spread over ranks.
+
+usage: context_ranks.py OUT CASES: writes by name what each of the cases gives (see `case`), a JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+
+import torch
+import torch.distributed as dist
+
+from mm_core.builtin.configs.engines import ContextParallelConfig
+from mm_core.contracts import Loss, Randomness
+from mm_core.engines.fsdp2 import FSDP2Engine
+from mm_core.testing.predictors.probe import PredictorProbe
+from mm_core.testing.predictors.training import Training, routed
+from mm_core.testing.training.engines.task import Values
+from support.rank_program import run_as_rank
+from support.tensors import all_whole, whole
+
+SIZES = {"patch_size": [1, 2, 2], "in_channels": 4, "out_channels": 4, "text_dim": 16, "freq_dim": 16}
+PREDICTORS = {
+    "custom_dit": {
+        **{"type": "custom_dit", "num_layers": 2, "num_heads": 4, "head_dim": 12, "ffn_dim": 40},
+        **{"rope_max_seq_len": 32, **SIZES},
+    },
+    "wan": {
+        **{"type": "wan/transformer", "num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 12},
+        **{"ffn_dim": 40, "rope_max_seq_len": 32, **SIZES},
+    },
+}
+
+
+def rows_of(probe: PredictorProbe, module: torch.nn.Module, rows: int, per_token: bool) -> dict:
+    inputs = probe.inputs(module, rows)
+    if per_token:
+        tokens = torch.Size(probe.patches).numel()
+        inputs["timestep"] = torch.linspace(900, 30, rows * tokens).view(rows, tokens)
+    return inputs
+
+
+def case(
+    predictor: str,
+    size: int = 1,
+    kind: str = "ulysses",
+    patches: tuple[int, int, int] = (2, 4, 2),
+    weights: tuple[float, ...] = (1.0, 1.0),
+    steps: int = 10,
+    per_token: bool = False,
+    more: dict | None = None,
+    **fields: object,
+) -> dict:
+    """Losses, gradients of the first step and weights after all; rows of one sample, in turn over the ranks.
+
+    Args:
+        predictor: a key of PREDICTORS.
+        size: ranks that share a sample.
+        kind: of context parallelism.
+        patches: tokens along (t, h, w).
+        weights: of the rows.
+        steps: of SGD.
+        per_token: a timestep for each token.
+        more: further fields of the predictor.
+        fields: of the engine.
+    """
+    probe = PredictorProbe({**PREDICTORS[predictor], **(more or {})}, tuple(patches))
+    task = Training(probe.on_meta())
+    engine = FSDP2Engine(context_parallel=ContextParallelConfig(size, kind), **fields)
+    values = Values({f"predictor.{name}": t for name, t in probe.trained().state_dict().items()})
+    plan = engine.plan(task, dist.get_world_size(), 1.0)
+    engine.prepare(task, plan, lambda named: torch.optim.SGD(named.values(), lr=0.05), Randomness(0), values)
+    share, found = engine.data_ranks, {"losses": []}
+    every = rows_of(probe, task.predictor, len(weights), per_token)
+    for step in range(steps):
+        total = torch.zeros(())
+        mine = range(share.rank, len(weights), share.count)
+        for row in mine:
+            inputs = {name: t[row : row + 1] for name, t in every.items()} | routed(task.predictor, step)
+
+            def compute(row: int = row, inputs: dict = inputs) -> Loss:
+                losses = task.losses(inputs, Randomness(5).at(row))
+                return Loss((losses * weights[row]).sum(), weights[row])
+
+            scale = share.count / sum(weights)
+            loss = engine.micro_step(compute, last=row == mine[-1], scale=scale)
+            total += loss.total * share.leads
+        dist.all_reduce(total)
+        found["losses"].append(float(total))
+        if step == 0:
+            found["gradients"] = {n: whole(p.grad) for n, p in engine.named_parameters() if p.grad is not None}
+        engine.step(engine.grad_norm(), None)
+    return {**found, "weights": all_whole(engine.state_dict()["model"])}
+
+
+def main(out: str, cases: str) -> None:
+    torch.set_num_threads(1)
+    found = {name: case(**given) for name, given in json.loads(cases).items()}
+    if dist.get_rank() == 0:
+        torch.save(found, out)
+
+
+if __name__ == "__main__":
+    run_as_rank(main)
