@@ -49,6 +49,7 @@ def case(
     steps: int = 10,
     per_token: bool = False,
     more: dict | None = None,
+    conditions: dict[str, tuple[int, ...]] | None = None,
     **fields: object,
 ) -> dict:
     """Losses, gradients of the first step and weights after all; rows of one sample, in turn over the ranks.
@@ -62,9 +63,10 @@ def case(
         steps: of SGD.
         per_token: a timestep for each token.
         more: further fields of the predictor.
+        conditions: shapes of a sample's conditions.
         fields: of the engine.
     """
-    probe = PredictorProbe({**PREDICTORS[predictor], **(more or {})}, tuple(patches))
+    probe = PredictorProbe({**PREDICTORS[predictor], **(more or {})}, tuple(patches), conditions=conditions)
     task = Training(probe.on_meta())
     engine = FSDP2Engine(context_parallel=ContextParallelConfig(size, kind), **fields)
     values = Values({f"predictor.{name}": t for name, t in probe.trained().state_dict().items()})
@@ -88,7 +90,9 @@ def case(
         dist.all_reduce(total)
         found["losses"].append(float(total))
         if step == 0:
-            found["gradients"] = {n: whole(p.grad) for n, p in engine.named_parameters() if p.grad is not None}
+            found["gradients"] = {
+                n: whole(p.grad) for n, p in engine.named_parameters() if p.grad is not None
+            }
         engine.step(engine.grad_norm(), None)
     return {**found, "weights": all_whole(engine.state_dict()["model"])}
 

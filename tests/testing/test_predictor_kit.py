@@ -13,7 +13,7 @@ from mm_core.testing.kit import Examination, NotApplicable
 from support.conformance import edited, failed, shortcomings
 
 GOOD = Path(__file__).with_name("good_predictor.py")
-ON_RANKS = ("sharded_training", "sharded_checkpoint")
+ON_RANKS = ("sharded_training", "sharded_checkpoint", "context_parallel")
 ELSEWHERE = ("compiles", "given_frames", "experts")
 """Tested below, and in test_predictor_capabilities.py."""
 ALONE = [name for name in PREDICTOR_CHECKS if name not in (*ON_RANKS, *ELSEWHERE)]
@@ -242,7 +242,7 @@ def test_a_forward_that_breaks_the_graph_does_not_compile(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_two_ranks_train_the_good_predictor_as_one(tmp_path: Path) -> None:
     of = examination(tmp_path)
-    assert [of.run(name).reason for name in ON_RANKS] == ["", ""]
+    assert [of.run(name).reason for name in ON_RANKS] == ["", "", "the predictor has no context_plan"]
 
 
 @pytest.mark.slow

@@ -30,18 +30,19 @@ from mm_core.testing.predictors.forward import (
     timestep_precision,
 )
 from mm_core.testing.predictors.probe import Build, PredictorProbe
-from mm_core.testing.predictors.sharded import sharded_checkpoint, sharded_training
+from mm_core.testing.predictors.sharded import context_parallel, sharded_checkpoint, sharded_training
 from mm_core.testing.predictors.training import gradients, mixed_precision, recomputation
 from mm_core.testing.ranks import ComponentBuild
 
-_ON_RANKS = by_name(sharded_training, sharded_checkpoint)
+_SHARDED = by_name(sharded_training, sharded_checkpoint)
+_ON_RANKS = {**_SHARDED, **by_name(context_parallel)}
 PREDICTOR_CHECKS: Mapping[str, Check] = by_name(
     *(attributes, meta_build, initialisation, output, odd_sizes, one_frame, gradients, determinism),
     *(independence, inputs_unchanged, text_padding, timestep_precision, unknown_conditions),
     *(missing_conditions, given_frames, experts, flops, sharding_plan, recomputation, mixed_precision),
     *(compiles, *_ON_RANKS.values()),
 )
-"""Each conformance check by its name, to run one test per check. The last two start several processes."""
+"""Each conformance check by its name, to run one test per check. The last three start several processes."""
 
 
 def check_predictor(
@@ -78,7 +79,7 @@ def check_predictor(
             with foreign_code():
                 check(probe)
         except NotApplicable as reason:
-            if name in _ON_RANKS:
+            if name in _SHARDED:
                 faults.append(f"{name}: {reason}")
         except MMError as fault:
             faults.append(f"{name}: {fault.render()}")

@@ -5,17 +5,17 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from mm_core.contracts import Randomness
+from mm_core.builtin.configs.engines import ContextParallelConfig
+from mm_core.contracts import Randomness, SupportsContextPlan
 from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.errors import ContractError, MMError
 from mm_core.modules.shards import gathered
-from mm_core.runtime.ranks import Ranks
 from mm_core.testing.kit import NotApplicable
 from mm_core.testing.predictors.probe import PredictorProbe
 from mm_core.testing.predictors.training import Training, prepared, routed
@@ -25,6 +25,7 @@ from mm_core.testing.training.engines.sharded import loaded, saved
 
 STEPS, RANKS, ROWS = 2, 2, 4
 Tensors = dict[str, Tensor]
+Kind = Literal["ulysses", "ring"]
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,40 @@ class _Work:
 def sharded_training(probe: PredictorProbe) -> None:
     """Conformance check: two ranks that share the predictor's weights train as one that has all of them."""
     one, two = _outcomes(probe)
+    hint = "use parameters in the forward of the module that owns them, and no statistics of the batch"
+    _expect_equal(probe, one, two, f"on {RANKS} ranks", hint)
+
+
+def context_parallel(probe: PredictorProbe) -> None:
+    """Conformance check: two ranks that share each sample's tokens train the predictor as one rank does."""
+    predictor = probe.on_meta()
+    if not isinstance(predictor, SupportsContextPlan):
+        raise NotApplicable("the predictor has no context_plan")
+    one, _ = _outcomes(probe)
+    kinds: tuple[Kind, ...] = ("ulysses", "ring")
+    for kind in kinds[predictor.context_plan().heads < RANKS :]:
+        work: tuple[PredictorProbe, Kind] = (probe, kind)
+        try:
+            two = on_ranks(RANKS, _train_parts, work)
+        except MMError as fault:
+            raise ContractError(
+                f"on {RANKS} ranks that share samples ({kind}), the predictor fails: {fault.what}",
+                where=probe.place,
+                accepted=fault.accepted,
+                hint=fault.hint,
+            ) from None
+        hint = (
+            "name in `split` every tensor with tokens that a module after it reads, and in `attention` every"
+        )
+        hint += " module that mixes tokens"
+        _expect_equal(probe, one, two, f"on {RANKS} ranks that share samples ({kind})", hint)
+
+
+def _expect_equal(probe: PredictorProbe, one: list[Any], two: list[Any], where: str, hint: str) -> None:
+    """Compares the losses and gradients of each step with those of one rank."""
     for step in range(STEPS):
         losses = [sum(rank["losses"][step] for rank in ranks) for ranks in (one, two)]
-        when = f"in step {step + 1} on {RANKS} ranks"
-        hint = "use parameters in the forward of the module that owns them, and no statistics of the batch"
+        when = f"in step {step + 1} {where}"
         probe.expect(
             abs(losses[1] - losses[0]) <= 1e-5 * abs(losses[0]),
             f"{when}, the loss is {losses[1]:.7g}, and {losses[0]:.7g} on one",
@@ -133,13 +164,19 @@ def _train_and_load(work: _Work) -> dict[str, Any]:
     return {**found, "loaded": loaded(engine, work.folder)}
 
 
+def _train_parts(work: tuple[PredictorProbe, Kind]) -> dict[str, Any]:
+    """Run by each of two ranks that share samples: trains."""
+    probe, kind = work
+    return _train(probe, *prepared(probe, context_parallel=ContextParallelConfig(RANKS, kind)))
+
+
 def _train(probe: PredictorProbe, task: Training, engine: FSDP2Engine) -> dict[str, Any]:
     """The losses of this rank's rows, and the averaged gradients of each step.
 
     Each micro-batch has the same rows and random numbers for any number of ranks.
     """
-    module, ranks = task.predictor, Ranks.current()
-    world, rank = ranks.count, ranks.rank
+    module, share = task.predictor, engine.data_ranks
+    world, rank = share.count, share.rank
     rows = ROWS // RANKS
     losses: list[float] = []
     gradients: list[Tensors] = []
@@ -156,7 +193,7 @@ def _train(probe: PredictorProbe, task: Training, engine: FSDP2Engine) -> dict[s
 
             last = number == RANKS // world - 1
             total += float(engine.micro_step(compute, last=last, scale=world / ROWS).total)
-        losses.append(total)
+        losses.append(total * share.leads)
         gradients.append({n: gathered(p.grad) for n, p in engine.named_parameters() if p.grad is not None})
         engine.step(engine.grad_norm(), None)
     return {"losses": losses, "gradients": gradients}
