@@ -6,6 +6,8 @@ usage: context_ranks.py OUT CASES: writes by name what each of the cases gives (
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from mm_core.builtin.configs.engines import ContextParallelConfig
 from mm_core.contracts import Loss, Randomness
 from mm_core.engines.fsdp2 import FSDP2Engine
+from mm_core.parallel.context import exchange
 from mm_core.testing.predictors.probe import PredictorProbe
 from mm_core.testing.predictors.training import Training, routed
 from mm_core.testing.training.engines.task import Values
@@ -30,6 +33,52 @@ PREDICTORS = {
         **{"ffn_dim": 40, "rope_max_seq_len": 32, **SIZES},
     },
 }
+PREDICTORS["two_expert"] = {**PREDICTORS["wan"], "type": "wan/two_expert", "boundary": 0.5}
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """The bytes that this rank sends to others of its context group, which are sent."""
+    sent, send = [], dist.all_to_all_single
+
+    def counting(out, mine, outs, ins, group, async_op):
+        to_itself = ins[dist.get_rank(group)]
+        sent.append((sum(ins) - to_itself) * mine.element_size())
+        return send(out, mine, outs, ins, group=group, async_op=async_op)
+
+    dist.all_to_all_single = counting
+    try:
+        yield sent
+    finally:
+        dist.all_to_all_single = send
+
+
+def peak_of(step: Callable[[], object]) -> int:
+    """The largest number of bytes that a function has allocated at a time, by torch's CPU allocator."""
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        step()
+    held = peak = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
+
+
+@contextmanager
+def gather_without_scale(planted: bool) -> Iterator[None]:
+    """Gradients as of a gather that does not count the ranks, if `planted`."""
+    backward = exchange._Gather.backward
+
+    def unscaled(ctx, gradient):
+        return backward(ctx, gradient / ctx.place[-1])
+
+    if planted:
+        exchange._Gather.backward = staticmethod(unscaled)
+    try:
+        yield
+    finally:
+        exchange._Gather.backward = staticmethod(backward)
 
 
 def rows_of(probe: PredictorProbe, module: torch.nn.Module, rows: int, per_token: bool) -> dict:
@@ -48,6 +97,8 @@ def case(
     weights: tuple[float, ...] = (1.0, 1.0),
     steps: int = 10,
     per_token: bool = False,
+    planted: bool = False,
+    measured: bool = False,
     more: dict | None = None,
     conditions: dict[str, tuple[int, ...]] | None = None,
     **fields: object,
@@ -62,6 +113,8 @@ def case(
         weights: of the rows.
         steps: of SGD.
         per_token: a timestep for each token.
+        planted: the scale of the gradients is wrong.
+        measured: only the memory of a step.
         more: further fields of the predictor.
         conditions: shapes of a sample's conditions.
         fields: of the engine.
@@ -85,7 +138,15 @@ def case(
                 return Loss((losses * weights[row]).sum(), weights[row])
 
             scale = share.count / sum(weights)
-            loss = engine.micro_step(compute, last=row == mine[-1], scale=scale)
+
+            def micro_step(compute=compute, last=row == mine[-1], scale=scale) -> Loss:
+                return engine.micro_step(compute, last=last, scale=scale)
+
+            if measured:
+                return {"peak": peak_of(micro_step)}
+            with gather_without_scale(planted), counted() as sent:
+                loss = micro_step()
+            found["sent"] = sum(sent)
             total += loss.total * share.leads
         dist.all_reduce(total)
         found["losses"].append(float(total))
