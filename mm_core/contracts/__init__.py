@@ -90,6 +90,7 @@ from mm_core.contracts.flops import (
     StepFlops,
     SupportsModuleFlops,
     SupportsSampleFlops,
+    SupportsSampleForward,
     attention_flops,
     linear_flops,
 )
@@ -193,6 +194,7 @@ __all__ = [
     "SupportsRowSizes",
     "SupportsSampleAt",
     "SupportsSampleFlops",
+    "SupportsSampleForward",
     "SupportsShardPlan",
     "SupportsStream",
     "SupportsTruncated",

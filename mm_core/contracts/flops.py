@@ -133,3 +133,16 @@ class SupportsSampleFlops(Protocol):
             batch_spec: the config fields of the training dataset.
             recomputed: paths in the task of modules that the backward recomputes.
         """
+
+
+@runtime_checkable
+class SupportsSampleForward(Protocol):
+    """Capability of a task that knows a forward of its trained component before a sample is read."""
+
+    def sample_forward(self, batch_spec: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:
+        """The path of the component and the arguments of its forward for one training sample, with tensors on
+        the meta device; None if sizes are unknown.
+
+        Args:
+            batch_spec: the config fields of the training dataset.
+        """

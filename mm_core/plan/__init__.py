@@ -1,5 +1,6 @@
 """The plan of a run: batches, steps, memory, FLOPs for a number of ranks, before anything is allocated."""
 
+from mm_core.plan.activations import Activations, shared_activations
 from mm_core.plan.bucket_report import report_buckets
 from mm_core.plan.bucketing import bucket_order, in_buckets
 from mm_core.plan.planning import (
@@ -12,6 +13,7 @@ from mm_core.plan.planning import (
 from mm_core.plan.run_plan import ComponentFact, MissingFile, ModuleFact, RunPlan
 
 __all__ = [
+    "Activations",
     "ComponentFact",
     "MissingFile",
     "ModuleFact",
@@ -24,4 +26,5 @@ __all__ = [
     "make_plan",
     "report_buckets",
     "sample_order",
+    "shared_activations",
 ]

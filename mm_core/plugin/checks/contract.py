@@ -81,7 +81,7 @@ CONTRACTS: Mapping[str, Contract] = MappingProxyType(
             base="torch.nn:Module",
             optional=_capabilities(
                 *("SupportsBeginStep", "SupportsNotes", "SupportsCheckRequest", "SupportsClips"),
-                *("SupportsSampleFlops", "SupportsAnswer"),
+                *("SupportsSampleFlops", "SupportsSampleForward", "SupportsAnswer"),
             ),
         ),
         "engine": Contract(

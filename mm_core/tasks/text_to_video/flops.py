@@ -59,12 +59,32 @@ def sample_flops(
         recomputed: module paths in the task whose activations are recomputed.
 
     Returns:
-        None where the clip size, the predictor's `module_flops`, the image encoder's tokens or the size of a
-        text condition are unknown.
+        None where these or the sizes of the forward's arguments (`sample_forward`) are unknown.
+    """
+    if (
+        not isinstance(task.predictor, SupportsModuleFlops)
+        or (found := sample_forward(task, batch_spec)) is None
+    ):
+        return None
+    given, own = found[1], [path.removeprefix("predictor").removeprefix(".") for path in recomputed]
+    skipped = ("expert", "text_mask", *CLIP_CONDITIONS)
+    shapes = {name: tuple(tensor.shape) for name, tensor in given.items() if name not in skipped}
+    return _flops(task.predictor, shapes, given.get("expert"), own)
+
+
+def sample_forward(task: TextToVideo, batch_spec: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:
+    """The arguments of the predictor's forward for one training clip, with tensors on the meta device.
+
+    Args:
+        task: the text-to-video task.
+        batch_spec: the dataset's fields.
+
+    Returns:
+        The predictor's path and the arguments. None where the clip size, the image encoder's tokens or the size
+        of a text condition are unknown.
     """
     predictor, tokens = task.predictor, _feature_tokens(task)
-    known = all(batch_spec.get(name) is not None for name in SIZES)
-    if tokens is None or not known or not isinstance(predictor, SupportsModuleFlops):
+    if tokens is None or any(batch_spec.get(name) is None for name in SIZES):
         return None
     declared = task.conditions.of_text(shapes_of(task.text_encoder))
     if any(None in shape for shape in declared.values()):
@@ -84,9 +104,11 @@ def sample_flops(
             given = GivenFrames(task.frames, shown, features)
         others = {name: torch.empty(1, *filter(None, shape)) for name, shape in declared.items()}
         inputs = inputs_of(predictor, latents, torch.empty(1), given, others)
-        shapes = _shapes(inputs, torch.empty(1, length, predictor.text_dim))
-    own = [path.removeprefix("predictor").removeprefix(".") for path in recomputed]
-    return _flops(predictor, shapes, _trained_expert(predictor), own)
+        text, mask = torch.empty(1, length, predictor.text_dim), torch.ones(1, length, dtype=torch.bool)
+    expert = _trained_expert(predictor)
+    chosen = {} if expert is None else {"expert": expert}
+    arguments = {"latents": inputs.latents, "timestep": inputs.timestep, "text": text, "text_mask": mask}
+    return "predictor", {**arguments, **inputs.conditions, **chosen}
 
 
 def _feature_tokens(task: TextToVideo) -> int | None:

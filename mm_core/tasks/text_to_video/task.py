@@ -42,7 +42,7 @@ from mm_core.tasks.text_to_video.checks import SIZES, collect_faults, latents_of
 from mm_core.tasks.text_to_video.conditions import Conditions, cast_condition, shapes_of
 from mm_core.tasks.text_to_video.encoded import EncodedClips, stored_posterior
 from mm_core.tasks.text_to_video.experts import Experts
-from mm_core.tasks.text_to_video.flops import TrainedFlops, sample_flops
+from mm_core.tasks.text_to_video.flops import TrainedFlops, sample_flops, sample_forward
 from mm_core.tasks.text_to_video.frames import check_images, choices, clip_frames, inputs_of
 from mm_core.tasks.text_to_video.returned_shapes import expect, expect_latents
 from mm_core.tasks.text_to_video.sampling import check_guidance, completed, generate, sample_shape
@@ -346,11 +346,13 @@ class TextToVideo(TaskModule):
             for name in self.conditions.unused(self.text_encoder)
         ]
 
-    # -- checks --------------------------------------------------------------------------------
-
     def sample_flops(self, batch_spec: Mapping[str, Any], recomputed: Collection[str]) -> StepFlops | None:
         """FLOPs of one training clip, for the plan; None where they are unknown."""
         return sample_flops(self, batch_spec, recomputed)
+
+    def sample_forward(self, batch_spec: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:
+        """The predictor's arguments for one training clip, for the plan; None where sizes are unknown."""
+        return sample_forward(self, batch_spec)
 
     def check(self, batch_spec: Mapping[str, Any]) -> None:
         """Checks that the components match each other, the clip sizes of the data and the sizes to sample.
