@@ -61,10 +61,8 @@ def sample_flops(
     Returns:
         None where these or the sizes of the forward's arguments (`sample_forward`) are unknown.
     """
-    if (
-        not isinstance(task.predictor, SupportsModuleFlops)
-        or (found := sample_forward(task, batch_spec)) is None
-    ):
+    found = sample_forward(task, batch_spec)
+    if found is None or not isinstance(task.predictor, SupportsModuleFlops):
         return None
     given, own = found[1], [path.removeprefix("predictor").removeprefix(".") for path in recomputed]
     skipped = ("expert", "text_mask", *CLIP_CONDITIONS)
@@ -80,8 +78,8 @@ def sample_forward(task: TextToVideo, batch_spec: Mapping[str, Any]) -> tuple[st
         batch_spec: the dataset's fields.
 
     Returns:
-        The predictor's path and the arguments. None where the clip size, the image encoder's tokens or the size
-        of a text condition are unknown.
+        The predictor's path and the arguments. None where the clip size, the image encoder's tokens or the
+        size of a text condition are unknown.
     """
     predictor, tokens = task.predictor, _feature_tokens(task)
     if tokens is None or any(batch_spec.get(name) is None for name in SIZES):
