@@ -47,16 +47,9 @@ def one(tmp_path_factory) -> dict[str, dict]:
 
 
 def error(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> tuple[float, str]:
-    """The largest relative error of a tensor, and its name.
-
-    Attention hardly depends on a key's bias: in its gradient the tokens cancel, and only rounding is left of
-    sums as large as those of the value's bias, which measure its error. The same holds for what is below a
-    thousandth of the largest gradient.
-    """
+    """The largest relative error of a tensor, and its name."""
     assert found.keys() == wanted.keys()
-    sizes = {n: float(wanted[n.replace("to_k.bias", "to_v.bias")].norm()) for n in wanted}
-    sizes = {n: max(size, 1e-3 * max(sizes.values())) for n, size in sizes.items()}
-    return max((float((found[n] - t).norm()) / sizes[n], n) for n, t in wanted.items())
+    return max((float((found[n] - t).norm() / t.norm()), n) for n, t in wanted.items())
 
 
 def close(found: dict, wanted: dict, bar: float) -> None:

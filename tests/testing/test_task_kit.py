@@ -103,6 +103,11 @@ FAULTS = {
         "return StepFlops(30.0, 60.0, ",
         "sample_flops returned 90 operations, but the loss counts 100 a sample",
     ),
+    "sample_forward": (
+        'return "net", {',
+        'return "lengths", {',
+        "sample_forward names the component 'lengths'; accepted: 'net'",
+    ),
     "clips": (
         '"clip", row) for row in rows',
         '"clip", row - request.first) for row in rows',

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from mm_core.contracts import (
     Decoding,
@@ -14,6 +15,7 @@ from mm_core.contracts import (
     SupportsConversing,
     SupportsNotes,
     SupportsSampleFlops,
+    SupportsSampleForward,
     Turn,
     seeded,
 )
@@ -65,6 +67,25 @@ def sample_flops(probe: TaskProbe) -> None:
         f"sample_flops returned {found.useful:,.0f} operations, but the loss counts {counted:,.0f} a sample",
         accepted="at least as many: the plan is for samples of the largest size",
     )
+
+
+def sample_forward(probe: TaskProbe) -> None:
+    """sample_forward names a trained component and arguments that its forward takes."""
+    task = probe.task
+    if not isinstance(task, SupportsSampleForward):
+        raise NotApplicable("the task has no sample_forward")
+    found = task.sample_forward(probe.data.probe.config.options)
+    if found is None:
+        raise NotApplicable("sample_forward returned None for the dataset that the task is tested with")
+    path, given = found
+    probe.expect(
+        path in probe.task.trainable,
+        f"sample_forward names the component {path!r}",
+        accepted=" or ".join(map(repr, probe.task.trainable)),
+    )
+    drawn = tree_map_only(Tensor, lambda tensor: torch.zeros_like(tensor, device="cpu"), given)
+    with torch.no_grad():
+        probe.task.get_submodule(path)(**drawn)
 
 
 def answers(probe: TaskProbe) -> None:

@@ -1,0 +1,163 @@
+"""What context parallelism refuses, what dropout draws on ranks that share samples, and their plan."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from mm_custom_dit.model import CustomDiT
+from torch import nn
+
+from mm_core.builtin.configs.engines import ContextParallelConfig
+from mm_core.contracts import ContextPlan
+from mm_core.engines.fsdp2 import FSDP2Engine
+from mm_core.errors import ContractError, PlanError
+from mm_core.parallel.context import ContextLayout, Peers, Spreading, decide_context
+from support.tiny_models import Task
+
+TINY = {"num_layers": 2, "num_heads": 3, "head_dim": 6, "patch_size": (1, 2, 2), "in_channels": 4}
+TINY |= {"out_channels": 4, "text_dim": 8, "freq_dim": 8, "ffn_dim": 16, "rope_max_seq_len": 16}
+
+
+def task_of(**plan: object) -> Task:
+    with torch.device("meta"):
+        net = CustomDiT(**TINY)
+    if plan:
+        own = net.context_plan()
+        net.context_plan = lambda: ContextPlan(**{**vars(own), **plan})
+    return Task(net=net)
+
+
+def planned(world: int, task: Task | None = None, size: int = 2, kind: str = "ulysses", **fields: object):
+    engine = FSDP2Engine(context_parallel=ContextParallelConfig(size, kind), **fields)
+    return engine.plan(task or task_of(), world, 2)
+
+
+REFUSED = {
+    "a size that does not divide the ranks": (
+        lambda: planned(6, size=4),
+        "engine.context_parallel.size: context size 4 does not divide 6 ranks\n  accepted: 1, 2, 3, 6",
+    ),
+    "more ranks than heads": (
+        lambda: planned(4, size=4),
+        "engine.context_parallel.size: net has 3 heads, fewer than the 4 ranks to share them\n"
+        "  accepted: at most 3 with kind: ulysses\n  hint: set kind: ring, which splits no heads",
+    ),
+    "shard groups that cut a group": (
+        lambda: planned(4, sharding_size=1),
+        "engine.sharding_size: sharding_size 1 is no multiple of the 2 ranks that share a sample\n"
+        "  accepted: auto, 2, 4",
+    ),
+    "a model that does not declare its tokens": (
+        lambda: planned(2, Task(net=nn.Linear(2, 2, device="meta"))),
+        "engine.context_parallel: no trained component declares where its tokens are: net (Linear)\n"
+        "  accepted: components with a `context_plan`, such as wan/transformer\n"
+        "  hint: write context_plan in the model (docs/long-clips.md), or set size: 1",
+    ),
+    "a path that does not exist": (
+        lambda: planned(2, task_of(gather={"proj_oud": 1})),
+        "net.context_plan().gather: pattern 'proj_oud' matches no module",
+    ),
+    "a device without a kernel for the ring": (
+        lambda: decide_context(task_of(), ["net"], ContextParallelConfig(2, "ring"), 2, "tpu"),
+        "engine.context_parallel.kind: ring attention has no kernel for the device tpu\n  accepted: ulysses",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_plan_refuses(name):
+    plan, sentence = REFUSED[name]
+    with pytest.raises(PlanError) as caught:
+        plan()
+    assert caught.value.render().startswith(sentence)
+
+
+def test_the_plan_has_a_mesh_of_all_ranks_and_a_share_of_the_data_for_each_group():
+    plan = planned(8, kind="ring", sharding_size=4)
+    assert dict(plan.mesh) == {"replicate": 2, "shard": 2, "context": 2} and plan.data_parallel == 4
+    assert planned(8, sharding_size=4).parameter_bytes == planned(8, size=1, sharding_size=4).parameter_bytes
+    assert dict(planned(2, size=1).mesh) == {"replicate": 1, "shard": 2}
+
+
+@pytest.mark.parametrize(
+    ("trained", "world", "size"), [(4, 1, 1), (4, 2, 2), (4, 6, 2), (2, 8, 2), (2, 3, 1)]
+)
+def test_samples_are_shared_by_as_many_ranks_as_there_are(trained, world, size):
+    engine = FSDP2Engine(context_parallel=ContextParallelConfig(trained, "ring"))
+    plan = engine.plan(task_of(), world, 2, purpose="sample")
+    assert (plan.context.size if plan.context else 1, plan.data_parallel) == (size, world // size)
+
+
+class Net(nn.Module):
+    """Dropout before the tokens are split, of a part, and of all."""
+
+    def __init__(self, masked: bool = False) -> None:
+        super().__init__()
+        self.before, self.block, self.after = (nn.Dropout(0.5) for _ in range(3))
+        self.attention, self.masked, self.last = nn.Identity(), masked, nn.Identity()
+        self.attention.forward = self.attend
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        q = x[:, None]
+        return nn.functional.scaled_dot_product_attention(q, q, q, is_causal=self.masked)[:, 0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(self.last(self.attention(self.block(self.before(x)))))
+
+
+def spread(net: nn.Module, rank: int, kind: str = "ulysses", **paths: object) -> nn.Module:
+    """The net as one of two ranks has it, to which nothing is sent."""
+    given = {"attention": ("net.attention",), "split": {"net.block": {"input": 1}}, "gather": {"net.last": 1}}
+    Spreading(ContextLayout(2, kind, **{**given, **paths}), Peers(rank, 2)).apply(Task(net=net))
+    return net
+
+
+def drawn(rank: int, seed: int) -> dict[str, torch.Tensor]:
+    """Which elements each dropout keeps on a rank."""
+    net, found = Net(), {}
+    spread(net, rank, kind="ring")
+    for name in ("before", "block", "after"):
+
+        def note(_, args, out, name=name):
+            found[name] = nn.functional.dropout(torch.ones(1000), 0.5) if name == "after" else out != 0
+
+        getattr(net, name).register_forward_hook(note)
+    torch.manual_seed(seed)
+    net(torch.ones(1, 40, 8, requires_grad=True))
+    return found
+
+
+def test_dropout_differs_between_the_parts_of_a_sample_and_not_elsewhere():
+    one, two, again, other = drawn(0, 3), drawn(1, 3), drawn(1, 3), drawn(1, 4)
+    assert torch.equal(one["before"], two["before"]) and torch.equal(one["after"], two["after"])
+    assert one["block"].shape == (1, 20, 8) and not torch.equal(one["block"], two["block"])
+    assert all(torch.equal(two[name], again[name]) for name in two)
+    assert not torch.equal(two["block"], other["block"]) and not torch.equal(two["after"], other["after"])
+
+
+CALLS = {
+    "fewer tokens than ranks": (
+        lambda: spread(Net(), 0)(torch.ones(1, 1, 8)),
+        "1 token of net.block cannot be shared by 2 ranks\n  accepted: at most 1 for samples of this size",
+    ),
+    "attention of the model's own": (
+        lambda: spread(Net(), 0, attention=("net.block",))(torch.ones(1, 4, 8)),
+        "net.block computes its attention by something else than F.scaled_dot_product_attention",
+    ),
+    "attention before the split": (
+        lambda: spread(Net(), 0, split={"net.last": {"input": 1}}, gather={})(torch.ones(1, 4, 8)),
+        "net.attention attends from 4 to 4 tokens, where context_plan gives this rank None",
+    ),
+    "a mask in the ring": (
+        lambda: spread(Net(masked=True), 0, kind="ring")(torch.ones(1, 4, 8)),
+        "net.attention uses a mask, dropout or grouped heads in its attention, which ring attention does not",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_forward_refuses(name):
+    call, sentence = CALLS[name]
+    with pytest.raises(ContractError) as caught:
+        call()
+    assert sentence in caught.value.render()
