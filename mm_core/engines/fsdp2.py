@@ -41,7 +41,9 @@ from mm_core.engines.base import EngineBase
 from mm_core.modules.casting import cast_inputs, check_dtypes, uncast_inputs
 from mm_core.modules.tying import tied_names
 from mm_core.parallel.activation_checkpointing import recompute
-from mm_core.parallel.context import Peers, Spreading, decide_context
+from mm_core.parallel.context.exchange import Peers
+from mm_core.parallel.context.layout import decide_context
+from mm_core.parallel.context.spreading import Spreading
 from mm_core.parallel.frozen_placement import place, plan_frozen
 from mm_core.parallel.gloo_averaging import average_by_sum, check_replicas
 from mm_core.parallel.layout import ShardedPlan, decide_layout, gathered_bytes, mesh_shape, parameter_bytes

@@ -13,7 +13,7 @@ from torch import nn
 from mm_core.contracts import EnginePlan, TaskModule
 from mm_core.errors import PlanError, plural
 from mm_core.modules.patterns import match
-from mm_core.parallel.context import ContextLayout
+from mm_core.parallel.context.layout import ContextLayout
 from mm_core.parallel.shard_plans import ModelPlan, Prefetch, backwards, in_order, model_plans
 
 _WRAP, _RECOMPUTE = "engine.sub_modules_to_wrap", "engine.recompute_modules"

@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mm_core.contracts import EnginePlan, SupportsSampleForward, TaskModule, torch_dtype
-from mm_core.parallel.context import Peers, Spreading
+from mm_core.parallel.context.exchange import Peers
+from mm_core.parallel.context.spreading import Spreading
 from mm_core.parallel.layout import ShardedPlan
 
 

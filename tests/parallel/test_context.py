@@ -11,7 +11,9 @@ from mm_core.builtin.configs.engines import ContextParallelConfig
 from mm_core.contracts import ContextPlan
 from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.errors import ContractError, PlanError
-from mm_core.parallel.context import ContextLayout, Peers, Spreading, decide_context
+from mm_core.parallel.context.exchange import Peers
+from mm_core.parallel.context.layout import ContextLayout, decide_context
+from mm_core.parallel.context.spreading import Spreading
 from support.tiny_models import Task
 
 TINY = {"num_layers": 2, "num_heads": 3, "head_dim": 6, "patch_size": (1, 2, 2), "in_channels": 4}

@@ -118,6 +118,7 @@ PAGES: dict[str, Page] = {
         {'runs/x --prompt "a door': 'runs/ends --prompt "a door', "runs/x": "runs/clips"},
         {"mm sample": "1 clip in"},
     ),
+    "docs/long-clips.md": Page({"run.yaml": "x.yaml"}, {"mm-train": "a rank computes 8 of the 16 tokens"}),
     "docs/launching.md": Page(
         {
             "run.yaml": "x.yaml",
@@ -451,6 +452,16 @@ predictor = mm_core.build("predictor", config["task"]["predictor"])
 """
 
 PROGRAMS: dict[str, tuple[Program, ...]] = {
+    "docs/long-clips.md": (
+        Program(
+            "context_plan",
+            after="from mm_wan.predictor.transformer import WanTransformer\n"
+            "own = WanTransformer(num_attention_heads=12, attention_head_dim=6, num_layers=1, ffn_dim=8)\n"
+            "split = {k: v for k, v in own.context_plan().split.items() if k != 'token_timesteps'}\n"
+            "print(split == context_plan(own).split, own.context_plan().gather == context_plan(own).gather)",
+            prints="True True",
+        ),
+    ),
     "docs/sampling.md": (
         Program(
             "mm_core.sample",
