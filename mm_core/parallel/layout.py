@@ -345,7 +345,7 @@ def mesh_shape(world: int, sharding_size: int | Literal["auto"], context: int = 
     if shards % context:
         sizes = [str(n) for n in range(context, world + 1, context) if world % n == 0]
         raise PlanError(
-            f"sharding_size {shards} is no multiple of the {context} ranks that share a sample",
+            f"sharding_size {shards} is no multiple of context_parallel.size, {context}",
             where="engine.sharding_size",
             accepted=f"auto, {', '.join(sizes)}",
         )

@@ -21,19 +21,7 @@ from mm_core.testing.predictors.training import Training, routed
 from mm_core.testing.training.engines.task import Values
 from support.rank_program import run_as_rank
 from support.tensors import all_whole, whole
-
-SIZES = {"patch_size": [1, 2, 2], "in_channels": 4, "out_channels": 4, "text_dim": 16, "freq_dim": 16}
-PREDICTORS = {
-    "custom_dit": {
-        **{"type": "custom_dit", "num_layers": 2, "num_heads": 4, "head_dim": 12, "ffn_dim": 40},
-        **{"rope_max_seq_len": 32, **SIZES},
-    },
-    "wan": {
-        **{"type": "wan/transformer", "num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 12},
-        **{"ffn_dim": 40, "rope_max_seq_len": 32, **SIZES},
-    },
-}
-PREDICTORS["two_expert"] = {**PREDICTORS["wan"], "type": "wan/two_expert", "boundary": 0.5}
+from support.token_predictors import PREDICTORS
 
 
 @contextmanager

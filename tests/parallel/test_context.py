@@ -41,12 +41,12 @@ REFUSED = {
     ),
     "more ranks than heads": (
         lambda: planned(4, size=4),
-        "engine.context_parallel.size: net has 3 heads, fewer than the 4 ranks to share them\n"
+        "engine.context_parallel.size: net has 3 heads, too few for 4 ranks to share\n"
         "  accepted: at most 3 with kind: ulysses\n  hint: set kind: ring, which splits no heads",
     ),
     "shard groups that cut a group": (
         lambda: planned(4, sharding_size=1),
-        "engine.sharding_size: sharding_size 1 is no multiple of the 2 ranks that share a sample\n"
+        "engine.sharding_size: sharding_size 1 is no multiple of context_parallel.size, 2\n"
         "  accepted: auto, 2, 4",
     ),
     "a model that does not declare its tokens": (

@@ -14,7 +14,7 @@ from support.checkpoints import state_of, tensors
 from support.logs import log_of
 
 HERE = Path(__file__).parent
-ADAPTERS = "train.adapters=[{targets: [to_q, ffn.net.2], rank: 3}]"
+ADAPTERS = ("train.adapters=[{targets: [to_q, ffn.net.2], rank: 3}]", "train.also_train=[predictor.proj_out]")
 SAMPLES = "validation={every: 3, samples: {prompts: [a red circle, a blue square], steps: 2}}"
 KEYS = ("loss", "grad_norm", "validation/loss", "validation_ema/loss", "samples", "lr")
 
@@ -36,15 +36,15 @@ def shared(size: int, kind: str = "ulysses") -> str:
 
 
 def compare(run: Path, alone: Path) -> None:
-    rows, others = log_of(run), log_of(alone)
-    assert len(rows) == len(others) > 6
-    for row, other in zip(rows, others, strict=True):
-        found, wanted = ({key: each[key] for key in KEYS if key in each} for each in (row, other))
-        assert found == pytest.approx(wanted, rel=1e-6)
+    """What one rank logs; each of the other run's parts also validates at its end."""
+    found, wanted = ({(row["step"], key): row[key] for row in log_of(each) for key in KEYS if key in row}
+                     for each in (run, alone))  # fmt: skip
+    assert len(wanted) >= 6 * 4 + 2 * 2 and min(v for (_, key), v in wanted.items() if key == "grad_norm") > 0
+    assert {key: found[key] for key in wanted} == pytest.approx(wanted, rel=1e-6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adapters", [(), (ADAPTERS,)], ids=["all weights", "adapters"])
+@pytest.mark.parametrize("adapters", [(), ADAPTERS], ids=["all weights", "adapters"])
 def test_from_two_ranks_to_one_and_back_as_one_that_goes_through(config, tmp_path, mm, adapters):
     plugin = f"plugins.path=[{HERE / 'dropout_dit.py'}]"
     common = ("train", "--config", config, plugin, f"run.dir={tmp_path}", "ema={decay: 0.9}", "log.every=1")
@@ -69,7 +69,7 @@ def test_from_two_ranks_to_one_and_back_as_one_that_goes_through(config, tmp_pat
 def test_another_number_of_ranks_begins_with_every_bit(config, tmp_path, mm):
     """A checkpoint of two ranks that share clips, saved again by one whose step has a rate of 0."""
     plugin = f"plugins.path=[{HERE / 'dropout_dit.py'}]"
-    common = ("train", "--config", config, plugin, f"run.dir={tmp_path}", "ema={decay: 0.9}")
+    common = ("train", "--config", config, plugin, f"run.dir={tmp_path}", "data.validation=null")
     done = mm(*common, "run.name=two", "train.steps=2", "--nproc", 2, shared(2), "checkpoint.every=2")
     assert done.code == 0, done.err
     first = tensors(tmp_path / "two/checkpoints/step_00000002")
@@ -87,6 +87,6 @@ def test_the_plan_shows_tokens_and_activations_of_a_rank(tiny, capsys):
     shown = capsys.readouterr().out
     assert "2 ranks (replicate 1 x shard 1 x context 2)" in shown
     assert "8 samples per step = 2 per micro-batch x 4 accumulated x 1 data-parallel rank" in shown
-    assert "a rank computes 128 of the 256 tokens of a sample; activations of a micro-batch need" in shown
+    assert "a rank computes 32 of the 64 tokens of a sample; activations of a micro-batch need" in shown
     assert main(command) == 0
     assert "a rank computes" not in capsys.readouterr().out

@@ -76,8 +76,9 @@ def decide_context(
         )
     for root, plan in plans.items():
         if wanted.kind == "ulysses" and plan.heads < wanted.size:
+            heads, ranks = plural(plan.heads, "head"), plural(wanted.size, "rank")
             raise PlanError(
-                f"{root} has {plural(plan.heads, 'head')}, fewer than the {wanted.size} ranks to share them",
+                f"{root} has {heads}, too few for {ranks} to share",
                 where=f"{_KEY}.size",
                 accepted=f"at most {plan.heads} with kind: ulysses",
                 hint="set kind: ring, which splits no heads",

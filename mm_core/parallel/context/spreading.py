@@ -95,8 +95,9 @@ class Spreading:
             return x  # one timestep a sample, where others have one a token
         self.tokens = self.peers.shares(x.shape[dim])
         if 0 in self.tokens:
+            tokens, ranks = plural(x.shape[dim], "token"), plural(self.peers.count, "rank")
             raise ContractError(
-                f"{plural(x.shape[dim], 'token')} of {path} cannot be shared by {self.peers.count} ranks",
+                f"{tokens} of {path} cannot be shared by {ranks}",
                 where="engine.context_parallel.size",
                 accepted=f"at most {x.shape[dim]} for samples of this size",
             )
