@@ -116,11 +116,11 @@ def test_ranks_send_what_the_formula_says(tmp_path):
 def test_two_ranks_need_half_of_the_memory_for_activations(tmp_path):
     """What a step of two tokens allocates is of the weights and their gradients, not of activations."""
     kept = {"predictor": "custom_dit", "weights": [1.0], "measured": True}
-    kept |= {"more": {"head_dim": 64, "ffn_dim": 512}}
+    kept |= {"more": {"head_dim": 32, "ffn_dim": 256}}
     cases = {"kept": kept, "again": {**kept, "recompute_modules": BLOCKS}}
 
     def activations(world: int, **context: object) -> dict[str, int]:
-        sizes = {"large": [8, 16, 16], "small": [1, 1, 2]}
+        sizes = {"large": [16, 16, 16], "small": [1, 1, 2]}
         both = {f"{name} {size}": {**case, **context, "patches": patches} for name, case in cases.items()
                 for size, patches in sizes.items()}  # fmt: skip
         peaks = {key: found["peak"] for key, found in ranks(world, tmp_path, both).items()}
@@ -133,12 +133,12 @@ def test_two_ranks_need_half_of_the_memory_for_activations(tmp_path):
         assert max(ratios.values()) <= 0.55, f"{kind}: {ratios}"
         for name, case in cases.items():
             fields = {"recompute_modules": case.get("recompute_modules")}
-            assert 0.95 < shown(kind, kept["more"], **fields) / shared[name] < 1.25, f"{kind}, {name}"
+            assert 0.95 < shown(kind, kept["more"], **fields) / shared[name] < 1.15, f"{kind}, {name}"
 
 
 def shown(kind: str, sizes: dict[str, int], **fields: object) -> int:
     """What the plan shows for the same; it counts no gradients, and nothing that is freed on the way."""
-    probe = PredictorProbe({**PREDICTORS["custom_dit"], **sizes}, (8, 16, 16))
+    probe = PredictorProbe({**PREDICTORS["custom_dit"], **sizes}, (16, 16, 16))
     task = Training(probe.on_meta())
     given = {name: t.to("meta") for name, t in probe.inputs(task.predictor, 1).items()}
     task.sample_forward = lambda spec: ("predictor", given)

@@ -54,6 +54,20 @@ class Peers:
             )
         return out, work
 
+    def swap(self, mine: Tensor, sent: Sequence[int], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Exchanges tensors with all ranks of the group, and waits for theirs.
+
+        Args:
+            mine: flat, what this rank sends, in the order of the ranks.
+            sent: numbers for each rank.
+            shapes: of what each rank sends here.
+        """
+        received = [prod(shape) for shape in shapes]
+        out, work = self.send(mine, sent, received)
+        if work is not None:
+            work.wait()
+        return [part.view(*shape) for part, shape in zip(torch.split(out, received), shapes, strict=True)]
+
 
 def exchange(
     x: Tensor, give: int, gives: Sequence[int], take: int, takes: Sequence[int], to: Peers
@@ -71,15 +85,16 @@ def exchange(
     shape = [*x.shape]
     shape[give] = gives[to.rank]
     shapes = [(*shape[:take], size, *shape[take + 1 :]) for size in takes]
-    sent, received = [x.numel() // x.shape[give] * size for size in gives], [prod(each) for each in shapes]
-    mine = x.new_empty(x.numel())
-    for target, part in zip(torch.split(mine, sent), torch.split(x, [*gives], give), strict=True):
+    sent = [x.numel() // x.shape[give] * size for size in gives]
+    return torch.cat(to.swap(_packed(x, give, gives, sent), sent, shapes), take)
+
+
+def _packed(x: Tensor, dim: int, sizes: Sequence[int], counts: Sequence[int]) -> Tensor:
+    """The parts of a dimension one after another, with `counts` numbers each."""
+    packed = x.new_empty(x.numel())
+    for target, part in zip(torch.split(packed, [*counts]), torch.split(x, [*sizes], dim), strict=True):
         target.view(part.shape).copy_(part)
-    out, work = to.send(mine, sent, received)
-    if work is not None:
-        work.wait()
-    parts = zip(torch.split(out, received), shapes, strict=True)
-    return torch.cat([part.view(each) for part, each in parts], take)
+    return packed
 
 
 class _Exchange(torch.autograd.Function):
@@ -163,12 +178,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, dim: int, sizes: Sequence[int], to: Peers) -> Tensor:
         ctx.place = dim, sum(sizes[: to.rank]), sizes[to.rank], to.count
         shapes = [(*x.shape[:dim], size, *x.shape[dim + 1 :]) for size in sizes]
-        received = [prod(shape) for shape in shapes]
-        out, work = to.send(x.flatten().repeat(to.count), [x.numel()] * to.count, received)
-        if work is not None:
-            work.wait()
-        parts = zip(torch.split(out, received), shapes, strict=True)
-        return torch.cat([part.view(shape) for part, shape in parts], dim)
+        return torch.cat(to.swap(x.flatten().repeat(to.count), [x.numel()] * to.count, shapes), dim)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
