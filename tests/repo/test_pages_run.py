@@ -118,7 +118,7 @@ PAGES: dict[str, Page] = {
         {'runs/x --prompt "a door': 'runs/ends --prompt "a door', "runs/x": "runs/clips"},
         {"mm sample": "1 clip in"},
     ),
-    "docs/long-clips.md": Page({"run.yaml": "x.yaml"}, {"mm-train": "a rank computes 8 of the 16 tokens"}),
+    "docs/long-clips.md": Page({"run.yaml": "x.yaml"}, {"mm-train": "a rank computes 32 of the 64 tokens"}),
     "docs/launching.md": Page(
         {
             "run.yaml": "x.yaml",
