@@ -22,6 +22,7 @@ from mm_core.data.datasets.media_text import MediaTextDataset
 from mm_core.data.loading.bucketed import BucketedSamples, BucketOrder, Rests
 from mm_core.data.loading.buckets import Bucket, nearest
 from mm_core.data.loading.sampler import BatchPlan, Order
+from mm_core.data.media.transforms import ResizeCrop
 from support.archives import archive
 from support.reading import plain_data, read_steps
 
@@ -87,8 +88,9 @@ def contents(batch: Batch) -> list[Row]:
 def modes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Mode]:
     torch.manual_seed(0)
     found = sources(tmp_path_factory.mktemp("media"))
-    fixed = MediaTextDataset(found, 5, 16, 16, random_start=True)
-    free = MediaTextDataset(found, 9, max_height=16, max_width=24, random_start=True)
+    changes = {"random_start": True, "transform": ResizeCrop(crop="random", flip=0.5)}
+    fixed = MediaTextDataset(found, 5, 16, 16, **changes)
+    free = MediaTextDataset(found, 9, max_height=16, max_width=24, **changes)
     sizes = [(frames, *plane) for frames in (9, 1) for plane in PLANES]
     buckets = tuple(Bucket(*size, 2 if size[0] == 1 else 1) for size in sizes)
     samples = BucketedSamples(free, buckets, nearest(free.row_sizes(), sizes, upscale=False))
