@@ -83,11 +83,11 @@ def export(
     averaged = weights == "ema" or (weights == "auto" and "ema" in source.parts)
     (label, form), *_ = formats_of(config.registry, format).items()
     task = task_of(config, source)
-    saved = _opened(source, averaged)
+    saved = opened(source, averaged)
     tables = {name for name, _ in task.named_buffers()}
     lowered = torch_dtype(dtype) if dtype else None
     planner = Planner(config.registry, label, form, saved, lowered, limit, tables)
-    plan = _planned(stored, planner, task, averaged, component, merge_adapters)
+    plan = planned(stored, planner, task, averaged, component, merge_adapters)
     plan = _placed(plan, form, pipeline, note)
     _check_apart(plan.parts)
     for taken in plan.companions.copies.values():
@@ -97,14 +97,15 @@ def export(
     return out
 
 
-def _opened(source: OpenedCheckpoint, averaged: bool) -> CheckpointSource:
+def opened(source: OpenedCheckpoint, averaged: bool) -> CheckpointSource:
+    """A checkpoint's weights, or their average, for an export."""
     which: Literal["model", "ema"] = "ema" if averaged else "model"
     return Ranks.current().agree(
         f"reading {source.folder}", lambda: CheckpointSource(source, which, otherwise="leave out --ema")
     )
 
 
-def _planned(
+def planned(
     run: StoredRun, planner: Planner, task: TaskModule, averaged: bool, component: str | None, merge: bool
 ) -> ExportPlan:
     """The parts and files of the trained components, or of the chosen one; reads names and shapes only."""

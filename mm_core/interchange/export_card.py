@@ -20,7 +20,7 @@ from mm_core.interchange.model_card import Card, render
 from mm_core.loading.provenance import given_weights, own_weights
 
 _SECTIONS = ("task", "train", "optimizer", "lr_schedule", "ema", "engine", "init_from")
-_HUB = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
+HUB = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 
 
 def card_of(plan: ExportPlan, folder: str) -> str:
@@ -30,7 +30,7 @@ def card_of(plan: ExportPlan, folder: str) -> str:
     roots = list(dict.fromkeys(part.root for part in plan.parts))
     named = [own_weights(plan.task.get_submodule(root)) for root in roots]
     origins = [path for path in (*named, given_weights(config, facts)) if path is not None]
-    hubs = [f"{found[1]}/{found[2]}" for origin in origins if (found := _HUB.search(origin))]
+    hubs = [f"{found[1]}/{found[2]}" for origin in origins if (found := HUB.search(origin))]
     names = ("adapters of " if plan.adapters_alone else "") + ", ".join(f"`{root}`" for root in roots)
     after = (
         f"{names} of the run `{config.run.name}` after {plural(step, 'step')}, in the format `{plan.label}`."

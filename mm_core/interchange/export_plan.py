@@ -23,11 +23,13 @@ from mm_core.weights.adapters.files import (
     adapter_files,
     beside_key,
     merge,
+    module_key,
     stored_key,
 )
 from mm_core.weights.adapters.inject import BESIDE, scales_of, trained_beside
 from mm_core.weights.fitting import formats_of
 from mm_core.weights.formats.format import (
+    AdapterLayout,
     Companions,
     Layout,
     WeightFormat,
@@ -215,7 +217,7 @@ class Planner:
                 if adapted:
                     files = adapter_files(layout, copies, own, held, adapter if len(adapters) > 1 else "")
                     part = self._part(root, files, {name: name for name in keys}, {}, None)
-                    yield replace(part, adapters={adapter: own})
+                    yield replace(_with_alphas(part, layout, own), adapters={adapter: own})
 
     def check_nothing_beside(self, root: str, module: nn.Module) -> None:
         """Refuses to export only adapters if a component without adapters is trained in full.
@@ -227,6 +229,12 @@ class Planner:
             raise _only_merged(
                 f"{root} is trained ({BESIDE}) but has no adapter, so no adapter file would contain it"
             )
+
+    def read(self, path: str) -> Tensor | None:
+        """A checkpoint's tensor by its path in the task, in the dtype to write; None if it has none."""
+        if path not in self.saved.shapes:
+            return None
+        return _Reader(self.saved, "", {}, {}, {}).fetch(path, self._cast(path))
 
     def _cast(self, path: str) -> torch.dtype:
         kind = self.saved.dtypes[path]
@@ -261,6 +269,22 @@ def _holds(form: WeightFormat, root: str, module: nn.Module, adapter: bool) -> b
 def _only_merged(what: str) -> MMError:
     """The error for a module that no adapter file can contain."""
     return MMError(what, where="--to", hint="export merged weights (--merge-lora)")
+
+
+def _with_alphas(part: Part, layout: AdapterLayout, scales: Mapping[str, AdapterScale]) -> Part:
+    """An adapter's part with the tensors `alpha` of its layout; only kohya's needs those of scale 1."""
+    if not layout.alphas:
+        return part
+    alphas = {
+        f"{module_key(layout, module)}.alpha": torch.tensor(scale.factor * scale.rank)
+        for module, scale in scales.items()
+        if layout.flat or scale.factor != 1
+    }
+    specs = tuple(TensorSpec(name, torch.float32, ()) for name in alphas)
+    shards = [replace(shard, tensors=(*specs, *shard.tensors)) for shard in part.shards]  # it has one file
+    return replace(
+        part, shards=shards, produce=lambda name: alphas[name] if name in alphas else part.produce(name)
+    )
 
 
 def _within(scales: Scales, names: Collection[str]) -> Scales:
@@ -318,7 +342,10 @@ class _Reader:
         return {part: self._fetch(name, torch.float32) for part, name in held.items()}
 
     def _fetch(self, name: str, dtype: torch.dtype) -> Tensor:
-        path = f"{self.root}.{name}"
+        return self.fetch(f"{self.root}.{name}", dtype)
+
+    def fetch(self, path: str, dtype: torch.dtype) -> Tensor:
+        """A tensor of the checkpoint by its path in the task. Call it on all ranks."""
         target = torch.empty(self.saved.shapes[path], dtype=dtype)
         Ranks.current().agree(f"reading {path}", lambda: self.saved.fill({path: target}))
         return target

@@ -14,8 +14,17 @@ from mm_core.errors import plural
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--run", required=True, metavar="DIR[@STEP]", help="a run's folder (its newest checkpoint, or @STEP)")
-    add("--to", required=True, metavar="FORMAT", help="safetensors, diffusers, transformers, or a plugin's")
-    add("--out", metavar="DIR", help="a new folder for the files (default: one in the run's exports/)")
+    add(
+        "--to",
+        required=True,
+        metavar="FORMAT",
+        help="safetensors, diffusers, transformers, or a plugin's; a run's adapters as one file that another"
+        " program loads: lora/comfyui, lora/kohya, lora/diffusers, lora/peft",
+    )
+    add(
+        "--out", metavar="PATH", help="a new folder, or a new file of a LoRA (default: in the run's exports/)"
+    )
+    add("--trigger-words", nargs="+", metavar="WORD", default=(), help="for the header of a LoRA file")
     add("--ema", action="store_true", help="export the moving average of the weights")
     add(
         "--merge-lora",
@@ -50,6 +59,8 @@ def execute(args: argparse.Namespace) -> int:
     from mm_core.interchange.export import MAX_SHARD, export
 
     source = checkpoint_at(args.run)
+    if args.to.startswith("lora/"):
+        return _lora(args, source)
     name = f"{source.name}-{args.to.rpartition('/')[2]}{'-ema' if args.ema else ''}"
     out = export(
         source,
@@ -70,4 +81,28 @@ def execute(args: argparse.Namespace) -> int:
         print(f"  {human_size(size):>9}  {path}")
     files, total = plural(len(sizes), "file"), human_size(sum(sizes.values()))
     print(f"{source} as {args.to}: {files}, {total} in {out}")
+    return 0
+
+
+def _lora(args: argparse.Namespace, source: Path) -> int:
+    """Exports a run's adapters as LoRA files."""
+    from mm_core.interchange.lora import export_lora
+
+    name = f"{source.name}-{args.to.rpartition('/')[2]}{'-ema' if args.ema else ''}"
+    name += "" if args.to == "lora/peft" else ".safetensors"
+    files = export_lora(
+        source,
+        Path(args.out) if args.out else unused(root_of(source) / "exports" / name),
+        args.to,
+        weights="ema" if args.ema else "model",
+        dtype=args.dtype,
+        component=args.component,
+        trigger_words=args.trigger_words,
+        overrides=args.overrides,
+        allow_code=args.allow_code,
+        note=lambda sentence: print(f"mm: {sentence}", file=sys.stderr),
+    )
+    for path in files:
+        print(f"  {human_size(path.stat().st_size):>9}  {path}")
+    print(f"{source} as {args.to}: {plural(len(files), 'file')}, loaded again and equal to the checkpoint")
     return 0

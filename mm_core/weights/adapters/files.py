@@ -19,8 +19,11 @@ from mm_core.weights.formats.libraries import PEFT_ADAPTER, read_mapping
 from mm_core.weights.stored import SafetensorsFiles
 
 DIFFUSERS_ADAPTER = "pytorch_lora_weights.safetensors"
-_FLAT = ("lora_unet_", "lora_transformer_")  # kohya's scripts: after these, dots are underscores
-_PREFIXES = ("base_model.model.", "transformer.", "diffusion_model.", "model.diffusion_model.", *_FLAT, "")
+PART = "mm_core.part"
+"""Header text of an adapter's file: the part of the component (an expert) that it belongs to."""
+_FLAT = ("lora_unet__", "lora_unet_", "lora_transformer_")  # kohya's scripts: then dots are underscores
+_DOTTED = ("base_model.model.", "transformer.", "diffusion_model.", "model.diffusion_model.", "pipe.dit.")
+_PREFIXES = (*_DOTTED, *_FLAT, "")
 _PARTS = {
     "lora_down": "lora_A", "lora_up": "lora_B", "lora.down": "lora_A", "lora.up": "lora_B",
 }  # fmt: skip
@@ -236,8 +239,22 @@ def stored_module(layout: AdapterLayout, module: str) -> str:
 
 def stored_key(layout: AdapterLayout, module: str, part: str) -> str:
     """The name of an adapter's tensor in an adapter file."""
-    ending = part if part == "lora_magnitude_vector" else f"{part}.weight"
-    return f"{layout.module_prefix}{stored_module(layout, module)}.{ending}"
+    if part == "lora_magnitude_vector":
+        if layout.alphas:
+            raise ContractError(
+                f"the adapter of {module} is a DoRA, which this layout does not store",
+                accepted="lora/diffusers, lora/peft",
+                hint="export in one of these, or merged weights (--merge-lora)",
+            )
+        return f"{layout.module_prefix}{stored_module(layout, module)}.{part}"
+    name = layout.factors[part == "lora_B"]
+    return f"{module_key(layout, module)}.{name}.weight"
+
+
+def module_key(layout: AdapterLayout, module: str) -> str:
+    """The name of an adapted module in an adapter file, at the start of its tensors' names."""
+    stored = stored_module(layout, module)
+    return f"{layout.module_prefix}{stored.replace('.', '_') if layout.flat else stored}"
 
 
 def beside_key(layout: AdapterLayout, module: str, name: str) -> str:
@@ -272,7 +289,7 @@ def adapter_files(
         folder: folder that contains `layout.file`.
     """
     settings = peft_settings(layout, scales, beside)
-    texts, metadata = {}, {"format": "pt"}
+    texts, metadata = {}, {"format": "pt", **layout.texts}
     if layout.config is not None:
         texts[layout.config] = json.dumps(settings, indent=2) + "\n"
     if layout.metadata_key is not None:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from mm_core.contracts import TaskModule
 from mm_core.errors import CheckpointError, ContractError, plural
-from mm_core.weights.adapters.files import AdapterFile, is_adapter, open_adapter, stored_module
+from mm_core.weights.adapters.files import PART, AdapterFile, is_adapter, open_adapter, stored_module
 from mm_core.weights.fitting import Formats
 from mm_core.weights.formats.format import AdapterLayout, of_component
+from mm_core.weights.stored import SafetensorsFiles
 
 Placed = tuple[AdapterLayout, Path]
 """A format's layout of an adapter of a component or its part, and the file or folder in that layout."""
@@ -49,7 +50,7 @@ def locate(task: TaskModule, path: str, linear: Mapping[str, Sequence[str]], for
         for layout, place in chosen:
             if place not in opened:
                 opened[place] = open_adapter(place)
-            found |= _named(layout, linear[root], opened[place])
+            found |= modules_in(layout, linear[root], opened[place])
         parts = " and ".join(f"{root}.{layout.part}".rstrip(".") for layout, _ in chosen)
         if len(found) > len(best.modules):
             best, alike = Located(root, found), {parts: None}
@@ -88,19 +89,34 @@ def _candidates(
         component = task.get_submodule(root)
         for form in formats.values():
             layouts = of_component(form.adapter(root, component))
-            held = [(layout, path / layout.file) for layout in layouts if (path / layout.file).is_file()]
+            held = [(layout, place) for layout in layouts if (place := _file_of(layout, path)) is not None]
             if held and held[0][0].part:
                 together.append((root, held))
                 continue
-            tail = path.absolute().as_posix()
-            named = [layout for layout in layouts if path.is_file() and tail.endswith(f"/{layout.file}")]
+            named = [layout for layout in layouts if path.is_file() and _is_of(layout, path)]
             alone += [(root, [(layout, path)]) for layout in (named if len(named) == 1 else layouts)]
     sure = {root for root, _ in together}
     alone = [one for one in alone if one[0] not in sure]  # a file that has the part's name is no guess
     return together + alone if is_adapter(path) or not together else together
 
 
-def _named(
+def _file_of(layout: AdapterLayout, folder: Path) -> Path | None:
+    """The file of a layout in a folder: by its name there, or by the part's name at the end of its own."""
+    alike = sorted(folder.glob(f"*_{layout.part}.safetensors")) if layout.part else []
+    held = [folder / layout.file] if (folder / layout.file).is_file() else alike
+    return held[0] if len(held) == 1 else None
+
+
+def _is_of(layout: AdapterLayout, file: Path) -> bool:
+    """Whether a file's name or its header names the part of this layout."""
+    if file.absolute().as_posix().endswith(f"/{layout.file}"):
+        return True
+    if not layout.part or file.suffix != ".safetensors":
+        return False
+    return SafetensorsFiles(file, [file]).metadata().get(PART) == layout.part
+
+
+def modules_in(
     layout: AdapterLayout, names: Iterable[str], file: AdapterFile
 ) -> dict[str, tuple[AdapterFile, str]]:
     """The modules of a component or its part that a file contains, by the map that finds most of them."""

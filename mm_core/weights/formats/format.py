@@ -94,7 +94,12 @@ class AdapterLayout:
         library: see `Layout`.
         loading: see `Layout`.
         part: see `Layout`.
-        others: further maps for the names that other programs use; for reading only.
+        others: further maps for the names that other programs use. The first names modules as the model's
+            publisher does; ComfyUI and kohya's scripts use those names.
+        factors: names of the two matrices in a key.
+        flat: whether module paths in keys have underscores in place of dots.
+        alphas: whether the file has a tensor `alpha` for each module, which sets its scale.
+        texts: texts in the header of `file`.
     """
 
     file: str
@@ -106,6 +111,10 @@ class AdapterLayout:
     loading: str = ""
     part: str = ""
     others: Sequence[KeyMap] = ()
+    factors: tuple[str, str] = ("lora_A", "lora_B")
+    flat: bool = False
+    alphas: bool = False
+    texts: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

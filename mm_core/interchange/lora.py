@@ -1,0 +1,240 @@
+"""Exports of a run's adapters as LoRA files for ComfyUI, kohya's scripts, Diffusers and PEFT.
+
+Each file is loaded again before it gets its name, and compared with the checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path, PurePath
+
+import torch
+from torch import nn
+
+from mm_core import __version__
+from mm_core.checkpoint.reading import StoredRun, Weights, stored_run
+from mm_core.contracts import TaskModule, torch_dtype
+from mm_core.errors import MMError, plural
+from mm_core.files import check_unused, staged_folder
+from mm_core.interchange.export import MAX_SHARD, opened, planned, write_part
+from mm_core.interchange.export_card import HUB
+from mm_core.interchange.export_plan import Part, Planner
+from mm_core.loading.checkpoint_source import CheckpointSource
+from mm_core.loading.provenance import given_weights, own_weights
+from mm_core.loading.run_adapters import task_of
+from mm_core.modules.adapter_layers import PARTS
+from mm_core.runtime.ranks import Ranks
+from mm_core.weights.adapters.files import open_adapter
+from mm_core.weights.adapters.inject import linear_layers, scales_of
+from mm_core.weights.adapters.layouts import LAYOUTS, LoraFormat
+from mm_core.weights.adapters.locate import modules_in
+from mm_core.weights.fitting import formats_of
+from mm_core.weights.formats.format import AdapterLayout, divided, of_component
+from mm_core.weights.writing import parse_size
+
+_SHOWN = 5
+
+
+def export_lora(
+    run: str | Path,
+    out: str | Path,
+    layout: str,
+    *,
+    weights: Weights = "model",
+    dtype: str | None = None,
+    component: str | None = None,
+    trigger_words: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+    note: Callable[[str], None] = lambda sentence: None,
+    allow_code: bool = False,
+) -> list[Path]:
+    """Exports a run's adapters as LoRA files, which appear when they are complete and checked.
+
+    Args:
+        run: as for `export`.
+        out: a new `.safetensors` file; with several experts or adapters, their names are added to the file's.
+            For `lora/peft` a new folder.
+        layout: `lora/comfyui`, `lora/kohya`, `lora/diffusers` or `lora/peft`.
+        weights: as for `export`.
+        dtype: as for `export`.
+        component: as for `export`.
+        trigger_words: words of the training's captions that call for the style, for the file's header.
+        overrides: as for `export`.
+        note: called with a message about modules that the training left at zero.
+        allow_code: as for `export`.
+
+    Returns:
+        The files.
+
+    Raises:
+        MMError: no such checkpoint; a run without adapters; adapters that the layout cannot store; `out`
+            exists; a file that differs from the checkpoint when it is loaded again.
+    """
+    out = _checked(Path(out), layout)
+    stored = stored_run(run, overrides=overrides, allow_code=allow_code)
+    task = task_of(stored.config, stored.checkpoint)
+    saved = opened(
+        stored.checkpoint, weights == "ema" or (weights == "auto" and "ema" in stored.checkpoint.parts)
+    )
+    texts = {root: _texts(stored, task, root, trigger_words) for root in task.trainable}
+    chosen = component or next((r for r in task.trainable if scales_of(task.get_submodule(r))), "")
+    form = LoraFormat(layout, formats_of(stored.config.registry), out.name, texts.get(chosen, {}))
+    planner = _planner(stored, layout, form, saved, dtype, task)
+    plan = planned(stored, planner, task, False, component, False)
+    if not plan.adapters_alone:
+        raise MMError(
+            "this run trains no adapters, so there is no LoRA to export",
+            where=f"--to {layout}",
+            hint="export the full weights: --to diffusers, or your model's format",
+        )
+    Ranks.current().agree(f"reading {saved.folder}", saved.verify)
+
+    def fill(stage: Path) -> None:
+        for part in plan.parts:
+            write_part(stage, part)
+            checked = check_written(stage, part, form, planner, task.get_submodule(part.root))
+            for sentence in checked:
+                note(sentence)
+
+    if layout == "lora/peft":
+        with staged_folder(out) as stage:
+            fill(stage)
+        return sorted(path for path in out.rglob("*") if path.is_file())
+    return _moved(out, fill)
+
+
+def _checked(out: Path, layout: str) -> Path:
+    if layout not in LAYOUTS:
+        raise MMError(
+            f"no layout of LoRA files is called {layout!r}", where="--to", accepted=", ".join(LAYOUTS)
+        )
+    folder, named = layout == "lora/peft", out.suffix == ".safetensors"
+    if folder == named:
+        raise MMError(
+            f"{layout} is {'a folder with two files' if folder else 'one file for each expert'}",
+            where=f"--out: {out}",
+            accepted="the name of a new folder" if folder else "a name that ends in .safetensors",
+        )
+    check_unused(out)
+    return out
+
+
+def _planner(
+    stored: StoredRun,
+    layout: str,
+    form: LoraFormat,
+    saved: CheckpointSource,
+    dtype: str | None,
+    task: nn.Module,
+) -> Planner:
+    tables = {name for name, _ in task.named_buffers()}
+    lowered = torch_dtype(dtype) if dtype else None
+    return Planner(stored.config.registry, layout, form, saved, lowered, parse_size(MAX_SHARD), tables)
+
+
+def _moved(out: Path, fill: Callable[[Path], None]) -> list[Path]:
+    """Fills a temporary folder beside `out` with files, and moves them to their places."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.tmp-") as folder:
+            fill(Path(folder))
+            made = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+            places = [
+                out.with_name("_".join((*path.relative_to(folder).parts[:-1], path.name))) for path in made
+            ]
+            for place in places:
+                check_unused(place)
+            for path, place in zip(made, places, strict=True):
+                path.rename(place)
+        return places
+    except OSError as fault:
+        raise MMError(f"this file could not be written: {fault.strerror or fault}", where=str(out)) from None
+
+
+def _texts(stored: StoredRun, task: TaskModule, root: str, trigger_words: Sequence[str]) -> dict[str, str]:
+    """Header texts by the names that programs for LoRAs read: base model, rank, alpha, trigger words."""
+    origin = (
+        given_weights(stored.config, stored.checkpoint.facts) or own_weights(task.get_submodule(root)) or ""
+    )
+    hub = HUB.search(origin)
+    scales = [scale for held in scales_of(task.get_submodule(root)).values() for scale in held.values()]
+    return {
+        "modelspec.title": stored.config.run.name,
+        "modelspec.trigger_phrase": ", ".join(trigger_words),
+        "ss_base_model_version": f"{hub[1]}/{hub[2]}" if hub else PurePath(origin).name,
+        "ss_network_module": "networks.lora",
+        "ss_network_dim": ", ".join(str(rank) for rank in sorted({scale.rank for scale in scales})),
+        "ss_network_alpha": ", ".join(f"{alpha:g}" for alpha in sorted({scale.alpha for scale in scales})),
+        "mm_core.version": __version__,
+    }
+
+
+def check_written(
+    stage: Path, part: Part, form: LoraFormat, planner: Planner, module: nn.Module
+) -> list[str]:
+    """Loads a written LoRA file and compares it with the checkpoint, bit for bit.
+
+    Args:
+        stage: folder of the files.
+        part: what was written.
+        form: its layout.
+        planner: reads the checkpoint.
+        module: the component, with its adapters.
+
+    Returns:
+        Sentences on modules whose second matrix is zero in the checkpoint.
+
+    Raises:
+        MMError: a module is missing in the file, or differs from the checkpoint.
+    """
+    file = stage / part.layout.folder / f"{part.layout.stem}.safetensors"
+    layouts = of_component(form.adapter(part.root, module))
+    ((adapter, scales),) = part.adapters.items()
+    (layout,) = (one for one, names in zip(layouts, divided(layouts, scales), strict=True) if names)
+    faults: list[str] = []
+    zero: list[str] = []
+    for name, differs in _differences(file, layout, part, adapter, planner, module):
+        (zero if differs is None else faults).append(f"{name}{'' if differs is None else f' ({differs})'}")
+    if faults:
+        more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+        raise MMError(
+            f"the written LoRA differs from the checkpoint in {plural(len(faults), 'module')}:"
+            f" {', '.join(faults[:_SHOWN])}{more}",
+            where=part.layout.stem,
+            hint="nothing was exported; check the disk, and report this if it happens again",
+        )
+    shown = ", ".join(zero[:_SHOWN])
+    return (
+        [f"{plural(len(zero), 'module')} of {adapter!r} changed nothing in training: {shown}"] if zero else []
+    )
+
+
+def _differences(
+    file: Path, layout: AdapterLayout, part: Part, adapter: str, planner: Planner, module: nn.Module
+) -> Iterator[tuple[str, str | None]]:
+    """(module, what differs) for each adapted module that differs; None where its second matrix is zero."""
+    held = open_adapter(file)
+    found = modules_in(layout, linear_layers(module), held)
+    for name, scale in part.adapters[adapter].items():
+        if name not in found:
+            yield name, "missing"
+            continue
+        stored = found[name][1]
+        if not math.isclose(held.scales[stored].factor, scale.factor, rel_tol=1e-6):
+            yield name, f"scale {held.scales[stored].factor:g} instead of {scale.factor:g}"
+            continue
+        trained = {
+            p: t for p in PARTS if (t := planner.read(f"{part.root}.{name}.{p}.{adapter}.weight")) is not None
+        }
+        for piece, expected in trained.items():
+            key = held.keys.get((stored, piece), "")
+            shape = held.stored.shapes.get(key, ())
+            read = held.stored.read(key, tuple(slice(None) for _ in shape)) if key else torch.empty(0)
+            if shape != tuple(expected.shape) or not torch.equal(read, expected):
+                yield name, f"values of {piece}"
+                break
+        else:
+            if not trained["lora_B"].any():
+                yield name, None
