@@ -53,7 +53,7 @@ class FrozenPlan:
 
     Attributes:
         name: the component's name in the task.
-        placement: replicated, sharded or offloaded.
+        placement: replicated, sharded, offloaded or streamed.
         blocks: module paths that are gathered or moved one at a time.
         device_bytes: what a rank keeps on its device.
         host_bytes: what a rank keeps in host memory.
@@ -85,6 +85,8 @@ class EnginePlan:
         gradient_bytes: their gradients.
         optimizer_bytes: state of the optimizer.
         frozen: frozen components whose size is known.
+        base: the frozen weights of trained components that are streamed, which are not in `parameter_bytes`;
+            None for none.
         offloaded_bytes: the part of `parameter_bytes` in host memory; above 0, all gradients and optimizer
             states are there too.
         gathered_bytes: largest size of gathered copies of parameters on the device at a time.
@@ -104,12 +106,18 @@ class EnginePlan:
     gradient_bytes: int
     optimizer_bytes: int
     frozen: tuple[FrozenPlan, ...] = ()
+    base: FrozenPlan | None = None
     offloaded_bytes: int = 0
     gathered_bytes: int = 0
     compute_dtype: str | None = None
     cast_inputs: tuple[str, ...] = ()
     details: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     decided_by: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def parts(self) -> tuple[FrozenPlan, ...]:
+        """The weights that are placed apart from the trained ones: the streamed base, frozen components."""
+        return (self.base, *self.frozen) if self.base is not None else self.frozen
 
 
 @dataclass(frozen=True)

@@ -49,17 +49,29 @@ class EngineBase:
 
     # -- prepare -------------------------------------------------------------------------------
 
-    def _allocate(self, home: torch.device, rng: Randomness, weights: WeightPlan | None) -> None:
+    def _allocate(
+        self,
+        home: torch.device,
+        rng: Randomness,
+        weights: WeightPlan | None,
+        on_host: Collection[nn.Parameter] = (),
+    ) -> None:
         """Gives the trained components memory, and random values where `weights` brings none.
 
         Args:
             home: the device of the weights.
             rng: the run's randomness.
             weights: initial weights; `_begin` fills them.
+            on_host: parameters that get host memory instead.
         """
         spared = weights.names if weights is not None else ()
+
+        def give(tensor: Tensor) -> Tensor:
+            return torch.empty_like(tensor, device="cpu" if tensor in kept else home)
+
+        kept = set(on_host)
         for name, module in self._trained.items():
-            module.to_empty(device=home)
+            module._apply(give)  # type: ignore[no-untyped-call]
             tie(module, self._tied[name])
             initialise(module, name, rng, spared)
 

@@ -8,7 +8,7 @@ torch.distributed.fsdp.fully_shard.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,7 @@ from math import gcd
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -49,6 +49,7 @@ from mm_core.parallel.gloo_averaging import average_by_sum, check_replicas
 from mm_core.parallel.layout import ShardedPlan, decide_layout, gathered_bytes, mesh_shape, parameter_bytes
 from mm_core.parallel.prefetch import set_prefetch
 from mm_core.parallel.scalar_parameters import ScalarParameters, scalars_of
+from mm_core.parallel.streamed_base import StreamedBase, frozen_in, plan_base
 from mm_core.parallel.unused_modules import UnusedModules
 from mm_core.runtime.groups import adjacent_group, device_mesh
 from mm_core.runtime.ranks import Ranks
@@ -68,6 +69,7 @@ class FSDP2Engine(EngineBase):
         self._unused = UnusedModules(())
         self._scalars: ScalarParameters | None = None
         self._ranks: DeviceMesh | None = None
+        self._base: StreamedBase | None = None
 
     # -- plan ----------------------------------------------------------------------------------
 
@@ -106,7 +108,10 @@ class FSDP2Engine(EngineBase):
             backward_prefetch=config.num_to_backward_prefetch,
         )
         check_dtypes(task, layout.roots)
-        own, trained, left_alone = parameter_bytes(task, layout, shards)
+        dtype, keep = _dtype(config.param_dtype), config.base.keep
+        base = plan_base(task, layout, keep, dtype) if config.base.stream else None
+        streamed = {p for path in base.blocks for _, p in frozen_in(task, path)} if base is not None else ()
+        own, trained, left_alone = parameter_bytes(task, layout, shards, streamed)
         roots = (*layout.wrapped, *task.trainable)
         return ShardedPlan(
             world=world,
@@ -118,10 +123,9 @@ class FSDP2Engine(EngineBase):
             gradient_bytes=trained,
             optimizer_bytes=round(trained * optimizer_state_tensors),
             frozen=plan_frozen(task, config.frozen, layout.ignored, shards),
+            base=base,
             offloaded_bytes=own - left_alone if config.offload_to_cpu else 0,
-            gathered_bytes=gathered_bytes(
-                task, layout, _dtype(config.param_dtype), config.reshard_after_forward
-            ),
+            gathered_bytes=gathered_bytes(task, layout, dtype, config.reshard_after_forward, streamed),
             compute_dtype=config.param_dtype,
             cast_inputs=roots if config.param_dtype is not None and config.cast_forward_inputs else (),
             details=layout.shown(),
@@ -176,15 +180,19 @@ class FSDP2Engine(EngineBase):
         self._trained = {name: task.get_submodule(name) for name in names}
         self._tied = {name: tied_names(module) for name, module in self._trained.items()}
         spreading = None if plan.context is None else Spreading(plan.context, self._peers(size))
+        if plan.base is not None:
+            kind, keep = _dtype(plan.compute_dtype), self.config.base.keep
+            self._base = StreamedBase(task, plan.base, keep, self.device, kind)
+        streamed = self._base.parameters if self._base is not None else ()
         for path in plan.recomputed:
             recompute(
                 task.get_submodule(path), self.config.use_reentrant, spreading.kept if spreading else None
             )
         if spreading is not None:
             spreading.apply(task)
-        self._shard(task, plan)
+        self._shard(task, plan, streamed)
         home = torch.device("cpu") if self.config.offload_to_cpu else self.device
-        self._allocate(home, rng, weights)
+        self._allocate(home, rng, weights, streamed)
         if self.config.offload_to_cpu:
             for name in names:
                 self._keep_on_device(task, name, plan.ignored)
@@ -192,6 +200,12 @@ class FSDP2Engine(EngineBase):
             self._scalars = ScalarParameters(self._trained, self._sharding_mesh(plan), self.device)
             self._parameters |= self._scalars.replicated
         self._begin(optimizer, weights)
+        if self._base is not None:
+            self._base.begin()
+
+    def _model_state(self) -> dict[str, Tensor]:
+        held = self._base.host if self._base is not None else {}
+        return {name: held.get(name, tensor) for name, tensor in super()._model_state().items()}
 
     def _keep_on_device(self, task: TaskModule, root: str, ignored: Sequence[str]) -> None:
         """Moves tensors that offloading does not copy for a call to the device: buffers, ignored modules."""
@@ -214,7 +228,7 @@ class FSDP2Engine(EngineBase):
     def _sharding_mesh(self, plan: EnginePlan) -> DeviceMesh:
         return self._mesh(plan)["shard"] if plan.mesh["replicate"] == 1 else self._mesh(plan)
 
-    def _shard(self, task: TaskModule, plan: ShardedPlan) -> None:
+    def _shard(self, task: TaskModule, plan: ShardedPlan, streamed: Collection[nn.Parameter]) -> None:
         config, param_dtype = self.config, _dtype(plan.compute_dtype)
         policy = MixedPrecisionPolicy(
             param_dtype,
@@ -226,7 +240,7 @@ class FSDP2Engine(EngineBase):
         shard = partial(
             fully_shard,
             mesh=self._sharding_mesh(plan),
-            ignored_params=ignored.union(scalars_of(self._trained).values()),
+            ignored_params=ignored.union(scalars_of(self._trained).values(), streamed),
             reshard_after_forward=config.reshard_after_forward,
             offload_policy=CPUOffloadPolicy(pins) if config.offload_to_cpu else OffloadPolicy(),
         )
@@ -265,6 +279,8 @@ class FSDP2Engine(EngineBase):
         if not last:
             self._unused.exempt_from_sync()
         loss = self._backward(loss, scale)
+        if self._base is not None:
+            self._base.sweep()
         if last and self._scalars is not None:
             self._scalars.average()
         return loss
@@ -288,6 +304,8 @@ class FSDP2Engine(EngineBase):
         finally:
             for module in sharded:
                 module.reshard()
+            if self._base is not None:
+                self._base.sweep()
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

@@ -213,7 +213,13 @@ def _prefetched(
     )
 
 
-def gathered_bytes(task: TaskModule, layout: Layout, dtype: torch.dtype | None, reshard: bool) -> int:
+def gathered_bytes(
+    task: TaskModule,
+    layout: Layout,
+    dtype: torch.dtype | None,
+    reshard: bool,
+    streamed: Collection[nn.Parameter] = (),
+) -> int:
     """The peak bytes of gathered (unsharded) parameters in a task's sharding layout.
 
     These are the parameters outside wrapped modules, and those of the computing wrapped module and of those
@@ -225,9 +231,10 @@ def gathered_bytes(task: TaskModule, layout: Layout, dtype: torch.dtype | None, 
         layout: its sharding layout.
         dtype: dtype of gathered parameters; None for their own.
         reshard: false if every wrapped module stays gathered until its backward.
+        streamed: parameters that are not sharded.
     """
     own = dict.fromkeys((*layout.roots, *layout.wrapped), 0)
-    seen: set[int] = set()
+    seen = {id(parameter) for parameter in streamed}
     for root in layout.roots:
         for name, parameter in task.get_submodule(root).named_parameters(prefix=root):
             if id(parameter) in seen or _inside(name, layout.ignored):
@@ -245,17 +252,22 @@ def gathered_bytes(task: TaskModule, layout: Layout, dtype: torch.dtype | None, 
     return whole + max((sum(own[path] for path in paths) for paths in held), default=0)
 
 
-def parameter_bytes(task: TaskModule, layout: Layout, shards: int) -> tuple[int, int, int]:
+def parameter_bytes(
+    task: TaskModule, layout: Layout, shards: int, streamed: Collection[nn.Parameter] = ()
+) -> tuple[int, int, int]:
     """Bytes of the parameters on the rank with the largest shards: all, those that train, and whole ones.
 
     Args:
         task: the task.
         layout: its sharding layout.
         shards: ranks in a shard group.
+        streamed: parameters to leave out.
     """
     own = trained = left_alone = 0
     for root in layout.roots:
         for name, parameter in task.get_submodule(root).named_parameters(prefix=root):
+            if parameter in streamed:
+                continue
             whole = parameter.dim() == 0 or bool(_inside(name, layout.ignored))
             rows, *others = parameter.shape or (1,)
             size = (rows if whole else -(-rows // shards)) * prod(others) * parameter.element_size()

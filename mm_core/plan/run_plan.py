@@ -77,7 +77,7 @@ class RunPlan:
             found |= {"gradients": engine.gradient_bytes, "optimizer": engine.optimizer_bytes}
         if self.ema_bytes and not self.ema_on_host:
             found["average"] = self.ema_bytes
-        return found | {frozen.name: frozen.device_bytes for frozen in engine.frozen}
+        return found | {part.name: part.device_bytes for part in engine.parts}
 
     @property
     def host_bytes(self) -> dict[str, int]:
@@ -124,7 +124,7 @@ class RunPlan:
         for label, paths in engine.details.items():
             origin = f"  (by {engine.decided_by[label]})" if paths and engine.decided_by.get(label) else ""
             lines.append(f"  {label:<11} {len(paths):>4}  {_abridged(paths)}{origin}".rstrip())
-        for frozen in engine.frozen:
+        for frozen in engine.parts:
             by = f", {plural(len(frozen.blocks), 'block')} one at a time" if frozen.blocks else ""
             lines.append(f"  {'frozen':<11}       {frozen.name} {frozen.placement}{by}")
         lines += [
@@ -183,7 +183,7 @@ class RunPlan:
             )
         if self.host_bytes:
             lines += ["  in host memory", *(f"  {line}" for line in _table(self.host_bytes))]
-        for frozen in engine.frozen:
+        for frozen in engine.parts:
             if frozen.host_bytes:
                 lines.append(f"  {frozen.name} keeps {_gib(frozen.host_bytes)} in host memory")
             if frozen.call_bytes:

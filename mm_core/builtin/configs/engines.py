@@ -32,6 +32,16 @@ class ContextParallelConfig:
 
 
 @dataclass(frozen=True)
+class BaseConfig:
+    """Where the frozen weights below adapters are: section `base` of the engine."""
+
+    stream: _Speed[bool] = False  # recomputed blocks in host memory, and on the device only while in use
+    keep: _Speed[Annotated[int, Range(ge=0)]] = (
+        1  # blocks on the device besides the one in use; from 1 on, the next is copied ahead
+    )
+
+
+@dataclass(frozen=True)
 class FSDP2Config:
     """Config of the engine `fsdp2`: settings of PyTorch's fully_shard.
 
@@ -50,6 +60,7 @@ class FSDP2Config:
     frozen: _Speed[Mapping[str, Placement]] = field(
         default_factory=dict  # frozen component -> where its weights are
     )
+    base: BaseConfig = field(default_factory=BaseConfig)  # frozen weights below adapters
     recompute_modules: _Speed[Literal["auto"] | tuple[str, ...] | None] = (
         None  # modules with activations recomputed in backward; null: those of the model's plan
     )

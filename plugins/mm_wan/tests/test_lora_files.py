@@ -94,7 +94,7 @@ def test_a_lora_comes_back_bit_by_bit(label, run, tmp_path):
 
 @pytest.mark.parametrize("label", FILES)
 def test_diffusers_makes_the_same_clip_of_it(label, run, tmp_path):
-    pipeline, folder, task = run
+    pipeline, folder, _task = run
     export_lora(folder, tmp_path / "style.safetensors", label)
     merged = exporting.export(folder, tmp_path / "merged", "wan/diffusers", merge_adapters=True)
     plain, loaded = WanPipeline.from_pretrained(pipeline), WanPipeline.from_pretrained(pipeline)
