@@ -185,7 +185,9 @@ class TrainSection:
     clip_grad_norm: Annotated[float, Range(gt=0)] | None = 1.0  # largest global L2 norm; null: only measured
     adapters: tuple[AdapterConfig, ...] = ()  # low-rank adapters, trained instead of all other weights
     also_train: tuple[str, ...] = ()  # patterns of modules or parameters trained in full beside adapters
-    base_dtype: Literal["bf16"] | None = None  # dtype of the weights under adapters; null: as built
+    base_dtype: Literal["bf16", "int8", "fp8", "nf4"] | None = (
+        None  # dtype of the weights under adapters; int8, fp8, nf4: linear layers of blocks; null: as built
+    )
     freeze: tuple[str, ...] = ()  # patterns of modules or parameters that are not trained
     parameter_groups: tuple[ParameterGroup, ...] = ()  # the first group that matches a parameter applies
     decay_norms_and_biases: bool = True  # false: no weight decay on parameters of one dimension

@@ -30,7 +30,10 @@ class WeightPlan(Protocol):
         """
 
     def fill(self, state: Mapping[str, Tensor]) -> None:
-        """Fills a state of the same names with initial weights in place; called by all ranks."""
+        """Fills a state with initial weights in place; called by all ranks.
+
+        A state has all of the names, or some at a time: where the weights are quantised as they are read.
+        """
 
 
 class InitialWeights(Protocol):

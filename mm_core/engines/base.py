@@ -15,6 +15,7 @@ from mm_core.contracts import DataRanks, Loss, Randomness, Shard, WeightPlan
 from mm_core.device import current_device
 from mm_core.errors import ContractError
 from mm_core.modules.initialise import initialise
+from mm_core.modules.quantised import fill_state, scale_names
 from mm_core.modules.shards import like, local
 from mm_core.modules.tying import state_of, tie
 from mm_core.plugin.checks.places import place_of_object
@@ -73,7 +74,7 @@ class EngineBase:
         for name, module in self._trained.items():
             module._apply(give)  # type: ignore[no-untyped-call]
             tie(module, self._tied[name])
-            initialise(module, name, rng, spared)
+            initialise(module, name, rng, {*spared, *scale_names(module, name)})
 
     def _begin(
         self,
@@ -89,7 +90,7 @@ class EngineBase:
         named = [own for path, m in self._trained.items() for own in m.named_parameters(prefix=path)]
         self._parameters = dict(named) | self._parameters  # what the engine has set already takes precedence
         if weights is not None:
-            weights.fill(self._model_state())
+            fill_state(weights, self._model_state(), self._trained)
         if optimizer is None:
             return
         self._optimizer = optimizer({n: p for n, p in self._parameters.items() if p.requires_grad})

@@ -205,7 +205,8 @@ class FSDP2Engine(EngineBase):
 
     def _model_state(self) -> dict[str, Tensor]:
         held = self._base.host if self._base is not None else {}
-        return {name: held.get(name, tensor) for name, tensor in super()._model_state().items()}
+        state = super()._model_state()  # a quantised weight stays the placeholder that it is
+        return {name: tensor if tensor.is_meta else held.get(name, tensor) for name, tensor in state.items()}
 
     def _keep_on_device(self, task: TaskModule, root: str, ignored: Sequence[str]) -> None:
         """Moves tensors that offloading does not copy for a call to the device: buffers, ignored modules."""

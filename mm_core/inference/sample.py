@@ -44,6 +44,7 @@ from mm_core.loading.initial_weights import CheckpointWeights
 from mm_core.loading.run_adapters import task_of
 from mm_core.modules.casting import cast_frozen, cast_inputs, quantise_frozen_values
 from mm_core.modules.initialise import initialise
+from mm_core.modules.quantised import fill_state, scale_names
 from mm_core.modules.tying import state_of, tie, tied_names
 from mm_core.plan import build_frozen
 from mm_core.runtime.process_group import process_group
@@ -270,9 +271,9 @@ def load_alone(task: TaskModule, config: RunConfig, checkpoint: OpenedCheckpoint
         tie(module, tied)
         own = state_of(module, name, tied)
         # Fills tables that checkpoints do not contain.
-        initialise(module, name, Randomness(config.run.seed), spared=own)
+        initialise(module, name, Randomness(config.run.seed), spared={*own, *scale_names(module, name)})
         state |= own
-    stored.fill(state)
+    fill_state(stored, state, {name: task.get_submodule(name) for name in task.trainable})
     _round_base_weights(task, config)
     task.eval()
 
@@ -313,7 +314,7 @@ def _undo_base_dtype(task: TaskModule, config: RunConfig) -> None:
 def _round_base_weights(task: TaskModule, config: RunConfig) -> None:
     """Rounds weights below adapters to the values used in training."""
     if config.train.base_dtype is not None:
-        quantise_frozen_values(task, torch_dtype(config.train.base_dtype))
+        quantise_frozen_values(task, torch.bfloat16)
 
 
 def _lowered(plan: EnginePlan) -> torch.dtype | None:
@@ -327,7 +328,7 @@ def _cast_parameters(task: TaskModule, plan: EnginePlan) -> None:
         return
     for root in task.trainable:
         for path, parameter in task.get_submodule(root).named_parameters(prefix=root):
-            if not any(path.startswith(part + ".") for part in plan.ignored):
+            if parameter.is_floating_point() and not any(path.startswith(p + ".") for p in plan.ignored):
                 parameter.data = parameter.data.to(dtype)
 
 

@@ -25,6 +25,7 @@ from mm_core.loading.left_out import frozen_names, recorded
 from mm_core.loading.provenance import sources_of
 from mm_core.loading.run_adapters import task_of
 from mm_core.modules.adapter_layers import adapted_layers
+from mm_core.modules.quantised import quantised_layers
 from mm_core.runtime.ranks import Ranks
 from mm_core.weights.fitting import formats_of
 from mm_core.weights.formats.format import Companions, WeightFormat, Written
@@ -86,7 +87,9 @@ def export(
     saved = opened(source, averaged)
     tables = {name for name, _ in task.named_buffers()}
     lowered = torch_dtype(dtype) if dtype else None
-    planner = Planner(config.registry, label, form, saved, lowered, limit, tables)
+    layers = quantised_layers({root: task.get_submodule(root) for root in task.trainable})
+    kinds = {name: layer.kind for name, layer in layers.items()}
+    planner = Planner(config.registry, label, form, saved, lowered, limit, tables, kinds)
     plan = planned(stored, planner, task, averaged, component, merge_adapters)
     plan = _placed(plan, form, pipeline, note)
     _check_apart(plan.parts)

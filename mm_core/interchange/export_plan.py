@@ -15,6 +15,7 @@ from mm_core.contracts import TaskModule
 from mm_core.errors import ContractError, MMError
 from mm_core.loading.checkpoint_source import CheckpointSource
 from mm_core.modules.adapter_layers import PARTS, adapter_of, base_name, without_adapters
+from mm_core.modules.quantised import rounded
 from mm_core.modules.tying import tied_names
 from mm_core.plugin.registry import Registry
 from mm_core.runtime.ranks import Ranks
@@ -120,6 +121,8 @@ class Planner:
         limit: size of the largest file in bytes.
         tables: paths in the task of tensors that keep their dtype: buffers, which have the precision that
             their component needs.
+        quantised: path in the task of each weight of a quantised base -> its kind: merged weights have the
+            values that the run computes with.
     """
 
     registry: Registry
@@ -129,6 +132,7 @@ class Planner:
     dtype: torch.dtype | None
     limit: int
     tables: Collection[str] = ()
+    quantised: Mapping[str, str] = field(default_factory=dict)
 
     def weights(self, root: str, module: nn.Module) -> list[Part]:
         """Plans the export of a component's weights with its adapters merged: a part for each folder."""
@@ -172,7 +176,7 @@ class Planner:
             widest = reduce(torch.promote_types, (dtypes[copy.component] for copy in held))
             dtypes |= {copy.component: widest for copy in held}
         specs = [TensorSpec(n, dtypes[held[0].component], held[0].stored_shape) for n, held in copies.items()]
-        read = _Reader(self.saved, root, own, dtypes, scales)
+        read = _Reader(self.saved, root, own, dtypes, scales, self.quantised)
         shards = plan_shards(specs, layout.stem, limit)
         return Part(root, layout, shards, lambda stored: assemble(copies[stored], read), _within(scales, own))
 
@@ -234,7 +238,7 @@ class Planner:
         """A checkpoint's tensor by its path in the task, in the dtype to write; None if it has none."""
         if path not in self.saved.shapes:
             return None
-        return _Reader(self.saved, "", {}, {}, {}).fetch(path, self._cast(path))
+        return _Reader(self.saved, "", {}, {}, {}, {}).fetch(path, self._cast(path))
 
     def _cast(self, path: str) -> torch.dtype:
         kind = self.saved.dtypes[path]
@@ -303,6 +307,7 @@ class _Reader:
     Attributes:
         paths: name -> the name in the component with its adapters.
         scales: adapters to merge.
+        quantised: see `Planner`.
     """
 
     saved: CheckpointSource
@@ -310,6 +315,7 @@ class _Reader:
     paths: Mapping[str, str]
     dtypes: Mapping[str, torch.dtype]
     scales: Scales
+    quantised: Mapping[str, str]
     held: tuple[str, Tensor] | None = None
 
     def __call__(self, name: str) -> Tensor:
@@ -323,7 +329,10 @@ class _Reader:
         path, dtype = self.paths[name], self.dtypes[name]
         module = name.removesuffix(".weight")
         merged = [(a, held[module]) for a, held in self.scales.items() if module in held and module != name]
-        tensor = self._fetch(path, torch.float32 if merged else dtype)
+        kind = self.quantised.get(f"{self.root}.{path}")
+        tensor = self._fetch(path, torch.float32 if merged or kind else dtype)
+        if kind is not None:
+            tensor = rounded(tensor, kind).to(torch.float32 if merged else dtype)
         if merged:
             adapters = ((scale, self._parts(module, adapter)) for adapter, scale in merged)
             tensor = merge(tensor, adapters).to(dtype)

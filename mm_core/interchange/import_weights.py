@@ -19,6 +19,7 @@ from mm_core.contracts import Engine, Randomness, TaskModule
 from mm_core.errors import CheckpointError
 from mm_core.loading.initial_weights import FileWeights
 from mm_core.loading.known_code import remember
+from mm_core.modules.quantised import check_in_files
 from mm_core.optim.configured import make_optimizer
 from mm_core.optim.ema import EMA
 from mm_core.plan import RunPlan, build_task, make_plan
@@ -73,6 +74,7 @@ def _import(
     held = config.checkpoint.frozen is not False  # imported weights are stored unless the config forbids it
     imported = replace(config, init_from=init, checkpoint=replace(config.checkpoint, frozen=held))
     weights = FileWeights(imported, task)
+    check_in_files(task, weights.left_out().names)
     engine.prepare(task, plan.engine, partial(make_optimizer, config), Randomness(config.run.seed), weights)
     ema = EMA(engine.shards, config.ema) if config.ema is not None else None
     store.begin(0)

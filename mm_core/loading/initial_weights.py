@@ -87,7 +87,8 @@ class CheckpointWeights:
         """Reads a checkpoint's weights into the task, each rank its shards, cast to the dtypes in `state`."""
         absent = self._absent.names
         own = {name: tensor for name, tensor in state.items() if name not in absent}
-        load_model_only(self._checkpoint, own, self._weights)
+        if own:
+            load_model_only(self._checkpoint, own, self._weights)
         self._absent.fill(state)
 
 
@@ -124,8 +125,8 @@ class FileWeights:
     def fill(self, state: Mapping[str, Tensor]) -> None:
         """Reads a run's initial weights from files: the components' own, then `init_from`, then adapters."""
         for part, names in self._read:
-            if names:
-                part.fill({name: state[name] for name in names})
+            if held := {name: state[name] for name in state if name in names}:
+                part.fill(held)
         Ranks.current().agree("reading adapters", lambda: self._adapters.fill(state, self._known))
 
     def left_out(self) -> ExternalWeights:

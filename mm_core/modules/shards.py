@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from mm_core.modules.flat_shards import FlatShard
 
@@ -27,6 +29,16 @@ def like(tensor: Tensor, share: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return share
     return DTensor(share, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def like_rows(tensor: Tensor, share: Tensor, rows: int) -> Tensor:
+    """Turns this rank's rows [local rows, columns] of a matrix into a DTensor [rows, columns] that is sharded
+    like `tensor`, on the rows' own device; a plain tensor as it is."""
+    if not isinstance(tensor, DTensor):
+        return share
+    meta = TensorMeta(torch.Size((rows, share.shape[1])), (share.shape[1], 1), share.dtype)
+    spec = DTensorSpec(tensor.device_mesh, tensor.placements, meta)
+    return DTensor(share, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def gathered(tensor: Tensor) -> Tensor:

@@ -28,7 +28,6 @@ from mm_core.contracts import (
     SupportsWeightsFrom,
     TaskModule,
     TrainingFacts,
-    torch_dtype,
 )
 from mm_core.data.loading.bucketed import BucketedSamples, BucketOrder
 from mm_core.data.loading.plain import rows_of
@@ -38,6 +37,8 @@ from mm_core.device import untested_torch
 from mm_core.errors import ConfigError, ContractError, PlanError, plural
 from mm_core.modules.casting import cast_frozen
 from mm_core.modules.patterns import freeze
+from mm_core.modules.quantised import quantise_base
+from mm_core.parallel.layout import like_blocks
 from mm_core.plan.bucketing import (
     bucket_facts,
     bucket_order,
@@ -76,7 +77,10 @@ def build_task(config: RunConfig, adapters: Structure | None = None) -> TaskModu
     add_adapters(task, train.adapters, formats, train.also_train, adapters)
     freeze(task, train.freeze)
     if train.base_dtype is not None:
-        cast_frozen(task, torch_dtype(train.base_dtype))
+        cast_frozen(task, torch.bfloat16)
+    if train.base_dtype not in (None, "bf16"):
+        blocks = {root: like_blocks(task.get_submodule(root), root) or [root] for root in task.trainable}
+        quantise_base(task, [path for paths in blocks.values() for path in paths], train.base_dtype)
     return task
 
 
@@ -289,7 +293,7 @@ def _check_base_dtype(config: RunConfig, task: TaskModule, layout: EnginePlan) -
             hint="set engine.param_dtype: bf16, or what your engine calls that",
         )
     for path in layout.ignored:
-        if any(p.dtype == torch_dtype(name) for p in task.get_submodule(path).parameters()):
+        if any(p.dtype != torch.float32 for p in task.get_submodule(path).parameters()):
             raise PlanError(
                 f"{path} would be stored in {name}, but the engine ignores this module and would not convert"
                 " its inputs",

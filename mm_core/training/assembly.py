@@ -33,6 +33,7 @@ from mm_core.loading.initial_weights import FileWeights, ResumedWeights
 from mm_core.loading.known_code import check_commands, remember
 from mm_core.loading.left_out import ExternalWeights
 from mm_core.loading.run_adapters import task_of
+from mm_core.modules.quantised import check_in_files
 from mm_core.optim.configured import make_lr_schedule, make_optimizer
 from mm_core.optim.ema import EMA
 from mm_core.plan import RunPlan, check_data, in_buckets, make_plan
@@ -165,9 +166,11 @@ def build_parts(run: OpenedRun) -> RunParts:
     weights = (
         ResumedWeights(run.source, config, task) if run.source is not None else FileWeights(config, task)
     )
+    external = weights.left_out()
+    check_in_files(task, external.names)
     engine.prepare(task, plan.engine, partial(make_optimizer, config), Randomness(config.run.seed), weights)
     ema = EMA(engine.shards, config.ema) if config.ema is not None else None
-    return RunParts(task, engine, datasets, plan, weights, weights.left_out(), ema)
+    return RunParts(task, engine, datasets, plan, weights, external, ema)
 
 
 def restore_parts(run: OpenedRun, parts: RunParts, allow: Sequence[str]) -> tuple[Document, Restored]:

@@ -389,4 +389,5 @@ class AdapterWeights:
                             where=KEY,
                             hint="leave the module out of the adapter's targets, or set dora: false",
                         )
-            stream({name: state[name] for name in self.names}, self._pieces)
+            pieces = [(copy, held) for copy, held in self._pieces if copy.component in state]
+            stream({copy.component: state[copy.component] for copy, _ in pieces}, pieces)
