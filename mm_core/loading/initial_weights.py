@@ -19,7 +19,8 @@ from mm_core.loading.matching import MatchedWeights
 from mm_core.modules.adapter_layers import adapter_of
 from mm_core.modules.tying import trained_state
 from mm_core.runtime.ranks import Ranks
-from mm_core.weights.adapters.inject import AdapterWeights, skipped_layers
+from mm_core.weights.adapters.inject import AdapterWeights
+from mm_core.weights.adapters.targets import skipped_layers
 from mm_core.weights.fitting import formats_of
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from mm_core.config.sections import ParameterGroup, TrainSection
 from mm_core.errors import PlanError
+from mm_core.modules.adapter_layers import adapter_of
 from mm_core.modules.patterns import select_parameters
 
 Group = dict[str, Any]
@@ -23,8 +24,8 @@ def groups_of(parameters: Mapping[str, nn.Parameter], train: TrainSection) -> li
         train: the config's section; the first of its groups that matches a parameter applies.
 
     Returns:
-        `{"params": [...], "names": [...]}` each, with `lr_scale` if a group in the config sets it, and
-        `weight_decay` if one sets it or if norms and biases have none.
+        `{"params": [...], "names": [...]}` each, with `lr_scale` if a group in the config or an adapter
+        (`b_lr_scale`) sets it, and `weight_decay` if one sets it or if norms and biases have none.
 
     Raises:
         PlanError: a pattern matches no trained parameter, or earlier groups leave a group empty.
@@ -40,24 +41,28 @@ def groups_of(parameters: Mapping[str, nn.Parameter], train: TrainSection) -> li
                 hint="put the narrower group first: the first group that matches a parameter applies",
             )
         owners |= dict.fromkeys(own, index)
-    groups: dict[tuple[int, bool], Group] = {}
+    factors = {adapter.name: adapter.b_lr_scale for adapter in train.adapters}
+    groups: dict[tuple[int, bool, float], Group] = {}
     # Parameters without a group in the config have the index -1, which sorts first.
     for name in sorted(parameters, key=lambda name: owners.get(name, -1)):
         index = owners.get(name, -1)
         owner = train.parameter_groups[index] if index >= 0 else None
         spared = parameters[name].dim() < 2 and not train.decay_norms_and_biases
         spared = spared and (owner is None or owner.weight_decay is None)
-        group = groups.setdefault((index, spared), {"params": [], "names": [], **_settings(owner, spared)})
+        place = adapter_of(name)
+        factor = factors.get(place[2], 1.0) if place is not None and place[1] == "lora_B" else 1.0
+        empty: Group = {"params": [], "names": [], **_settings(owner, spared, factor)}
+        group = groups.setdefault((index, spared, factor), empty)
         group["params"].append(parameters[name])
         group["names"].append(name)
     return list(groups.values())
 
 
-def _settings(section: ParameterGroup | None, spared: bool) -> dict[str, float]:
-    """The group's settings that differ from the optimizer's."""
+def _settings(section: ParameterGroup | None, spared: bool, factor: float) -> dict[str, float]:
+    """The group's settings that differ from the optimizer's; `factor` multiplies the learning rate."""
     found = {"weight_decay": 0.0} if spared else {}
-    if section is not None:
-        found["lr_scale"] = section.lr_scale
-        if section.weight_decay is not None:
-            found["weight_decay"] = section.weight_decay
+    if section is not None or factor != 1:
+        found["lr_scale"] = factor * (section.lr_scale if section is not None else 1.0)
+    if section is not None and section.weight_decay is not None:
+        found["weight_decay"] = section.weight_decay
     return found

@@ -1,6 +1,7 @@
 """The plan of a run: batches, steps, memory, FLOPs for a number of ranks, before anything is allocated."""
 
 from mm_core.plan.activations import Activations, shared_activations
+from mm_core.plan.base_choices import base_choices, table_of
 from mm_core.plan.bucket_report import report_buckets
 from mm_core.plan.bucketing import bucket_order, in_buckets
 from mm_core.plan.planning import (
@@ -18,6 +19,7 @@ __all__ = [
     "MissingFile",
     "ModuleFact",
     "RunPlan",
+    "base_choices",
     "bucket_order",
     "build_frozen",
     "build_task",
@@ -27,4 +29,5 @@ __all__ = [
     "report_buckets",
     "sample_order",
     "shared_activations",
+    "table_of",
 ]

@@ -175,9 +175,7 @@ def make_plan(
     assert engine is not None
     check_data(config, task)
     build_frozen(task)
-    optimizer = registry.resolve("optimizer", config.optimizer.type)
-    states = optimizer.component.capabilities.get("state_tensors", 2)
-    assert isinstance(states, (int, float))
+    states = state_tensors(config)
     layout = engine.plan(task, world, states)
     _check_base_dtype(config, task, layout)
     size, accumulation = _batch(config, layout.data_parallel)
@@ -201,6 +199,14 @@ def make_plan(
         ema_bytes=layout.gradient_bytes if config.ema is not None else 0,
         ema_on_host=config.ema is not None and (config.ema.device == "cpu" or bool(layout.offloaded_bytes)),
     )
+
+
+def state_tensors(config: RunConfig) -> float:
+    """Tensors of optimizer state per parameter, in parameter sizes."""
+    optimizer = config.registry.resolve("optimizer", config.optimizer.type)
+    states = optimizer.component.capabilities.get("state_tensors", 2)
+    assert isinstance(states, (int, float))
+    return states
 
 
 def _batch(config: RunConfig, shares: int) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from mm_core.errors import MMError
 from mm_core.evaluation.predictions import write_predictions
 from mm_core.modules.patterns import match
 from mm_core.tasks.pretrained.batches import CountLabels, Limits
-from mm_core.weights.adapters.inject import _no_target
+from mm_core.weights.adapters.targets import _no_target
 from mm_core.weights.fitting import no_layout_error
 from mm_core.weights.formats.format import divided
 

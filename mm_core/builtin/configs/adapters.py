@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from mm_core.schema.fields import Range
@@ -16,8 +17,18 @@ class AdapterConfig:
     """
 
     targets: tuple[str, ...] = ()  # module patterns, or ends of paths (`to_q`); a parent module: all in it
+    exclude: tuple[str, ...] = ()  # as targets: modules that get no adapter
     rank: Annotated[int, Range(ge=1)] = 16  # rank of the change
     alpha: Annotated[float, Range(gt=0)] | None = None  # the change is scaled by alpha / rank; null: by 1
+    ranks: Mapping[str, Annotated[int, Range(ge=1)]] = field(
+        default_factory=dict  # other ranks: module, as in targets -> rank; the last that matches applies
+    )
+    alphas: Mapping[str, Annotated[float, Range(gt=0)]] = field(
+        default_factory=dict  # other alphas: module, as in targets -> alpha; the last that matches applies
+    )
+    b_lr_scale: Annotated[float, Range(ge=0)] = (
+        1.0  # factor of the learning rate of the second factor (LoRA+, https://arxiv.org/abs/2402.12354)
+    )
     dropout: Annotated[float, Range(ge=0, lt=1)] = 0.0  # dropout of the adapter's inputs
     init: Literal["kaiming", "gaussian"] = "kaiming"  # initialisation of the first factor; the second is zero
     dora: bool = False  # also train a length per row (DoRA, https://arxiv.org/abs/2402.09353)
@@ -34,6 +45,10 @@ class AdapterConfig:
         if self.targets and self.from_ is not None:
             raise ValueError(
                 "targets and from are both set: remove targets, which the adapter's files contain"
+            )
+        if self.from_ is not None and (self.exclude or self.ranks or self.alphas):
+            raise ValueError(
+                "exclude, ranks and alphas do not work with from: the adapter's files contain the modules"
             )
         if not self.train and self.from_ is None:
             raise ValueError(

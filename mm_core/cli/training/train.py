@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, NoReturn
 
 from mm_core.cli.options import config_of, count, print_json
@@ -166,16 +166,18 @@ def _verify_resume(args: argparse.Namespace, config: RunConfig, nproc: int, host
 
 def _dry_run(config: RunConfig, world: int, as_json: bool) -> int:
     from mm_core.loading.run_adapters import adapters_begun
-    from mm_core.plan import build_task, make_plan, shared_activations
+    from mm_core.plan import base_choices, build_task, make_plan, shared_activations, table_of
 
-    task = build_task(config, adapters_begun(config))
+    adapters = adapters_begun(config)
+    task = build_task(config, adapters)
     plan = make_plan(config, world, task)
     rows, spec = config.train.micro_batch_size, config.data.train.options
     plan = replace(plan, activations=shared_activations(task, plan.engine, spec, rows))
+    choices = base_choices(config, world, adapters)
     if as_json:
-        print_json(plan.to_mapping())
+        print_json({**plan.to_mapping(), "base_choices": [asdict(choice) for choice in choices]})
     else:
-        print(plan.render())
+        print("\n".join([plan.render(), *(["", *table_of(choices)] if choices else [])]))
     return 0
 
 

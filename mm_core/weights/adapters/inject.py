@@ -8,32 +8,28 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import ModuleType
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from mm_core.builtin.configs.adapters import AdapterConfig
 from mm_core.contracts import TaskModule
-from mm_core.errors import CheckpointError, ContractError, PlanError, nearest, plural
+from mm_core.errors import CheckpointError, ContractError, PlanError, plural
 from mm_core.modules.adapter_layers import adapted_layers, adapter_of, base_name, row_lengths
-from mm_core.modules.patterns import match, select_parameters
+from mm_core.modules.patterns import select_parameters
 from mm_core.modules.tying import tied_names
 from mm_core.weights.adapters.files import AdapterScale, scale_settings
 from mm_core.weights.adapters.locate import locate
+from mm_core.weights.adapters.targets import KEY, scales_by_layer
 from mm_core.weights.fitting import Formats
 from mm_core.weights.formats.format import StoredTensors
 from mm_core.weights.formats.key_map import Copy, whole
 from mm_core.weights.streaming import shard_of, stream
 
-KEY = "train.adapters"
 BESIDE = "train.also_train"
-
-_END = re.compile(r"[^.]+(\.\d+)*\Z")
-"""The last name of a path, with the numbers after it."""
 
 Structure = Mapping[str, Mapping[str, AdapterScale]]
 """Adapter -> path of a module in the task -> rank and scale."""
@@ -76,8 +72,7 @@ def add_adapters(
     for adapter in adapters:
         begun = (known or {}).get(adapter.name)
         if adapter.from_ is None:
-            scale = AdapterScale(adapter.rank, adapter.alpha or adapter.rank, adapter.dora, adapter.rslora)
-            scales: Mapping[str, AdapterScale] = dict.fromkeys(_targets(task, adapter, layers), scale)
+            scales: Mapping[str, AdapterScale] = scales_by_layer(task, adapter, layers)
         elif begun is not None:
             _check_begun(adapter.name, begun, layers)
             scales = begun
@@ -158,53 +153,6 @@ def trained_beside(component: nn.Module) -> dict[str, list[str]]:
     return found
 
 
-# -- targets -------------------------------------------------------------------------------------
-
-
-def _targets(task: TaskModule, adapter: AdapterConfig, layers: Collection[str]) -> list[str]:
-    """The linear layers that an adapter's targets match, in the order of `layers`."""
-    chosen: set[str] = set()
-    for target, above in _named(task, adapter):
-        hit = [path for path in layers if any(path == a or path.startswith(f"{a}.") for a in above)]
-        if not hit:
-            raise _no_target(task, adapter, target, above, layers)
-        chosen.update(hit)
-    return [path for path in layers if path in chosen]
-
-
-def _named(task: TaskModule, adapter: AdapterConfig) -> Iterator[tuple[str, list[str]]]:
-    """Each target of an adapter (a pattern, or the end of a path), and the modules that it matches."""
-    held = (task.get_submodule(root).named_modules(prefix=root) for root in task.trainable)
-    paths = [path for modules in held for path, _ in modules if not _inside_adapted(path)]
-    for target in adapter.targets:
-        if "{" in target:
-            yield target, match([target], paths, f"{KEY} ({adapter.name}): targets")
-        else:
-            yield target, [path for path in paths if path == target or path.endswith(f".{target}")]
-
-
-def skipped_layers(task: TaskModule, adapter: AdapterConfig) -> dict[str, str]:
-    """The layers that match an adapter's targets but cannot have one: path in the task -> kind of layer.
-
-    Only linear layers can have adapters.
-
-    Args:
-        task: with its adapters in place.
-        adapter: the adapter's section of the config.
-    """
-    above = [path for _, named in _named(task, adapter) for path in named]
-    return {name: kind for path in above for name, kind in _other_layers(task, path).items()}
-
-
-def _other_layers(task: TaskModule, path: str) -> dict[str, str]:
-    """Convolutions and embeddings at or below a path."""
-    return {
-        f"{path}.{name}".rstrip("."): type(module).__name__
-        for name, module in task.get_submodule(path).named_modules()
-        if isinstance(module, _ConvNd | nn.Embedding | nn.EmbeddingBag)
-    }
-
-
 def _check_begun(name: str, held: Collection[str], layers: Collection[str]) -> None:
     """CheckpointError for an adapter of a resumed run in modules that are not linear layers of the task."""
     if absent := [path for path in held if path not in layers]:
@@ -214,10 +162,6 @@ def _check_begun(name: str, held: Collection[str], layers: Collection[str]) -> N
             where=KEY,
             hint="configure the model with the same options as when the run started",
         )
-
-
-def _inside_adapted(path: str) -> bool:
-    return "base_layer" in path.split(".") or adapter_of(f"{path}.x.weight") is not None
 
 
 def _train_beside(task: TaskModule, patterns: Sequence[str]) -> None:
@@ -237,31 +181,6 @@ def _train_beside(task: TaskModule, patterns: Sequence[str]) -> None:
                 hint=f"leave it out of {BESIDE}, or out of the adapter's targets",
             )
         parameter.requires_grad_(True)
-
-
-def _no_target(
-    task: TaskModule, adapter: AdapterConfig, target: str, above: Sequence[str], layers: Iterable[str]
-) -> PlanError:
-    """The error for a target without linear layers; `above` are the modules that it matches."""
-    named = [task.get_submodule(path) for path in above]
-    if named and all(isinstance(module, NonDynamicallyQuantizableLinear) for module in named):
-        return PlanError(
-            f"the target {target!r} of the adapter {adapter.name!r} is a layer that nn.MultiheadAttention"
-            " never calls: an adapter there would do nothing",
-            where=KEY,
-            hint="remove it from the adapter's targets",
-        )
-    kinds = sorted({kind for path in above for kind in _other_layers(task, path).values()})
-    ends = list(dict.fromkeys(found[0] for path in layers if (found := _END.search(path)) is not None))
-    near = nearest(target.rpartition(".")[2], ends, 3) or ends[:5]
-    return PlanError(
-        f"the target {target!r} of the adapter {adapter.name!r} matches no linear layer"
-        + (f", but {' and '.join(kinds)}: only linear layers can have adapters" if kinds else ""),
-        where=KEY,
-        accepted=f"patterns of modules, or ends of paths such as {', '.join(map(repr, near))}"
-        if near
-        else "no target: the component has no linear layer",
-    )
 
 
 def _check_tied(root: str, component: nn.Module, adapters: Mapping[str, str]) -> None:

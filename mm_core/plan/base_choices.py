@@ -1,0 +1,86 @@
+"""The memory of a LoRA run with its frozen base in other forms, for `--dry-run`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from mm_core.builtin.configs.engines import BaseConfig
+from mm_core.config.sections import RunConfig
+from mm_core.contracts import Engine, EnginePlan
+from mm_core.errors import MMError
+from mm_core.plan.planning import build_frozen, build_task, state_tensors
+from mm_core.weights.adapters.inject import Structure
+
+
+@dataclass(frozen=True)
+class BaseChoice:
+    """The memory of a run with its base in one form.
+
+    Attributes:
+        label: the form.
+        device_bytes: bytes on a rank's device while the trained modules compute, without activations.
+        host_bytes: bytes in a rank's host memory.
+        refusal: why the run cannot have its base in this form; "" if it can.
+    """
+
+    label: str
+    device_bytes: int = 0
+    host_bytes: int = 0
+    refusal: str = ""
+
+
+def base_choices(config: RunConfig, world: int, adapters: Structure) -> tuple[BaseChoice, ...]:
+    """The memory of a run with adapters as configured, and with its base streamed, in int8 and in nf4.
+
+    Args:
+        config: the run's config; () if it has no adapters, or its engine streams nothing.
+        world: number of ranks.
+        adapters: as for `build_task`.
+    """
+    if not config.train.adapters or "base" not in config.engine.options:
+        return ()
+    return tuple(_choices(config, world, adapters))
+
+
+def _choices(config: RunConfig, world: int, adapters: Structure) -> Iterator[BaseChoice]:
+    engine, train = config.engine, config.train
+    recomputed = engine.options["recompute_modules"] or "auto"
+    base = BaseConfig(stream=True)
+    streamed = {**engine.options, "base": base, "recompute_modules": recomputed}
+    forms = {
+        "as configured": config,
+        "+ stream": replace(config, engine=replace(engine, options=streamed)),
+        "+ int8": replace(config, train=replace(train, base_dtype="int8")),
+        "+ nf4": replace(config, train=replace(train, base_dtype="nf4")),
+    }
+    for label, form in forms.items():
+        try:
+            yield _choice(label, form, world, adapters)
+        except MMError as fault:
+            yield BaseChoice(label, refusal=fault.what)
+
+
+def _choice(label: str, config: RunConfig, world: int, adapters: Structure) -> BaseChoice:
+    task = build_task(config, adapters)
+    build_frozen(task)
+    engine: Engine = config.registry.build("engine", config.engine)
+    plan: EnginePlan = engine.plan(task, world, state_tensors(config))
+    ours = plan.parameter_bytes - plan.offloaded_bytes
+    states = plan.gradient_bytes + plan.optimizer_bytes
+    device = ours + (0 if plan.offloaded_bytes else states) + plan.gathered_bytes
+    host = plan.offloaded_bytes + (states if plan.offloaded_bytes else 0)
+    calls = [part.call_bytes for part in plan.frozen]
+    device += sum(part.device_bytes for part in plan.parts) + max(calls, default=0)
+    device += plan.base.call_bytes if plan.base is not None else 0
+    return BaseChoice(label, device, host + sum(part.host_bytes for part in plan.parts))
+
+
+def table_of(choices: tuple[BaseChoice, ...]) -> list[str]:
+    """The choices as text, one line each, in GiB."""
+    lines = ["the frozen base in other forms: GiB per rank while computing, without activations"]
+    lines += [f"  {'':<14}  {'device':>8}  {'host':>8}"]
+    for one in choices:
+        sizes = f"{one.device_bytes / 2**30:>8.2f}  {one.host_bytes / 2**30:>8.2f}"
+        lines.append(f"  {one.label:<14}  {one.refusal or sizes}")
+    return lines

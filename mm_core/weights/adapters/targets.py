@@ -1,0 +1,126 @@
+"""The linear layers that an adapter's config names, and the rank and scale of each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from mm_core.builtin.configs.adapters import AdapterConfig
+from mm_core.contracts import TaskModule
+from mm_core.errors import PlanError, nearest
+from mm_core.modules.adapter_layers import adapter_of
+from mm_core.modules.patterns import match
+from mm_core.weights.adapters.files import AdapterScale
+
+KEY = "train.adapters"
+
+_END = re.compile(r"[^.]+(\.\d+)*\Z")
+"""The last name of a path, with the numbers after it."""
+
+
+def scales_by_layer(
+    task: TaskModule, adapter: AdapterConfig, layers: Collection[str]
+) -> dict[str, AdapterScale]:
+    """The rank and scale of each linear layer that an adapter's targets match, in the order of `layers`."""
+    chosen = {path for hit in _hits(task, adapter, adapter.targets, layers).values() for path in hit}
+    for hit in _hits(task, adapter, adapter.exclude, layers).values():
+        chosen -= hit
+    if not chosen:
+        raise PlanError(
+            f"exclude leaves the adapter {adapter.name!r} no module",
+            where=KEY,
+            hint="leave out fewer modules",
+        )
+    ranks = _by_layer(_hits(task, adapter, adapter.ranks, layers), adapter.ranks)
+    alphas = _by_layer(_hits(task, adapter, adapter.alphas, layers), adapter.alphas)
+    found = {}
+    for path in (path for path in layers if path in chosen):
+        rank = int(ranks.get(path, adapter.rank))
+        alpha = alphas.get(path, adapter.alpha or rank)
+        found[path] = AdapterScale(rank, alpha, adapter.dora, adapter.rslora)
+    return found
+
+
+def _by_layer(hits: Mapping[str, set[str]], values: Mapping[str, float]) -> dict[str, float]:
+    return {path: values[target] for target, hit in hits.items() for path in hit}
+
+
+def _hits(
+    task: TaskModule, adapter: AdapterConfig, targets: Iterable[str], layers: Collection[str]
+) -> dict[str, set[str]]:
+    """The linear layers that each target matches; PlanError for a target that matches none."""
+    found = {}
+    for target, above in _named(task, adapter, targets):
+        hit = {path for path in layers if any(path == a or path.startswith(f"{a}.") for a in above)}
+        if not hit:
+            raise _no_target(task, adapter, target, above, layers)
+        found[target] = hit
+    return found
+
+
+def _named(
+    task: TaskModule, adapter: AdapterConfig, targets: Iterable[str]
+) -> Iterator[tuple[str, list[str]]]:
+    """Each target of an adapter (a pattern, or the end of a path), and the modules that it matches."""
+    held = (task.get_submodule(root).named_modules(prefix=root) for root in task.trainable)
+    paths = [path for modules in held for path, _ in modules if not _inside_adapted(path)]
+    for target in targets:
+        if "{" in target:
+            yield target, match([target], paths, f"{KEY} ({adapter.name}): targets")
+        else:
+            yield target, [path for path in paths if path == target or path.endswith(f".{target}")]
+
+
+def skipped_layers(task: TaskModule, adapter: AdapterConfig) -> dict[str, str]:
+    """The layers that match an adapter's targets but cannot have one: path in the task -> kind of layer.
+
+    Only linear layers can have adapters.
+
+    Args:
+        task: with its adapters in place.
+        adapter: the adapter's section of the config.
+    """
+    above = [path for _, named in _named(task, adapter, adapter.targets) for path in named]
+    return {name: kind for path in above for name, kind in _other_layers(task, path).items()}
+
+
+def _other_layers(task: TaskModule, path: str) -> dict[str, str]:
+    """Convolutions and embeddings at or below a path."""
+    return {
+        f"{path}.{name}".rstrip("."): type(module).__name__
+        for name, module in task.get_submodule(path).named_modules()
+        if isinstance(module, _ConvNd | nn.Embedding | nn.EmbeddingBag)
+    }
+
+
+def _inside_adapted(path: str) -> bool:
+    return "base_layer" in path.split(".") or adapter_of(f"{path}.x.weight") is not None
+
+
+def _no_target(
+    task: TaskModule, adapter: AdapterConfig, target: str, above: Sequence[str], layers: Iterable[str]
+) -> PlanError:
+    """The error for a target without linear layers; `above` are the modules that it matches."""
+    named = [task.get_submodule(path) for path in above]
+    if named and all(isinstance(module, NonDynamicallyQuantizableLinear) for module in named):
+        return PlanError(
+            f"the target {target!r} of the adapter {adapter.name!r} is a layer that nn.MultiheadAttention"
+            " never calls: an adapter there would do nothing",
+            where=KEY,
+            hint="remove it from the adapter's targets",
+        )
+    kinds = sorted({kind for path in above for kind in _other_layers(task, path).values()})
+    ends = list(dict.fromkeys(found[0] for path in layers if (found := _END.search(path)) is not None))
+    near = nearest(target.rpartition(".")[2], ends, 3) or ends[:5]
+    return PlanError(
+        f"the target {target!r} of the adapter {adapter.name!r} matches no linear layer"
+        + (f", but {' and '.join(kinds)}: only linear layers can have adapters" if kinds else ""),
+        where=KEY,
+        accepted=f"patterns of modules, or ends of paths such as {', '.join(map(repr, near))}"
+        if near
+        else "no target: the component has no linear layer",
+    )
