@@ -15,7 +15,7 @@ from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.checkpoint.reading import StoredRun, Weights, stored_run
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import TaskModule, torch_dtype
-from mm_core.errors import ContractError, MMError, did_you_mean
+from mm_core.errors import ContractError, MMError, did_you_mean, plural
 from mm_core.files import check_unused, staged_folder, write_durably
 from mm_core.interchange.copied_files import check_taken, copy_verbatim
 from mm_core.interchange.export_card import card_of
@@ -24,7 +24,7 @@ from mm_core.loading.checkpoint_source import CheckpointSource
 from mm_core.loading.left_out import frozen_names, recorded
 from mm_core.loading.provenance import sources_of
 from mm_core.loading.run_adapters import task_of
-from mm_core.modules.adapter_layers import adapted_layers
+from mm_core.modules.adapter_layers import adapted_layers, base_name
 from mm_core.modules.quantised import quantised_layers
 from mm_core.runtime.ranks import Ranks
 from mm_core.weights.fitting import formats_of
@@ -123,6 +123,7 @@ def planned(
             hint="leave out --merge-lora",
         )
     if alone:
+        _check_base_in_files(run, task)
         for root in [root for root in modules if root not in adapted]:
             planner.check_nothing_beside(root, modules[root])
         parts = [part for root, module in adapted.items() for part in planner.adapters(root, module)]
@@ -213,6 +214,18 @@ def _complete(saved: CheckpointSource, config: RunConfig, task: TaskModule, *, a
     else:
         saved.join(recorded(saved.checkpoint, config, task, state), state)
     Ranks.current().agree(f"reading {saved.folder}", lambda: saved.check_fits(state))
+
+
+def _check_base_in_files(run: StoredRun, task: TaskModule) -> None:
+    """MMError for adapters from a file with additions to the base, which their own file would lack."""
+    held = frozen_names(task) & run.checkpoint.names("model") if run.checkpoint.external else set()
+    if held and any(adapter.from_ is not None for adapter in run.config.train.adapters):
+        raise MMError(
+            f"the file that an adapter of this run started from also adds to {plural(len(held), 'weight')} of"
+            f" the base, such as {base_name(min(held))}, and an adapter's file does not contain those",
+            where="--to",
+            hint="export merged weights (--merge-lora)",
+        )
 
 
 def _roots(task: TaskModule, component: str | None) -> tuple[str, ...]:

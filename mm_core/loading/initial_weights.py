@@ -13,10 +13,10 @@ from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.checkpoint.reading import load_model_only
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import TaskModule
-from mm_core.errors import plural
+from mm_core.errors import PlanError, plural
 from mm_core.loading.left_out import ExternalWeights, left_out, recorded, starts_of
 from mm_core.loading.matching import MatchedWeights
-from mm_core.modules.adapter_layers import adapter_of
+from mm_core.modules.adapter_layers import adapter_of, base_name
 from mm_core.modules.tying import trained_state
 from mm_core.runtime.ranks import Ranks
 from mm_core.weights.adapters.inject import AdapterWeights
@@ -132,7 +132,19 @@ class FileWeights:
 
     def left_out(self) -> ExternalWeights:
         """The frozen weights that the run's checkpoints do not store."""
-        return left_out([part for part, _ in self._read], self._task, self._config)
+        added = self._adapters.added
+        if added and self._config.checkpoint.frozen:
+            raise PlanError(
+                f"the file of an adapter also adds to {plural(len(added), 'weight')} of the base, which"
+                " checkpoint.frozen: true would mix with those from other files",
+                where="checkpoint.frozen",
+                hint="remove checkpoint.frozen",
+            )
+        found = left_out([part for part, _ in self._read], self._task, self._config)
+        starts = (
+            (start, frozenset(n for n in own if base_name(n) not in added)) for start, own in found.starts
+        )
+        return ExternalWeights(tuple((start, names) for start, names in starts if names))
 
     def notes(self) -> list[str]:
         """Sentences for the log: which initial weights were read from which files."""

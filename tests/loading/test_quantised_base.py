@@ -112,10 +112,12 @@ def test_samples_and_merged_weights_have_the_values_of_the_base(run, base, tmp_p
         own = name.removesuffix(".weight")
         expected = tensor
         if "blocks" in name and tensor.dim() == 2 and "scale_shift" not in name:
-            expected = rounded(tensor.bfloat16(), "int8")
+            expected = rounded(tensor, "int8")
         if (first := adapters.get(f"{own}.lora_A.default.weight")) is not None:
             expected = expected + adapters[f"{own}.lora_B.default.weight"] @ first
-        torch.testing.assert_close(merged[name], expected, rtol=0.01, atol=1e-3)
+        near = 0 if "blocks" in name else 1e-2  # other weights are in bf16
+        found = merged[name.removeprefix("predictor.")]
+        torch.testing.assert_close(found, expected, rtol=near, atol=1e-6)
     clips = []
     for ranks in (1, 2):
         out = tmp_path / f"clips{ranks}"
@@ -129,7 +131,7 @@ def test_samples_and_merged_weights_have_the_values_of_the_base(run, base, tmp_p
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (("train.base_dtype=int8", "checkpoint.frozen=true"), "checkpoints would have to store 24 quantised"),
+        (("train.base_dtype=int8", "checkpoint.frozen=true"), "checkpoints would have to store 30 quantised"),
         (("train.base_dtype=nf4", "init_from=null"), "nf4 works only for a base that stays in its files"),
         (("train.base_dtype=int8", "train.adapters=[{targets: [to_q], dora: true}]"), "DoRA of predictor."),
         (("train.base_dtype=int8", "engine.param_dtype=null"), "would be int8, and no dtype is set"),

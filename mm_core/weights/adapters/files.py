@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path, PurePath
 
 from torch import Tensor
 
-from mm_core.errors import CheckpointError, ContractError, plural
+from mm_core.errors import CheckpointError, ContractError
 from mm_core.modules.adapter_layers import row_lengths
 from mm_core.weights.formats.format import AdapterLayout, Layout, StoredTensors
 from mm_core.weights.formats.key_map import Copy, KeyMap
@@ -33,7 +33,9 @@ _KEY = re.compile(
     r"(\.(?!(bias|weight)\Z)[\w-]+)?(\.weight)?\Z"
 )
 _ALPHA = re.compile(r"(?P<module>.+)\.alpha\Z")
-_BESIDE = (".diff", ".diff_b")  # ComfyUI's changes of full weights and biases
+_ADDED = re.compile(r"(?P<module>.+)\.(?P<part>diff|diff_b|diff_m)\Z")
+_TARGETS = {"diff": "weight", "diff_b": "bias", "diff_m": "modulation"}
+"""ComfyUI's additions to a module's own tensors."""
 _STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # others change the base weights as well
 _LOOPS = 3  # most repetitions in a pattern of an untrusted file: matching more can take forever
 
@@ -62,12 +64,14 @@ class AdapterFile:
         keys: (module's stored path, part) -> stored name.
         scales: rank and scale by stored module, in the file's order.
         flat: whether module paths in the file have underscores in place of dots.
+        added: stored path of a tensor of the model -> stored name of what the file adds to it.
     """
 
     stored: StoredTensors
     keys: Mapping[tuple[str, str], str]
     scales: Mapping[str, AdapterScale]
     flat: bool = False
+    added: Mapping[str, str] = field(default_factory=dict)
 
 
 def open_adapter(path: Path) -> AdapterFile:
@@ -100,35 +104,37 @@ def open_adapter(path: Path) -> AdapterFile:
             hint="save it again with PEFT's path_initial_model_for_weight_conversion",
         )
     start = next(p for p in _PREFIXES if all(name.startswith(p) for name in stored.shapes))
-    keys, alphas = _keys(stored, start, file)
+    keys, alphas, added = _keys(stored, start, file)
     scales: dict[str, AdapterScale] = {}
     for module in dict.fromkeys(module for module, _ in keys):
         rank, dora = stored.shapes[keys[module, "lora_A"]][0], (module, "lora_magnitude_vector") in keys
         alpha = _alpha(module, settings, rank, alphas, file)
         scales[module] = AdapterScale(rank, alpha, dora, settings.get("use_rslora") is True)
-    return AdapterFile(stored, keys, scales, flat=start in _FLAT)
+    return AdapterFile(stored, keys, scales, start in _FLAT, added)
 
 
 def _keys(
     stored: StoredTensors, start: str, file: Path
-) -> tuple[dict[tuple[str, str], str], dict[str, float]]:
-    """(module, part) -> stored name, and the alphas in the file. `start` is the prefix of all names."""
-    if beside := [name for name in stored.shapes if name.endswith(_BESIDE)]:
-        raise CheckpointError(
-            f"this file also changes {plural(len(beside), 'full weight')}, beside its LoRA:"
-            f" {', '.join(beside[:3])}",
-            where=str(file),
-            accepted="a file with only LoRA matrices of linear layers",
-            hint="merge it into the weights with the program it was made for, and start from the result",
-        )
+) -> tuple[dict[tuple[str, str], str], dict[str, float], dict[str, str]]:
+    """(module, part) -> stored name, the alphas in the file, and its additions to tensors of the model.
+
+    `start` is the prefix of all names.
+    """
+    added: dict[str, str] = {}
     keys: dict[tuple[str, str], str] = {}
     alphas: dict[str, float] = {}
     strange = []
     for name, shape in stored.shapes.items():
         bare = name.removeprefix(start)
+        if start in _FLAT:  # some programs leave the dots behind the block's number
+            module, *end = re.split(r"\.(?=(?:lora_|alpha\Z|diff))", bare, maxsplit=1)
+            bare = ".".join([module.replace(".", "_"), *end])
         found, scaled = _KEY.match(bare), _ALPHA.match(bare)
         if scaled is not None and prod(shape) == 1:
             alphas[scaled["module"]] = float(stored.read(name, tuple(slice(0, 1) for _ in shape)))
+            continue
+        if (more := _ADDED.match(bare)) is not None:
+            added[f"{more['module']}.{_TARGETS[more['part']]}"] = name
             continue
         place = (found["module"], _PARTS.get(found["part"], found["part"])) if found else None
         factor = place is not None and place[1] != "lora_magnitude_vector"
@@ -147,7 +153,7 @@ def _keys(
             accepted="for each module lora_A and lora_B, and for DoRA lora_magnitude_vector",
             hint="adapters of convolutions and embeddings: merge them into the base weights with PEFT",
         )
-    return keys, alphas
+    return keys, alphas, added
 
 
 def _find(path: Path) -> tuple[Path, Mapping[str, object]]:

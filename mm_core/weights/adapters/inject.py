@@ -262,11 +262,15 @@ class AdapterWeights:
     def __init__(self, task: TaskModule, adapters: Sequence[AdapterConfig], formats: Formats) -> None:
         self.adapters = [adapter for adapter in adapters if adapter.from_ is not None]
         self._pieces: list[tuple[Copy, StoredTensors]] = []
+        self.added: dict[str, list[tuple[StoredTensors, str]]] = {}
+        """Tensors of the base, by path in the task without adapters, and what adapters' files add to them."""
         roots = task.trainable
         linear = {root: linear_layers(task.get_submodule(root)) for root in roots} if self.adapters else {}
         for adapter in self.adapters:
             assert adapter.from_ is not None
             found = locate(task, adapter.from_, linear, formats)
+            for tensor, (file, addition) in found.added.items():
+                self.added.setdefault(f"{found.root}.{tensor}", []).append((file.stored, addition))
             for module, (file, stored) in found.modules.items():
                 for part in ("lora_A", "lora_B", "lora_magnitude_vector"):
                     if (key := file.keys.get((stored, part))) is not None:
@@ -286,7 +290,9 @@ class AdapterWeights:
                 )
 
     def fill(self, state: Mapping[str, Tensor], known: Collection[str] = ()) -> None:
-        """Fills a task's adapters, after its other weights: magnitudes of new DoRAs, then tensors from files.
+        """Fills a task's adapters, after its other weights.
+
+        Adds to the base what the files add; computes magnitudes of new DoRAs; then reads tensors from files.
 
         Args:
             state: tensors by path in the task.
@@ -297,6 +303,10 @@ class AdapterWeights:
         """
         begun = self.names.union(known)
         with torch.no_grad():
+            for name, tensor in state.items():
+                share, box = shard_of(tensor) if base_name(name) in self.added else (tensor, ())
+                for held, key in self.added.get(base_name(name), ()):
+                    share += held.read(key, box).to(share)
             for name, tensor in state.items():
                 place = adapter_of(name)
                 if place is not None and place[1] == "lora_magnitude_vector" and name not in begun:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from torch import nn
 
 from mm_core.contracts import TaskModule
 from mm_core.errors import CheckpointError, ContractError, plural
+from mm_core.modules.adapter_layers import adapter_of, base_name
 from mm_core.weights.adapters.files import PART, AdapterFile, is_adapter, open_adapter, stored_module
 from mm_core.weights.fitting import Formats
 from mm_core.weights.formats.format import AdapterLayout, of_component
@@ -24,10 +27,12 @@ class Located:
     Attributes:
         root: the component's name in the task.
         modules: path in the component -> the file that contains its adapter, and the path there.
+        added: name of a tensor of the component -> the file that adds to it, and the stored name.
     """
 
     root: str
     modules: Mapping[str, tuple[AdapterFile, str]]
+    added: Mapping[str, tuple[AdapterFile, str]] = field(default_factory=dict)
 
 
 def locate(task: TaskModule, path: str, linear: Mapping[str, Sequence[str]], formats: Formats) -> Located:
@@ -47,13 +52,15 @@ def locate(task: TaskModule, path: str, linear: Mapping[str, Sequence[str]], for
     opened: dict[Path, AdapterFile] = {}
     for root, chosen in _candidates(task, Path(path), linear, formats):
         found: dict[str, tuple[AdapterFile, str]] = {}
+        added: dict[str, tuple[AdapterFile, str]] = {}
         for layout, place in chosen:
             if place not in opened:
                 opened[place] = open_adapter(place)
             found |= modules_in(layout, linear[root], opened[place])
+            added |= _added_in(layout, linear[root], task.get_submodule(root), opened[place])
         parts = " and ".join(f"{root}.{layout.part}".rstrip(".") for layout, _ in chosen)
         if len(found) > len(best.modules):
-            best, alike = Located(root, found), {parts: None}
+            best, alike = Located(root, found, added), {parts: None}
         same = (root, found.keys()) == (best.root, best.modules.keys())  # by another format
         if found and len(found) == len(best.modules) and not same:
             alike[parts] = None
@@ -67,6 +74,15 @@ def locate(task: TaskModule, path: str, linear: Mapping[str, Sequence[str]], for
             f" {best.root or ' or '.join(linear)}: {', '.join(absent[:3])}",
             where=path,
             hint="the adapter is for a different model: use one trained for this model",
+        )
+    added_to = {key for _, key in best.added.values()}
+    if left := [key for file in files for key in file.added.values() if key not in added_to]:
+        raise CheckpointError(
+            f"this file also changes {plural(len(left), 'full tensor')} of another shape or form than"
+            f" {best.root}'s: {', '.join(left[:3])}",
+            where=path,
+            accepted="additions (diff, diff_b, diff_m) to tensors of the model, of the same shape",
+            hint="merge it into the weights with the program it was made for, and start from the result",
         )
     if len(alike) > 1:
         raise CheckpointError(
@@ -120,9 +136,35 @@ def modules_in(
     layout: AdapterLayout, names: Iterable[str], file: AdapterFile
 ) -> dict[str, tuple[AdapterFile, str]]:
     """The modules of a component or its part that a file contains, by the map that finds most of them."""
-    own = [name for name in names if not layout.part or f"{name}.".startswith(f"{layout.part}.")]
+    return _by_map(_best_map(layout, names, file), _own(layout, names), file)
+
+
+def _own(layout: AdapterLayout, names: Iterable[str]) -> list[str]:
+    return [name for name in names if not layout.part or f"{name}.".startswith(f"{layout.part}.")]
+
+
+def _best_map(layout: AdapterLayout, names: Iterable[str], file: AdapterFile) -> AdapterLayout:
+    """The layout with the key map, of its own and other programs', that finds most modules of a file."""
     maps = [replace(layout, keys=keys) for keys in (layout.keys, *layout.others)]
-    return max((_by_map(one, own, file) for one in maps), key=len)
+    own = _own(layout, names)
+    return max(maps, key=lambda one: len(_by_map(one, own, file)))
+
+
+def _added_in(
+    layout: AdapterLayout, linear: Iterable[str], component: nn.Module, file: AdapterFile
+) -> dict[str, tuple[AdapterFile, str]]:
+    """The tensors of a component or its part that a file adds to: those that its format only renames."""
+    if not file.added:
+        return {}
+    best, found = _best_map(layout, linear, file), {}
+    for name, parameter in component.named_parameters():
+        if adapter_of(name) is None and _own(layout, [base_name(name)]):
+            module, _, end = (best.keys.renamed(base_name(name)) or "").rpartition(".")
+            stored = f"{module.replace('.', '_') if file.flat else module}.{end}"
+            key = file.added.get(stored)
+            if key is not None and tuple(file.stored.shapes[key]) == tuple(parameter.shape):
+                found[base_name(name)] = (file, key)
+    return found
 
 
 def _by_map(

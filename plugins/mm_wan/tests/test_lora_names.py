@@ -172,12 +172,13 @@ def changed(path: Path, factors, **tensors: torch.Tensor) -> str:
 
 
 @pytest.mark.parametrize("ending", ["diff", "diff_b"])
-def test_changes_of_whole_weights_are_refused_by_name(ending, factors, tmp_path):
+def test_changes_of_whole_weights_that_are_no_additions_are_refused_by_name(ending, factors, tmp_path):
     name = f"diffusion_model.blocks.0.self_attn.q.{ending}"
-    text = changed(tmp_path / "a.safetensors", factors, **{name: torch.zeros(24)})
+    text = changed(tmp_path / "a.safetensors", factors, **{name: torch.zeros(7)})
     assert text == (
-        f"{tmp_path}/a.safetensors: this file also changes 1 full weight, beside its LoRA: {name}\n"
-        "  accepted: a file with only LoRA matrices of linear layers\n"
+        f"{tmp_path}/a.safetensors: this file also changes 1 full tensor of another shape or form than"
+        f" predictor's: {name}\n"
+        "  accepted: additions (diff, diff_b, diff_m) to tensors of the model, of the same shape\n"
         "  hint: merge it into the weights with the program it was made for, and start from the result"
     )
 
