@@ -18,6 +18,7 @@ from mm_core.modules.initialise import initialise
 from mm_core.modules.quantised import fill_state, scale_names
 from mm_core.modules.shards import like, local
 from mm_core.modules.tying import state_of, tie
+from mm_core.parallel.streamed_base import give_memory
 from mm_core.plugin.checks.places import place_of_object
 
 
@@ -66,13 +67,8 @@ class EngineBase:
             on_host: parameters that get host memory instead.
         """
         spared = weights.names if weights is not None else ()
-
-        def give(tensor: Tensor) -> Tensor:
-            return torch.empty_like(tensor, device="cpu" if tensor in kept else home)
-
-        kept = set(on_host)
         for name, module in self._trained.items():
-            module._apply(give)  # type: ignore[no-untyped-call]
+            give_memory(module, home, on_host)
             tie(module, self._tied[name])
             initialise(module, name, rng, {*spared, *scale_names(module, name)})
 

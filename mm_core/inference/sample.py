@@ -46,6 +46,7 @@ from mm_core.modules.casting import cast_frozen, cast_inputs, quantise_frozen_va
 from mm_core.modules.initialise import initialise
 from mm_core.modules.quantised import fill_state, scale_names
 from mm_core.modules.tying import state_of, tie, tied_names
+from mm_core.parallel.streamed_base import StreamedBase, give_memory
 from mm_core.plan import build_frozen
 from mm_core.runtime.process_group import process_group
 from mm_core.runtime.ranks import Ranks
@@ -261,13 +262,15 @@ def load_alone(task: TaskModule, config: RunConfig, checkpoint: OpenedCheckpoint
     engine: Engine = config.registry.build("engine", config.engine)
     plan = engine.plan(task, 1, 0, purpose="sample")
     compute_as_planned(task, plan)  # before parameters have memory
+    base = _streamed(task, config, plan, device)
+    host = base.parameters if base is not None else set()
     load_frozen_alone(task, device, plan, config)
     stored = CheckpointWeights(checkpoint, config, task, weights)
     state: dict[str, torch.Tensor] = {}
     for name in task.trainable:
         module = task.get_submodule(name)
         tied = tied_names(module)
-        module.to_empty(device=device)
+        give_memory(module, device, host)
         tie(module, tied)
         own = state_of(module, name, tied)
         # Fills tables that checkpoints do not contain.
@@ -275,6 +278,8 @@ def load_alone(task: TaskModule, config: RunConfig, checkpoint: OpenedCheckpoint
         state |= own
     fill_state(stored, state, {name: task.get_submodule(name) for name in task.trainable})
     _round_base_weights(task, config)
+    if base is not None:
+        base.begin()
     task.eval()
 
 
@@ -302,6 +307,15 @@ def load_sharded(
     engine.prepare(task, plan, None, Randomness(config.run.seed), stored)
     _round_base_weights(task, config)
     return engine
+
+
+def _streamed(
+    task: TaskModule, config: RunConfig, plan: EnginePlan, device: torch.device
+) -> StreamedBase | None:
+    """The base of a run that streams it, streamed here too; None for any other run."""
+    if plan.base is None:
+        return None
+    return StreamedBase(task, plan.base, config.engine.options["base"].keep, device, _lowered(plan))
 
 
 def _undo_base_dtype(task: TaskModule, config: RunConfig) -> None:

@@ -8,7 +8,7 @@ the backward would use weights that have left.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -207,6 +207,16 @@ class StreamedBase:
         near = index - 1 if _in_backward() else index + 1
         if self._ahead and 0 <= near < len(self._paths) and _siblings(self._paths[index], self._paths[near]):
             self._blocks[near].fetch(self._side)
+
+
+def give_memory(module: nn.Module, home: torch.device, on_host: Collection[nn.Parameter]) -> None:
+    """Allocates a module's tensors at `home`, without values; those of `on_host` in host memory."""
+    held = set(on_host)
+
+    def give(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device="cpu" if tensor in held else home)
+
+    module._apply(give)  # type: ignore[no-untyped-call]
 
 
 def _in_backward() -> bool:

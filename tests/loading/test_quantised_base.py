@@ -119,13 +119,13 @@ def test_samples_and_merged_weights_have_the_values_of_the_base(run, base, tmp_p
         found = merged[name.removeprefix("predictor.")]
         torch.testing.assert_close(found, expected, rtol=near, atol=1e-6)
     clips = []
-    for ranks in (1, 2):
-        out = tmp_path / f"clips{ranks}"
-        done = mm("sample", "--run", tmp_path / "run", "--prompt", "a circle", "--steps", 2, "--out", out,
-                  "--nproc", ranks)  # fmt: skip
+    for name, options in (("one", ()), ("two", ("--nproc", 2)), ("streamed", STREAM)):
+        out = tmp_path / name
+        words = ("--prompt", "a circle", "--steps", 2, "--out", out, *options)
+        done = mm("sample", "--run", tmp_path / "run", *words)
         assert done.code == 0, done.err
         clips.append(out)
-    assert same_clips(*clips)
+    assert same_clips(clips[0], clips[1]) and same_clips(clips[0], clips[2])
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ class Block(nn.Module):
 
 
 class Task(nn.Module):
-    trainable, frozen = ("predictor",), ()
+    trainable, frozen = ("predictor",), ("text_encoder",)
 
     def __init__(self, *adapters: AdapterConfig) -> None:
         super().__init__()
@@ -55,6 +55,12 @@ def test_a_pattern_that_matches_nothing_is_named(field):
         table(AdapterConfig(("q",), **{field: value}))
     with pytest.raises(ValueError, match="do not work with from"):
         AdapterConfig(from_="a.safetensors", **{field: value})
+
+
+@pytest.mark.parametrize("target", ["text_encoder.layers.{*}.q", "text_encoder"])
+def test_an_adapter_on_a_text_encoder_is_refused_with_the_reason(target):
+    with pytest.raises(PlanError, match="for text_encoder, which computes without gradients"):
+        Task(AdapterConfig((target,)))
 
 
 def test_an_adapter_without_modules_is_refused():

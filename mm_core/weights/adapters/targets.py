@@ -69,6 +69,13 @@ def _named(
     held = (task.get_submodule(root).named_modules(prefix=root) for root in task.trainable)
     paths = [path for modules in held for path, _ in modules if not _inside_adapted(path)]
     for target in targets:
+        if (root := target.partition(".")[0]) in task.frozen:
+            raise PlanError(
+                f"the adapter {adapter.name!r} is for {root}, which computes without gradients: its outputs"
+                " are cached, or computed before the step, so an adapter there would never train",
+                where=KEY,
+                accepted=f"modules of {', '.join(task.trainable)}",
+            )
         if "{" in target:
             yield target, match([target], paths, f"{KEY} ({adapter.name}): targets")
         else:
