@@ -62,6 +62,7 @@ class FrozenPlan:
         host_bytes: what a rank keeps in host memory.
         call_bytes: largest size of gathered weights on the device during a call, if more than `device_bytes`;
             else 0.
+        keep: of a streamed base, the blocks on the device besides the one in use.
     """
 
     name: str
@@ -70,6 +71,7 @@ class FrozenPlan:
     device_bytes: int
     host_bytes: int
     call_bytes: int
+    keep: int = 0
 
 
 @dataclass(frozen=True)

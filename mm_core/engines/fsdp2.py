@@ -181,8 +181,7 @@ class FSDP2Engine(EngineBase):
         self._tied = {name: tied_names(module) for name, module in self._trained.items()}
         spreading = None if plan.context is None else Spreading(plan.context, self._peers(size))
         if plan.base is not None:
-            kind, keep = _dtype(plan.compute_dtype), self.config.base.keep
-            self._base = StreamedBase(task, plan.base, keep, self.device, kind)
+            self._base = StreamedBase(task, plan.base, self.device, _dtype(plan.compute_dtype))
         streamed = self._base.parameters if self._base is not None else ()
         for path in plan.recomputed:
             recompute(

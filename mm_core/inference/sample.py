@@ -262,7 +262,7 @@ def load_alone(task: TaskModule, config: RunConfig, checkpoint: OpenedCheckpoint
     engine: Engine = config.registry.build("engine", config.engine)
     plan = engine.plan(task, 1, 0, purpose="sample")
     compute_as_planned(task, plan)  # before parameters have memory
-    base = _streamed(task, config, plan, device)
+    base = StreamedBase(task, plan.base, device, _lowered(plan)) if plan.base is not None else None
     host = base.parameters if base is not None else set()
     load_frozen_alone(task, device, plan, config)
     stored = CheckpointWeights(checkpoint, config, task, weights)
@@ -307,15 +307,6 @@ def load_sharded(
     engine.prepare(task, plan, None, Randomness(config.run.seed), stored)
     _round_base_weights(task, config)
     return engine
-
-
-def _streamed(
-    task: TaskModule, config: RunConfig, plan: EnginePlan, device: torch.device
-) -> StreamedBase | None:
-    """The base of a run that streams it, streamed here too; None for any other run."""
-    if plan.base is None:
-        return None
-    return StreamedBase(task, plan.base, config.engine.options["base"].keep, device, _lowered(plan))
 
 
 def _undo_base_dtype(task: TaskModule, config: RunConfig) -> None:

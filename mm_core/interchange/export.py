@@ -80,28 +80,45 @@ def export(
     check_unused(out)
     limit = parse_size(max_shard)
     stored = stored_run(run, overrides=overrides, allow_code=allow_code)
-    source, config = stored.checkpoint, stored.config
-    averaged = weights == "ema" or (weights == "auto" and "ema" in source.parts)
-    (label, form), *_ = formats_of(config.registry, format).items()
-    task = task_of(config, source)
-    saved = opened(source, averaged)
-    tables = {name for name, _ in task.named_buffers()}
-    lowered = torch_dtype(dtype) if dtype else None
-    layers = quantised_layers({root: task.get_submodule(root) for root in task.trainable})
-    kinds = {name: layer.kind for name, layer in layers.items()}
-    planner = Planner(config.registry, label, form, saved, lowered, limit, tables, kinds)
-    plan = planned(stored, planner, task, averaged, component, merge_adapters)
-    plan = _placed(plan, form, pipeline, note)
+    task = task_of(stored.config, stored.checkpoint)
+    (label, form), *_ = formats_of(stored.config.registry, format).items()
+    planner = planner_of(stored, task, weights, label, form, dtype, limit)
+    plan = _placed(planned(stored, planner, task, component, merge_adapters), form, pipeline, note)
     _check_apart(plan.parts)
     for taken in plan.companions.copies.values():
         check_taken(taken)
-    Ranks.current().agree(f"reading {source.folder}", saved.verify)
+    Ranks.current().agree(f"reading {planner.saved.folder}", planner.saved.verify)
     _write(out, plan)
     return out
 
 
-def opened(source: OpenedCheckpoint, averaged: bool) -> CheckpointSource:
-    """A checkpoint's weights, or their average, for an export."""
+def planner_of(
+    run: StoredRun,
+    task: TaskModule,
+    weights: Weights,
+    label: str,
+    form: WeightFormat,
+    dtype: str | None,
+    limit: int,
+) -> Planner:
+    """What plans an export of a run; see `export` and `Planner` for the arguments."""
+    averaged = weights == "ema" or (weights == "auto" and "ema" in run.checkpoint.parts)
+    tables = {name for name, _ in task.named_buffers()}
+    layers = quantised_layers({root: task.get_submodule(root) for root in task.trainable})
+    return Planner(
+        run.config.registry,
+        label,
+        form,
+        _opened(run.checkpoint, averaged),
+        averaged,
+        torch_dtype(dtype) if dtype else None,
+        limit,
+        tables,
+        {name: layer.kind for name, layer in layers.items()},
+    )
+
+
+def _opened(source: OpenedCheckpoint, averaged: bool) -> CheckpointSource:
     which: Literal["model", "ema"] = "ema" if averaged else "model"
     return Ranks.current().agree(
         f"reading {source.folder}", lambda: CheckpointSource(source, which, otherwise="leave out --ema")
@@ -109,7 +126,7 @@ def opened(source: OpenedCheckpoint, averaged: bool) -> CheckpointSource:
 
 
 def planned(
-    run: StoredRun, planner: Planner, task: TaskModule, averaged: bool, component: str | None, merge: bool
+    run: StoredRun, planner: Planner, task: TaskModule, component: str | None, merge: bool
 ) -> ExportPlan:
     """The parts and files of the trained components, or of the chosen one; reads names and shapes only."""
     modules = {root: task.get_submodule(root) for root in _roots(task, component)}
@@ -130,7 +147,7 @@ def planned(
     else:
         parts = [part for root, module in modules.items() for part in planner.weights(root, module)]
     whole = not alone and len(modules) == len(task.trainable)
-    return ExportPlan(run.checkpoint, run.config, planner.label, task, parts, averaged, alone, whole)
+    return ExportPlan(run.checkpoint, run.config, planner.label, task, parts, planner.averaged, alone, whole)
 
 
 def _placed(

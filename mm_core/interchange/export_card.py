@@ -80,7 +80,7 @@ def _adapters(plan: ExportPlan) -> Iterator[tuple[str, str]]:
     for part in plan.parts:
         for name, scales in part.adapters.items():
             first = next(iter(scales.values()))
-            kind = "DoRA" if first.dora else "LoRA"
+            kind = "DoRA" if first.dora else {"lokr": "LoKr", "loha": "LoHa"}.get(first.kind, "LoRA")
             layers = plural(len(scales), "layer")
             text = f"{kind} of rank {first.rank}, alpha {first.alpha:g}, in {layers}, {held}"
             yield f"adapter `{name}`", text

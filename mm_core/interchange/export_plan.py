@@ -14,7 +14,7 @@ from mm_core.config.sections import RunConfig
 from mm_core.contracts import TaskModule
 from mm_core.errors import ContractError, MMError
 from mm_core.loading.checkpoint_source import CheckpointSource
-from mm_core.modules.adapter_layers import PARTS, adapter_of, base_name, without_adapters
+from mm_core.modules.adapter_layers import PARTS, adapter_of, base_name, part_name, without_adapters
 from mm_core.modules.quantised import rounded
 from mm_core.modules.tying import tied_names
 from mm_core.plugin.registry import Registry
@@ -117,6 +117,7 @@ class Planner:
         label: qualified name of the format.
         form: the format.
         saved: the checkpoint.
+        averaged: whether the weights are the moving average.
         dtype: dtype of all floating-point parameters; None keeps the checkpoint's.
         limit: size of the largest file in bytes.
         tables: paths in the task of tensors that keep their dtype: buffers, which have the precision that
@@ -129,6 +130,7 @@ class Planner:
     label: str
     form: WeightFormat
     saved: CheckpointSource
+    averaged: bool
     dtype: torch.dtype | None
     limit: int
     tables: Collection[str] = ()
@@ -279,11 +281,19 @@ def _with_alphas(part: Part, layout: AdapterLayout, scales: Mapping[str, Adapter
     """An adapter's part with the tensors `alpha` of its layout; only kohya's needs those of scale 1."""
     if not layout.alphas:
         return part
-    alphas = {
-        f"{module_key(layout, module)}.alpha": torch.tensor(scale.factor * scale.rank)
-        for module, scale in scales.items()
-        if layout.flat or scale.factor != 1
-    }
+    names = {spec.name for spec in part.tensors}
+    alphas = {}
+    for module, scale in scales.items():
+        key = module_key(layout, module)
+        if f"{key}.lokr_w2" in names:
+            if scale.factor != 1:
+                raise ContractError(
+                    f"the LoKr of {module} has two whole matrices, which other programs scale by 1, but its"
+                    f" scale is {scale.factor:g}",
+                    hint="train with a lower rank, or with alpha equal to rank; or export lora/peft",
+                )
+        elif layout.flat or scale.factor != 1:
+            alphas[f"{key}.alpha"] = torch.tensor(scale.factor * scale.rank)
     specs = tuple(TensorSpec(name, torch.float32, ()) for name in alphas)
     shards = [replace(shard, tensors=(*specs, *shard.tensors)) for shard in part.shards]  # it has one file
     return replace(
@@ -346,7 +356,7 @@ class _Reader:
 
     def _parts(self, module: str, adapter: str) -> dict[str, Tensor]:
         """The tensors of an adapter in a module, by part."""
-        names = {part: f"{module}.{part}.{adapter}.weight" for part in PARTS}
+        names = {part: part_name(module, part, adapter) for part in PARTS}
         held = {part: name for part, name in names.items() if f"{self.root}.{name}" in self.saved.shapes}
         return {part: self._fetch(name, torch.float32) for part, name in held.items()}
 

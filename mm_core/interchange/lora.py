@@ -15,16 +15,15 @@ from torch import nn
 
 from mm_core import __version__
 from mm_core.checkpoint.reading import StoredRun, Weights, stored_run
-from mm_core.contracts import TaskModule, torch_dtype
+from mm_core.contracts import TaskModule
 from mm_core.errors import MMError, plural
 from mm_core.files import check_unused, staged_folder
-from mm_core.interchange.export import MAX_SHARD, opened, planned, write_part
+from mm_core.interchange.export import MAX_SHARD, planned, planner_of, write_part
 from mm_core.interchange.export_card import HUB
 from mm_core.interchange.export_plan import Part, Planner
-from mm_core.loading.checkpoint_source import CheckpointSource
 from mm_core.loading.provenance import given_weights, own_weights
 from mm_core.loading.run_adapters import task_of
-from mm_core.modules.adapter_layers import PARTS
+from mm_core.modules.adapter_layers import PARTS, part_name
 from mm_core.runtime.ranks import Ranks
 from mm_core.weights.adapters.files import open_adapter
 from mm_core.weights.adapters.inject import linear_layers, scales_of
@@ -75,27 +74,23 @@ def export_lora(
     out = _checked(Path(out), layout)
     stored = stored_run(run, overrides=overrides, allow_code=allow_code)
     task = task_of(stored.config, stored.checkpoint)
-    saved = opened(
-        stored.checkpoint, weights == "ema" or (weights == "auto" and "ema" in stored.checkpoint.parts)
-    )
     texts = {root: _texts(stored, task, root, trigger_words) for root in task.trainable}
     chosen = component or next((r for r in task.trainable if scales_of(task.get_submodule(r))), "")
     form = LoraFormat(layout, formats_of(stored.config.registry), out.name, texts.get(chosen, {}))
-    planner = _planner(stored, layout, form, saved, dtype, task)
-    plan = planned(stored, planner, task, False, component, False)
+    planner = planner_of(stored, task, weights, layout, form, dtype, parse_size(MAX_SHARD))
+    plan = planned(stored, planner, task, component, False)
     if not plan.adapters_alone:
         raise MMError(
             "this run trains no adapters, so there is no LoRA to export",
             where=f"--to {layout}",
             hint="export the full weights: --to diffusers, or your model's format",
         )
-    Ranks.current().agree(f"reading {saved.folder}", saved.verify)
+    Ranks.current().agree(f"reading {planner.saved.folder}", planner.saved.verify)
 
     def fill(stage: Path) -> None:
         for part in plan.parts:
             write_part(stage, part)
-            checked = check_written(stage, part, form, planner, task.get_submodule(part.root))
-            for sentence in checked:
+            for sentence in check_written(stage, part, form, planner, task.get_submodule(part.root)):
                 note(sentence)
 
     if layout == "lora/peft":
@@ -119,19 +114,6 @@ def _checked(out: Path, layout: str) -> Path:
         )
     check_unused(out)
     return out
-
-
-def _planner(
-    stored: StoredRun,
-    layout: str,
-    form: LoraFormat,
-    saved: CheckpointSource,
-    dtype: str | None,
-    task: nn.Module,
-) -> Planner:
-    tables = {name for name, _ in task.named_buffers()}
-    lowered = torch_dtype(dtype) if dtype else None
-    return Planner(stored.config.registry, layout, form, saved, lowered, parse_size(MAX_SHARD), tables)
 
 
 def _moved(out: Path, fill: Callable[[Path], None]) -> list[Path]:
@@ -226,7 +208,9 @@ def _differences(
             yield name, f"scale {held.scales[stored].factor:g} instead of {scale.factor:g}"
             continue
         trained = {
-            p: t for p in PARTS if (t := planner.read(f"{part.root}.{name}.{p}.{adapter}.weight")) is not None
+            p: t
+            for p in PARTS
+            if (t := planner.read(part_name(f"{part.root}.{name}", p, adapter))) is not None
         }
         for piece, expected in trained.items():
             key = held.keys.get((stored, piece), "")
@@ -236,5 +220,5 @@ def _differences(
                 yield name, f"values of {piece}"
                 break
         else:
-            if not trained["lora_B"].any():
+            if not all(tensor.any() for tensor in trained.values()):
                 yield name, None

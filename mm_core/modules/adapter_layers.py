@@ -1,7 +1,8 @@
 """Adapter layers in a component: their names, and the component without them.
 
 The layers are PEFT's: a linear layer `to_q` becomes a module that contains the layer itself as `base_layer`
-and, for each adapter, `lora_A`, `lora_B` and, for DoRA, `lora_magnitude_vector`.
+and, for each adapter, `lora_A`, `lora_B` and, for DoRA, `lora_magnitude_vector`; or the matrices of a LoKr or
+LoHa.
 """
 
 from __future__ import annotations
@@ -13,8 +14,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-PARTS = ("lora_A", "lora_B", "lora_magnitude_vector")
-"""Modules that contain an adapter's parameters, by the adapter's name."""
+_MODULES = ("lora_A", "lora_B", "lora_magnitude_vector")
+_PARAMETERS = tuple(f"lokr_w{n}{end}" for n in (1, 2) for end in ("", "_a", "_b"))
+_PARAMETERS += tuple(f"hada_w{n}_{end}" for n in (1, 2) for end in "ab")
+PARTS = (*_MODULES, *_PARAMETERS)
+"""What contains an adapter's parameters, by the adapter's name: modules, and parameters of LoKr and LoHa."""
+
+
+def part_name(module: str, part: str, adapter: str) -> str:
+    """The name of an adapter's parameter in its component."""
+    return f"{module}.{part}.{adapter}{'.weight' if part in _MODULES else ''}"
 
 
 def base_name(name: str) -> str:
@@ -36,7 +45,7 @@ def adapted_layers(module: nn.Module) -> dict[str, Any]:
     return {
         path: layer
         for path, layer in module.named_modules()
-        if "base_layer" in layer._modules and "lora_A" in layer._modules
+        if "base_layer" in layer._modules and not layer._modules.keys().isdisjoint(PARTS)
     }
 
 
@@ -60,6 +69,9 @@ def init_adapters(module: nn.Module) -> None:
     """
     for layer in adapted_layers(module).values():
         for name, kind in layer.adapter_inits.items():
+            if "lora_A" not in layer._modules:
+                layer.reset_adapter_parameters(name)  # PEFT's: one factor is zero
+                continue
             first = layer.lora_A[name].weight
             if kind == "gaussian":
                 nn.init.normal_(first, std=1 / layer.r[name])

@@ -66,8 +66,11 @@ def _paths(name: str) -> list[str]:
 def _of_adapters(layer: Any, fed: bool) -> tuple[float, float]:
     """Forward and backward of a layer's adapters, as shares of the layer's own forward."""
     forward = backward = 0.0
-    whole = layer.base_layer.weight.numel()
+    whole = layer.base_layer.in_features * layer.base_layer.out_features
     for name in layer.active_adapters:
+        if "lora_A" not in layer._modules:  # PEFT multiplies by the whole change of a LoKr or LoHa
+            forward, backward = forward + 1, backward + 1 + fed
+            continue
         first, second = layer.lora_A[name].weight, layer.lora_B[name].weight
         into, out = first.numel() / whole, second.numel() / whole
         forward += into + out

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
 from statistics import NormalDist
 from typing import Any
 
@@ -30,13 +29,15 @@ _AT_ONCE = 2**28
 """Numbers of weights that are in memory at once, before they are quantised."""
 
 
-@cache
-def _levels() -> Tensor:
-    """The 16 levels of nf4, from -1 to 1: quantiles of the normal distribution."""
+def _levels() -> tuple[float, ...]:
     last = 1 - (1 / 30 + 1 / 32) / 2
     above = [NormalDist().inv_cdf(last + (0.5 - last) * i / 8) for i in range(8)]
     below = [-NormalDist().inv_cdf(last + (0.5 - last) * i / 7) for i in range(7)]
-    return torch.tensor(sorted([*above, 0.0, *below])) / max(above)
+    return tuple(level / max(above) for level in sorted([*above, 0.0, *below]))
+
+
+_LEVELS = _levels()
+"""The 16 levels of nf4, from -1 to 1: quantiles of the normal distribution."""
 
 
 def group_of(kind: str, columns: int) -> int:
@@ -61,7 +62,7 @@ def quantise(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         return units.round().clamp(-127, 127).to(torch.int8), scale
     if kind == "fp8":
         return units.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8), scale
-    levels = _levels().to(weight.device)
+    levels = torch.tensor(_LEVELS, device=weight.device)
     codes = torch.bucketize(units, (levels[1:] + levels[:-1]) / 2).to(torch.uint8)
     low, high = codes.chunk(2, 1)
     return low | high << 4, scale
@@ -74,7 +75,7 @@ def dequantise(codes: Tensor, scale: Tensor, kind: str, dtype: torch.dtype) -> T
     elif kind == "fp8":
         units = codes.view(torch.float8_e4m3fn).to(dtype)
     else:
-        levels = _levels().to(codes.device, dtype)
+        levels = torch.tensor(_LEVELS, device=codes.device, dtype=dtype)
         halves = [
             levels.index_select(0, half.int().view(-1)).view(codes.shape) for half in (codes & 15, codes >> 4)
         ]
@@ -169,6 +170,14 @@ def quantise_base(task: TaskModule, blocks: Iterable[str], kind: str) -> None:
     """
     for root in task.trainable:
         layers = adapted_layers(task.get_submodule(root))
+        if kind == "nf4" and any(
+            s.kind != "lora" for one in layers.values() for s in one.adapter_scales.values()
+        ):
+            raise PlanError(
+                "PEFT's LoKr and LoHa read the shape of the weights below them, and those of nf4 are packed",
+                where=WHERE,
+                accepted="bf16, int8, fp8",
+            )
         if needy := [
             path for path, layer in layers.items() if any(s.dora for s in layer.adapter_scales.values())
         ]:

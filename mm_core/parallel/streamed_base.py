@@ -56,7 +56,9 @@ def plan_base(task: TaskModule, layout: Layout, keep: int, dtype: torch.dtype | 
     sizes = [sum(_size(p, dtype) for _, p in frozen_in(task, path)) for path in blocks]
     stay = staying(keep, len(blocks))
     moving = sorted(sizes[stay:])[-min(keep + 1 - stay, 2) :] if stay < len(sizes) else []
-    return FrozenPlan("base", "streamed", tuple(blocks), sum(sizes[:stay]), sum(sizes[stay:]), sum(moving))
+    return FrozenPlan(
+        "base", "streamed", tuple(blocks), sum(sizes[:stay]), sum(sizes[stay:]), sum(moving), keep
+    )
 
 
 def staying(keep: int, blocks: int) -> int:
@@ -145,7 +147,6 @@ class StreamedBase:
     Args:
         task: on the meta device; the blocks' forwards are replaced, before `recompute` replaces them.
         plan: result of `plan_base`.
-        keep: see `plan_base`.
         device: the device that computes.
         dtype: dtype in which the base computes; None for its own.
 
@@ -156,10 +157,10 @@ class StreamedBase:
     """
 
     def __init__(
-        self, task: TaskModule, plan: FrozenPlan, keep: int, device: torch.device, dtype: torch.dtype | None
+        self, task: TaskModule, plan: FrozenPlan, device: torch.device, dtype: torch.dtype | None
     ) -> None:
-        self._task, self._paths, self._ahead = task, plan.blocks, keep > 0
-        stay = staying(keep, len(plan.blocks))
+        self._task, self._paths, self._ahead = task, plan.blocks, plan.keep > 0
+        stay = staying(plan.keep, len(plan.blocks))
         self._blocks = [_Block(device, index < stay) for index in range(len(plan.blocks))]
         self._side = torch.Stream(device) if device.type != "cpu" else None
         self.host: dict[str, Tensor] = {}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
-from mm_core.builtin.configs.engines import BaseConfig
+from mm_core.config.dump import to_mapping
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import Engine, EnginePlan
 from mm_core.errors import MMError
@@ -33,38 +34,39 @@ class BaseChoice:
 def base_choices(config: RunConfig, world: int, adapters: Structure) -> tuple[BaseChoice, ...]:
     """The memory of a run with adapters as configured, and with its base streamed, in int8 and in nf4.
 
+    Returns () for a run without adapters, or with an engine that has no section `base`.
+
     Args:
-        config: the run's config; () if it has no adapters, or its engine streams nothing.
+        config: the run's config.
         world: number of ranks.
         adapters: as for `build_task`.
     """
-    if not config.train.adapters or "base" not in config.engine.options:
+    engine = to_mapping(config)["engine"]
+    if not config.train.adapters or "base" not in engine:
         return ()
-    return tuple(_choices(config, world, adapters))
-
-
-def _choices(config: RunConfig, world: int, adapters: Structure) -> Iterator[BaseChoice]:
-    engine, train = config.engine, config.train
-    recomputed = engine.options["recompute_modules"] or "auto"
-    base = BaseConfig(stream=True)
-    streamed = {**engine.options, "base": base, "recompute_modules": recomputed}
+    streamed = {"base": {"stream": True}, "recompute_modules": engine["recompute_modules"] or "auto"}
     forms = {
-        "as configured": config,
-        "+ stream": replace(config, engine=replace(engine, options=streamed)),
-        "+ int8": replace(config, train=replace(train, base_dtype="int8")),
-        "+ nf4": replace(config, train=replace(train, base_dtype="nf4")),
+        "as configured": (config.train.base_dtype, engine),
+        "+ stream": (config.train.base_dtype, {**engine, **streamed}),
+        "+ int8": ("int8", engine),
+        "+ nf4": ("nf4", engine),
     }
-    for label, form in forms.items():
+    found = []
+    for label, (dtype, settings) in forms.items():
+        train = replace(config.train, base_dtype=dtype)
         try:
-            yield _choice(label, form, world, adapters)
+            found.append(_choice(label, replace(config, train=train), settings, world, adapters))
         except MMError as fault:
-            yield BaseChoice(label, refusal=fault.what)
+            found.append(BaseChoice(label, refusal=fault.what))
+    return tuple(found)
 
 
-def _choice(label: str, config: RunConfig, world: int, adapters: Structure) -> BaseChoice:
+def _choice(
+    label: str, config: RunConfig, settings: Mapping[str, Any], world: int, adapters: Structure
+) -> BaseChoice:
     task = build_task(config, adapters)
     build_frozen(task)
-    engine: Engine = config.registry.build("engine", config.engine)
+    engine: Engine = config.registry.build("engine", settings)
     plan: EnginePlan = engine.plan(task, world, state_tensors(config))
     ours = plan.parameter_bytes - plan.offloaded_bytes
     states = plan.gradient_bytes + plan.optimizer_bytes

@@ -17,6 +17,7 @@ class AdapterConfig:
     """
 
     targets: tuple[str, ...] = ()  # module patterns, or ends of paths (`to_q`); a parent module: all in it
+    kind: Literal["lora", "lokr", "loha"] = "lora"  # a product, a Kronecker or a Hadamard product
     exclude: tuple[str, ...] = ()  # as targets: modules that get no adapter
     rank: Annotated[int, Range(ge=1)] = 16  # rank of the change
     alpha: Annotated[float, Range(gt=0)] | None = None  # the change is scaled by alpha / rank; null: by 1
@@ -45,6 +46,10 @@ class AdapterConfig:
         if self.targets and self.from_ is not None:
             raise ValueError(
                 "targets and from are both set: remove targets, which the adapter's files contain"
+            )
+        if self.kind != "lora" and (self.dora or self.rslora or self.dropout or self.init != "kaiming"):
+            raise ValueError(
+                f"dora, rslora, dropout and init do not work with kind: {self.kind}; remove them"
             )
         if self.from_ is not None and (self.exclude or self.ranks or self.alphas):
             raise ValueError(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mm_core.errors import CheckpointError, ContractError
 from mm_core.modules.adapter_layers import row_lengths
+from mm_core.weights.adapters.kinds import PEFT_TYPES, by_module, change_of, is_whole, kind_of, rank_of
 from mm_core.weights.formats.format import AdapterLayout, Layout, StoredTensors
 from mm_core.weights.formats.key_map import Copy, KeyMap
 from mm_core.weights.formats.libraries import PEFT_ADAPTER, read_mapping
@@ -29,7 +30,8 @@ _PARTS = {
 }  # fmt: skip
 """Other programs' names of the factors."""
 _KEY = re.compile(
-    r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_magnitude_vector|lora[._](?:down|up))"
+    r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_magnitude_vector|lora[._](?:down|up)"
+    r"|lokr_w[12](?:_[ab])?|hada_w[12]_[ab])"
     r"(\.(?!(bias|weight)\Z)[\w-]+)?(\.weight)?\Z"
 )
 _ALPHA = re.compile(r"(?P<module>.+)\.alpha\Z")
@@ -42,12 +44,13 @@ _LOOPS = 3  # most repetitions in a pattern of an untrusted file: matching more 
 
 @dataclass(frozen=True)
 class AdapterScale:
-    """Rank and scale of a LoRA or DoRA adapter, as in PEFT's LoraConfig."""
+    """Rank and scale of a module's adapter, as in PEFT's configs; its kind: lora, lokr or loha."""
 
     rank: int
     alpha: float
     dora: bool = False
     rslora: bool = False
+    kind: str = "lora"
 
     @property
     def factor(self) -> float:
@@ -89,11 +92,11 @@ def open_adapter(path: Path) -> AdapterFile:
     texts = stored.metadata()
     if not settings and "lora_adapter_metadata" in texts:
         settings = _unprefixed(texts["lora_adapter_metadata"], file)
-    if (kind := settings.get("peft_type", "LORA")) != "LORA":
+    if (kind := settings.get("peft_type", "LORA")) not in PEFT_TYPES.values():
         raise CheckpointError(
             f"this adapter has the type {kind}",
             where=str(path),
-            accepted="LORA, with or without DoRA",
+            accepted="LORA, with or without DoRA, LOKR, LOHA",
             hint="merge this adapter into its base weights with PEFT, and load those",
         )
     if (begun := settings.get("init_lora_weights")) not in _STARTS:
@@ -106,10 +109,13 @@ def open_adapter(path: Path) -> AdapterFile:
     start = next(p for p in _PREFIXES if all(name.startswith(p) for name in stored.shapes))
     keys, alphas, added = _keys(stored, start, file)
     scales: dict[str, AdapterScale] = {}
-    for module in dict.fromkeys(module for module, _ in keys):
-        rank, dora = stored.shapes[keys[module, "lora_A"]][0], (module, "lora_magnitude_vector") in keys
+    for module, parts in by_module(keys).items():
+        rank = rank_of({part: stored.shapes[keys[module, part]] for part in parts})
+        if is_whole(parts) and isinstance(known := settings.get("r"), int):
+            rank = known
         alpha = _alpha(module, settings, rank, alphas, file)
-        scales[module] = AdapterScale(rank, alpha, dora, settings.get("use_rslora") is True)
+        dora, rslora = "lora_magnitude_vector" in parts, settings.get("use_rslora") is True
+        scales[module] = AdapterScale(rank, alpha, dora, rslora, kind_of(parts) or "")
     return AdapterFile(stored, keys, scales, start in _FLAT, added)
 
 
@@ -127,7 +133,7 @@ def _keys(
     for name, shape in stored.shapes.items():
         bare = name.removeprefix(start)
         if start in _FLAT:  # some programs leave the dots behind the block's number
-            module, *end = re.split(r"\.(?=(?:lora_|alpha\Z|diff))", bare, maxsplit=1)
+            module, *end = re.split(r"\.(?=(?:lora_|lokr_|hada_|alpha\Z|diff))", bare, maxsplit=1)
             bare = ".".join([module.replace(".", "_"), *end])
         found, scaled = _KEY.match(bare), _ALPHA.match(bare)
         if scaled is not None and prod(shape) == 1:
@@ -142,15 +148,15 @@ def _keys(
             strange.append(name)
         else:
             keys[place] = name
-    strange += [f"{start}{module}.alpha" for module in alphas if (module, "lora_A") not in keys]
-    modules = dict.fromkeys(module for module, _ in keys)
-    lone = [m for m in modules if (m, "lora_A") not in keys or (m, "lora_B") not in keys]
+    modules = by_module(keys)
+    strange += [f"{start}{module}.alpha" for module in alphas if module not in modules]
+    lone = [module for module, parts in modules.items() if kind_of(parts) is None]
     if strange or lone or not modules:
         odd = strange or [f"{module} (one of its two matrices)" for module in lone] or ["nothing"]
         raise CheckpointError(
             f"this is not a LoRA of linear layers: it contains {', '.join(odd[:3])}",
             where=str(file),
-            accepted="for each module lora_A and lora_B, and for DoRA lora_magnitude_vector",
+            accepted="for each module lora_A and lora_B, for DoRA lora_magnitude_vector, or a LoKr or LoHa",
             hint="adapters of convolutions and embeddings: merge them into the base weights with PEFT",
         )
     return keys, alphas, added
@@ -193,7 +199,12 @@ def _alpha(
     """A module's alpha: from the file's own tensors (`own`), else from the settings, else its rank."""
     found: object = own.get(module)
     if found is None:
-        found = _pattern(settings.get("alpha_pattern"), module, settings.get("lora_alpha", rank), file)
+        found = _pattern(
+            settings.get("alpha_pattern"),
+            module,
+            settings.get("lora_alpha", settings.get("alpha", rank)),
+            file,
+        )
     if not isinstance(found, int | float) or isinstance(found, bool) or not 0 < found < float("inf"):
         raise CheckpointError(f"lora_alpha is {found!r}", where=str(file), accepted="a number above 0")
     return float(found)
@@ -253,6 +264,14 @@ def stored_key(layout: AdapterLayout, module: str, part: str) -> str:
                 hint="export in one of these, or merged weights (--merge-lora)",
             )
         return f"{layout.module_prefix}{stored_module(layout, module)}.{part}"
+    if part not in ("lora_A", "lora_B"):
+        if layout.metadata_key is not None:
+            raise ContractError(
+                f"the adapter of {module} is a LoKr or LoHa, which Diffusers does not load",
+                accepted="lora/comfyui, lora/kohya, lora/peft",
+                hint="export in one of these, or merged weights (--merge-lora)",
+            )
+        return f"{module_key(layout, module)}.{part}"
     name = layout.factors[part == "lora_B"]
     return f"{module_key(layout, module)}.{name}.weight"
 
@@ -318,32 +337,31 @@ def peft_settings(
         beside: modules that the file contains in full.
     """
     names = {stored_module(layout, module): scale for module, scale in scales.items()}
+    kind = next(iter(scales.values())).kind
+    only_lora = {"bias": "none", "fan_in_fan_out": False, "init_lora_weights": True, "lora_dropout": 0.0}
     return {
-        "peft_type": "LORA",
+        "peft_type": PEFT_TYPES[kind],
         "base_model_name_or_path": None,
         "task_type": None,
         "inference_mode": True,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "lora_dropout": 0.0,
+        **(only_lora if kind == "lora" else {"init_weights": True}),
         "modules_to_save": [stored_module(layout, module) for module in beside] or None,
         **scale_settings(names),
     }
 
 
 def scale_settings(scales: Mapping[str, AdapterScale]) -> dict[str, object]:
-    """The fields of PEFT's LoraConfig for an adapter's modules, ranks and scales."""
+    """The fields of PEFT's config for an adapter's modules, ranks and scales."""
     first = next(iter(scales.values()))
     ranks = {_whole_pattern(name): s.rank for name, s in scales.items() if s.rank != first.rank}
     alphas = {_whole_pattern(name): _plain(s.alpha) for name, s in scales.items() if s.alpha != first.alpha}
+    only_lora = {"use_dora": first.dora, "use_rslora": first.rslora}
     return {
         "r": first.rank,
-        "lora_alpha": _plain(first.alpha),
+        "lora_alpha" if first.kind == "lora" else "alpha": _plain(first.alpha),
         "rank_pattern": ranks,
         "alpha_pattern": alphas,
-        "use_dora": first.dora,
-        "use_rslora": first.rslora,
+        **(only_lora if first.kind == "lora" else {}),
         "target_modules": sorted(scales),
     }
 
@@ -363,7 +381,7 @@ def merge(weight: Tensor, adapters: Iterable[tuple[AdapterScale, Mapping[str, Te
     Args:
         weight: [out, in].
         adapters: in config order; the scale of each, and its tensors by part: lora_A [rank, in], lora_B
-            [out, rank], for DoRA lora_magnitude_vector [out].
+            [out, rank], lora_magnitude_vector [out] for DoRA; or those of a LoKr or LoHa.
 
     Returns:
         [out, in] float32. LoRA: W + f B A. DoRA (https://arxiv.org/abs/2402.09353, eq. 5) scales the result
@@ -371,7 +389,7 @@ def merge(weight: Tensor, adapters: Iterable[tuple[AdapterScale, Mapping[str, Te
     """
     weight = total = weight.float()
     for scale, parts in adapters:
-        changed = weight + scale.factor * (parts["lora_B"].float() @ parts["lora_A"].float())
+        changed = weight + scale.factor * change_of(parts)
         total = changed if total is weight else total + (changed - weight)
         if scale.dora:
             total = total * (parts["lora_magnitude_vector"].float() / row_lengths(changed))[:, None]

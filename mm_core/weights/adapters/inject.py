@@ -18,7 +18,14 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from mm_core.builtin.configs.adapters import AdapterConfig
 from mm_core.contracts import TaskModule
 from mm_core.errors import CheckpointError, ContractError, PlanError, plural
-from mm_core.modules.adapter_layers import adapted_layers, adapter_of, base_name, row_lengths
+from mm_core.modules.adapter_layers import (
+    PARTS,
+    adapted_layers,
+    adapter_of,
+    base_name,
+    part_name,
+    row_lengths,
+)
 from mm_core.modules.patterns import select_parameters
 from mm_core.modules.tying import tied_names
 from mm_core.weights.adapters.files import AdapterScale, scale_settings
@@ -82,6 +89,13 @@ def add_adapters(
         for root in roots:
             if held := {layers[path][1]: scales[path] for path in scales if layers[path][0] == root}:
                 wanted[root].append((adapter, held))
+    kinds = {scale.kind for given in wanted.values() for _, held in given for scale in held.values()}
+    if len(kinds) > 1:
+        raise PlanError(
+            f"this run has adapters of several kinds: {', '.join(sorted(kinds))}",
+            where=KEY,
+            accepted="one kind for all adapters of a run",
+        )
     trained = {adapter.name for adapter in adapters if adapter.train}
     for root, given in wanted.items():
         component = task.get_submodule(root)
@@ -206,9 +220,10 @@ def _inject(component: nn.Module, adapter: AdapterConfig, scales: Mapping[str, A
     """Replaces the modules in `scales` with PEFT's layers."""
     peft = _peft()
     # PEFT matches one text against complete paths, and a list against the ends of paths.
-    config = peft.LoraConfig(
-        **scale_settings(scales) | {"target_modules": "|".join(map(re.escape, scales))},
-        lora_dropout=adapter.dropout,
+    kind = next(iter(scales.values())).kind
+    given = scale_settings(scales) | {"target_modules": "|".join(map(re.escape, scales))}
+    config = {"lora": peft.LoraConfig, "lokr": peft.LoKrConfig, "loha": peft.LoHaConfig}[kind](
+        **given, **({"lora_dropout": adapter.dropout} if kind == "lora" else {})
     )
     with warnings.catch_warnings():
         # The config may set several adapters.
@@ -272,9 +287,9 @@ class AdapterWeights:
             for tensor, (file, addition) in found.added.items():
                 self.added.setdefault(f"{found.root}.{tensor}", []).append((file.stored, addition))
             for module, (file, stored) in found.modules.items():
-                for part in ("lora_A", "lora_B", "lora_magnitude_vector"):
+                for part in PARTS:
                     if (key := file.keys.get((stored, part))) is not None:
-                        name = f"{found.root}.{module}.{part}.{adapter.name}.weight"
+                        name = part_name(f"{found.root}.{module}", part, adapter.name)
                         shape = tuple(file.stored.shapes[key])
                         self._pieces.append((whole(name, key, shape), file.stored))
         self.names = {copy.component for copy, _ in self._pieces}

@@ -15,6 +15,7 @@ from mm_core.contracts import TaskModule
 from mm_core.errors import CheckpointError
 from mm_core.weights.adapters.files import AdapterScale
 from mm_core.weights.adapters.inject import Structure, scales_of
+from mm_core.weights.adapters.kinds import PEFT_TYPES
 
 
 def record_of(task: TaskModule, adapters: Sequence[AdapterConfig]) -> list[dict[str, object]]:
@@ -25,8 +26,8 @@ def record_of(task: TaskModule, adapters: Sequence[AdapterConfig]) -> list[dict[
         adapters: adapter sections of the config.
 
     Returns:
-        Rows with name, train, dropout, and `layers`: rank, alpha, dora, rslora and the `modules` (paths in
-        the task) that share these.
+        Rows with name, train, dropout, and `layers`: rank, alpha, dora, rslora, kind and the `modules` (paths
+        in the task) that share these.
     """
     roots = task.trainable
     found = {root: scales_of(task.get_submodule(root)) for root in roots}
@@ -54,7 +55,10 @@ def structure_in(rows: Any, where: Path) -> Structure:
             held: dict[str, AdapterScale] = {}
             for layer in row["layers"]:
                 rank, alpha = _whole(layer["rank"]), float(layer["alpha"])
-                scale = AdapterScale(rank, alpha, layer["dora"] is True, layer["rslora"] is True)
+                kind = layer.get("kind", "lora")  # older checkpoints have LoRAs only
+                if kind not in PEFT_TYPES:
+                    raise ValueError(f"{kind!r} is no kind of adapter")
+                scale = AdapterScale(rank, alpha, layer["dora"] is True, layer["rslora"] is True, kind)
                 held |= dict.fromkeys(map(str, layer["modules"]), scale)
             found[str(row["name"])] = held
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):

@@ -41,7 +41,7 @@ def scales_by_layer(
     for path in (path for path in layers if path in chosen):
         rank = int(ranks.get(path, adapter.rank))
         alpha = alphas.get(path, adapter.alpha or rank)
-        found[path] = AdapterScale(rank, alpha, adapter.dora, adapter.rslora)
+        found[path] = AdapterScale(rank, alpha, adapter.dora, adapter.rslora, adapter.kind)
     return found
 
 
