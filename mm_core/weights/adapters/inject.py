@@ -89,13 +89,7 @@ def add_adapters(
         for root in roots:
             if held := {layers[path][1]: scales[path] for path in scales if layers[path][0] == root}:
                 wanted[root].append((adapter, held))
-    kinds = {scale.kind for given in wanted.values() for _, held in given for scale in held.values()}
-    if len(kinds) > 1:
-        raise PlanError(
-            f"this run has adapters of several kinds: {', '.join(sorted(kinds))}",
-            where=KEY,
-            accepted="one kind for all adapters of a run",
-        )
+    _check_kinds(scale for given in wanted.values() for _, held in given for scale in held.values())
     trained = {adapter.name for adapter in adapters if adapter.train}
     for root, given in wanted.items():
         component = task.get_submodule(root)
@@ -108,6 +102,17 @@ def add_adapters(
             place = adapter_of(name)
             parameter.requires_grad_(place is not None and place[2] in trained)
     _train_beside(task, beside)
+
+
+def _check_kinds(scales: Iterable[AdapterScale]) -> None:
+    """PlanError for adapters of several kinds: PEFT's layers of two kinds do not stack."""
+    kinds = {scale.kind for scale in scales}
+    if len(kinds) > 1:
+        raise PlanError(
+            f"this run has adapters of several kinds: {', '.join(sorted(kinds))}",
+            where=KEY,
+            accepted="one kind for all adapters of a run",
+        )
 
 
 def linear_layers(component: nn.Module) -> list[str]:
