@@ -13,15 +13,12 @@ from support.ranks import run_ranks
 SCRIPT = Path(__file__).with_name("base_ranks.py")
 
 
-CASES = [(1, "bf16", 0), (1, "fp32", 1), (2, "fp32", 2), (1, "fp32", 4), (2, "bf16", 9)]
+CASES = [(1, "bf16", 0), (1, "fp32", 1), (2, "fp32", 2), (2, "bf16", 2), (1, "fp32", 4), (2, "bf16", 9)]
+CASES = [*((*case, "other") for case in CASES), (2, "bf16", 1, "reentrant")]
 
 
-@pytest.mark.parametrize(
-    ("world", "dtype", "keep", "form"),
-    [(2, "bf16", 2, "other")]
-    + [pytest.param(*case, "other", marks=pytest.mark.slow) for case in CASES]
-    + [pytest.param(2, "bf16", 1, "reentrant", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "dtype", "keep", "form"), CASES)
 def test_streamed_training_is_bit_equal(world, dtype, keep, form, tmp_path):
     out = tmp_path / "out.pt"
     run_ranks(SCRIPT, world, out, f"{dtype},{keep},{form}")

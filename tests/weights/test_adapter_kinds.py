@@ -29,6 +29,9 @@ ADAPTERS = {
 }
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module", params=ADAPTERS)
 def run(request, tmp_path_factory):
     """The folder, the published base and the task of a run that trained such an adapter."""

@@ -22,6 +22,9 @@ from mm_core.weights.adapters.layouts import LAYOUTS
 from mm_core.weights.fitting import formats_of
 from support import runs
 
+pytestmark = pytest.mark.slow
+
+
 TINY = {"num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 2, "ffn_dim": 40, "freq_dim": 16}
 ADAPTER = {"targets": ["predictor.blocks.{*}"], "rank": 4, "alpha": 2.0}
 FILES = [label for label in LAYOUTS if label != "lora/peft"]

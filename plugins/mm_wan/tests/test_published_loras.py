@@ -103,6 +103,7 @@ def begun(tmp_path):
     return config, pipeline, model, tensors
 
 
+@pytest.mark.slow
 def test_additions_change_the_base_and_stay_in_checkpoints(begun, tmp_path):
     config, pipeline, model, tensors = begun
     saved, _ = import_weights(config, pipeline)
@@ -121,6 +122,7 @@ def test_additions_change_the_base_and_stay_in_checkpoints(begun, tmp_path):
     assert torch.equal(load_file(file)[name], state[name])
 
 
+@pytest.mark.slow
 def test_additions_of_another_shape_are_named(begun, tmp_path):
     config, pipeline, _, tensors = begun
     name = "diffusion_model.patch_embedding.diff"
