@@ -110,11 +110,11 @@ def planner_of(
         label,
         form,
         _opened(run.checkpoint, averaged),
-        averaged,
         torch_dtype(dtype) if dtype else None,
         limit,
         tables,
         {name: layer.kind for name, layer in layers.items()},
+        averaged,
     )
 
 

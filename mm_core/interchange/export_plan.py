@@ -117,24 +117,24 @@ class Planner:
         label: qualified name of the format.
         form: the format.
         saved: the checkpoint.
-        averaged: whether the weights are the moving average.
         dtype: dtype of all floating-point parameters; None keeps the checkpoint's.
         limit: size of the largest file in bytes.
         tables: paths in the task of tensors that keep their dtype: buffers, which have the precision that
             their component needs.
         quantised: path in the task of each weight of a quantised base -> its kind: merged weights have the
             values that the run computes with.
+        averaged: whether the weights are the moving average.
     """
 
     registry: Registry
     label: str
     form: WeightFormat
     saved: CheckpointSource
-    averaged: bool
     dtype: torch.dtype | None
     limit: int
     tables: Collection[str] = ()
     quantised: Mapping[str, str] = field(default_factory=dict)
+    averaged: bool = False
 
     def weights(self, root: str, module: nn.Module) -> list[Part]:
         """Plans the export of a component's weights with its adapters merged: a part for each folder."""

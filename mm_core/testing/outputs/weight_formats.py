@@ -97,7 +97,7 @@ class FormatProbe:
         limit = 1 + sum(tensor.nbytes for tensor in tensors.values()) // files
         saved = cast(CheckpointSource, _Stored(tensors))
         label = self.probe.registered.qualified
-        planner = Planner(self.probe.registry, label, form or self.build(), saved, False, None, limit)
+        planner = Planner(self.probe.registry, label, form or self.build(), saved, None, limit)
         return planner.weights(_NAME, self.component)
 
     def write(self, name: str, tensors: Mapping[str, Tensor], form: Any = None, files: int = 1) -> Path:
