@@ -53,12 +53,16 @@ def plan_base(task: TaskModule, layout: Layout, keep: int, dtype: torch.dtype | 
             where=WHERE,
             hint="leave it out of engine.recompute_modules",
         )
-    sizes = [sum(_size(p, dtype) for _, p in frozen_in(task, path)) for path in blocks]
+    sizes = [sum(p.numel() * _kind(p, dtype).itemsize for _, p in frozen_in(task, path)) for path in blocks]
     stay = staying(keep, len(blocks))
+    kept = [
+        parameter.nbytes
+        for index, path in enumerate(blocks)
+        for _, parameter in frozen_in(task, path)
+        if index >= stay or _kind(parameter, dtype) != parameter.dtype
+    ]
     moving = sorted(sizes[stay:])[-min(keep + 1 - stay, 2) :] if stay < len(sizes) else []
-    return FrozenPlan(
-        "base", "streamed", tuple(blocks), sum(sizes[:stay]), sum(sizes[stay:]), sum(moving), keep
-    )
+    return FrozenPlan("base", "streamed", tuple(blocks), sum(sizes[:stay]), sum(kept), sum(moving), keep)
 
 
 def staying(keep: int, blocks: int) -> int:
@@ -66,9 +70,9 @@ def staying(keep: int, blocks: int) -> int:
     return blocks if keep + 1 >= blocks else max(0, keep - 1)
 
 
-def _size(parameter: nn.Parameter, dtype: torch.dtype | None) -> int:
-    kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-    return parameter.numel() * kind.itemsize
+def _kind(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype in which a weight computes: `dtype` for a floating-point one."""
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
 def frozen_in(task: TaskModule, path: str) -> Iterator[tuple[str, nn.Parameter]]:
@@ -83,6 +87,7 @@ class _Block:
     """A block's frozen parameters. Off the device they are views of one number: they keep shape and dtype."""
 
     device: torch.device
+    dtype: torch.dtype | None
     stays: bool
     kept: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
     arriving: list[Tensor] | None = None
@@ -90,15 +95,19 @@ class _Block:
     present: bool = False
 
     def begin(self, named: Iterator[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
-        """Takes the filled parameters; returns those in host memory by name."""
+        """Takes the filled parameters; returns those in host memory by name, in the dtype of checkpoints."""
         held = {}
         for name, parameter in named:
-            if self.stays:
+            if self.stays and _kind(parameter, self.dtype) == parameter.dtype:
                 parameter.data = parameter.data.to(self.device)
             else:
                 held[name] = parameter.data.pin_memory() if self.device.type != "cpu" else parameter.data
                 self.kept.append((parameter, held[name]))
-        self.leave()
+        if self.stays:
+            for parameter, kept in self.kept:
+                parameter.data = kept.to(self.device, _kind(kept, self.dtype))
+        else:
+            self.leave()
         return held
 
     def fetch(self, side: torch.Stream | None) -> None:
@@ -106,7 +115,9 @@ class _Block:
         if self.stays or self.present or self.arriving is not None:
             return
         # Allocated where they are used: the memory is free again in the order of the computation.
-        self.arriving = [torch.empty_like(kept, device=self.device) for _, kept in self.kept]
+        self.arriving = [
+            torch.empty_like(kept, device=self.device, dtype=_kind(kept, self.dtype)) for _, kept in self.kept
+        ]
         if side is None:
             self._copy()
             return
@@ -138,7 +149,8 @@ class _Block:
             torch.accelerator.current_stream(self.device).wait_event(self.event)
         self.arriving, self.event, self.present = None, None, False
         for parameter, kept in self.kept:
-            parameter.data = torch.empty((), dtype=kept.dtype, device=self.device).expand(kept.shape)
+            one = torch.empty((), dtype=_kind(kept, self.dtype), device=self.device)
+            parameter.data = one.expand(kept.shape)
 
 
 class StreamedBase:
@@ -148,7 +160,7 @@ class StreamedBase:
         task: on the meta device; the blocks' forwards are replaced, before `recompute` replaces them.
         plan: result of `plan_base`.
         device: the device that computes.
-        dtype: dtype in which the base computes; None for its own.
+        dtype: dtype in which the base computes; None for its own. Host memory keeps its own.
 
     Attributes:
         parameters: the frozen parameters of the blocks, which the engine must neither shard nor put on the
@@ -161,15 +173,12 @@ class StreamedBase:
     ) -> None:
         self._task, self._paths, self._ahead = task, plan.blocks, plan.keep > 0
         stay = staying(plan.keep, len(plan.blocks))
-        self._blocks = [_Block(device, index < stay) for index in range(len(plan.blocks))]
+        self._blocks = [_Block(device, dtype, index < stay) for index in range(len(plan.blocks))]
         self._side = torch.Stream(device) if device.type != "cpu" else None
         self.host: dict[str, Tensor] = {}
         self.parameters: set[nn.Parameter] = set()
         for index, path in enumerate(plan.blocks):
-            for _, parameter in frozen_in(task, path):
-                if dtype is not None and parameter.is_floating_point():
-                    parameter.data = parameter.data.to(dtype)
-                self.parameters.add(parameter)
+            self.parameters |= {parameter for _, parameter in frozen_in(task, path)}
             self._wrap(task.get_submodule(path), index)
 
     def begin(self) -> None:

@@ -101,6 +101,16 @@ def test_a_run_resumes_across_a_streamed_and_a_resident_base(ranks, run, tiny, b
         assert same(trained(tmp_path / name), trained(tmp_path / "whole"))
 
 
+def test_checkpoints_that_hold_the_base_are_resumed_across_both_forms_too(tiny, base, tmp_path, mm):
+    for name, first, second in (("a", STREAM, STREAM[1:]), ("b", (), STREAM)):
+        for options, code in ((("--stop-after", 2, *first), 75), (second, 0)):
+            line = command(tiny, base, tmp_path, name, 4)
+            done = mm(*line, "checkpoint.frozen=true", *options)
+            assert done.code == code, done.err
+    one, two = ([row["loss"] for row in log_of(tmp_path / name) if "loss" in row] for name in "ab")
+    assert one == two and len(one) == 4
+
+
 def test_samples_and_merged_weights_have_the_values_of_the_base(run, base, tmp_path, mm, same_clips):
     run("run", "train.base_dtype=int8", steps=4)
     done = mm("export", "--run", tmp_path / "run", "--to", "safetensors", "--merge-lora",
