@@ -106,8 +106,7 @@ class _Block:
         if self.stays:
             for parameter, kept in self.kept:
                 parameter.data = kept.to(self.device, _kind(kept, self.dtype))
-        else:
-            self.leave()
+        self.leave()
         return held
 
     def fetch(self, side: torch.Stream | None) -> None:
@@ -145,6 +144,8 @@ class _Block:
 
     def leave(self) -> None:
         """Frees the device's memory. Frozen weights do not change, so nothing is copied back."""
+        if self.stays:
+            return
         if self.event is not None:
             torch.accelerator.current_stream(self.device).wait_event(self.event)
         self.arriving, self.event, self.present = None, None, False

@@ -71,6 +71,25 @@ def test_gradients_are_equal_and_blocks_come_and_go(keep, needs):
     assert len(base.host) == 2 * sum(away), "the kept weights and biases, for checkpoints"
 
 
+@pytest.mark.parametrize("keep", [0, 2, 9])
+def test_weights_compute_in_another_dtype_and_are_kept_in_their_own(keep):
+    resident, task = task_of().bfloat16(), task_of()
+    base = StreamedBase(task, FrozenPlan("base", "streamed", PATHS, 0, 0, 0, keep), CPU, torch.bfloat16)
+    for block in task.predictor.blocks:
+        block.small.bfloat16()
+    before = {name: tensor.clone() for name, tensor in task.state_dict().items() if "base" in name}
+    base.begin()
+    assert base.host.keys() == before.keys() and all(torch.equal(base.host[n], before[n]) for n in before)
+    x = torch.linspace(-1, 1, 24).view(3, 8).bfloat16()
+    for one in (resident, task):
+        for path in PATHS:
+            recompute(one.get_submodule(path), use_reentrant=False)
+        one.predictor(x, x[0, 0]).float().square().sum().backward()
+        base.sweep()
+    for one, other in zip(resident.predictor.blocks, task.predictor.blocks, strict=True):
+        assert torch.equal(one.small.weight.grad, other.small.weight.grad)
+
+
 def test_a_forward_without_gradients_leaves_nothing_on_the_device():
     plain, task = task_of(), task_of()
     base = StreamedBase(task, FrozenPlan("base", "streamed", PATHS, 0, 0, 0, 1), CPU, None)
