@@ -66,23 +66,19 @@ from mm_core.contracts.data import (
     VideoInfo,
     VideoReader,
 )
-from mm_core.contracts.dtypes import torch_dtype
 from mm_core.contracts.empty import empty_parameters
 from mm_core.contracts.engine import (
-    ContextPlan,
     DataRanks,
     Engine,
     EnginePlan,
     FrozenPlan,
     InitialWeights,
     Shard,
-    ShardPlan,
     SupportsCheckTraining,
-    SupportsContextPlan,
     SupportsOverflowed,
-    SupportsShardPlan,
     TrainingFacts,
     WeightPlan,
+    torch_dtype,
 )
 from mm_core.contracts.experts import Expert, SupportsExperts, SupportsTruncated
 from mm_core.contracts.flops import (
@@ -116,6 +112,7 @@ from mm_core.contracts.running import (
     Task,
     Tracker,
 )
+from mm_core.contracts.spreading import ContextPlan, ShardPlan, SupportsContextPlan, SupportsShardPlan
 
 __all__ = [
     "CLIP_CONDITIONS",

@@ -87,16 +87,14 @@ class FSDP2Engine(EngineBase):
             task: on the meta device.
             world: number of ranks.
             optimizer_state_tensors: tensors of optimizer state per parameter, in parameter sizes.
-            purpose: with `sample`, a sharding size that does not divide `world` becomes `auto`, and a CPU
-                computes in float32.
+            purpose: for `sample`, sizes that do not divide `world` change, and a CPU computes in float32.
 
         Raises:
             PlanError: a setting of the engine that does not fit the task or the number of ranks.
         """
         config = self.config if purpose == "train" else self._for_samples(world)
         context = decide_context(task, task.trainable, config.context_parallel, world, self.device.type)
-        size = 1 if context is None else context.size
-        replicas, shards = mesh_shape(world, config.sharding_size, size)
+        replicas, shards = mesh_shape(world, config.sharding_size, size := context.size if context else 1)
         check_replicas(self.device, replicas)
         layout = decide_layout(
             task,
@@ -108,11 +106,11 @@ class FSDP2Engine(EngineBase):
             backward_prefetch=config.num_to_backward_prefetch,
         )
         check_dtypes(task, layout.roots)
-        dtype, keep = _dtype(config.param_dtype), config.base.keep
-        base = plan_base(task, layout, keep, dtype) if config.base.stream else None
+        dtype, stream = _dtype(config.param_dtype), config.base.stream
+        base = plan_base(task, layout, config.base.keep, dtype) if stream else None
         streamed = {p for path in base.blocks for _, p in frozen_in(task, path)} if base is not None else ()
         own, trained, left_alone = parameter_bytes(task, layout, shards, streamed)
-        roots = (*layout.wrapped, *task.trainable)
+        casts = config.param_dtype is not None and config.cast_forward_inputs
         return ShardedPlan(
             world=world,
             data_parallel=world // size,
@@ -127,7 +125,7 @@ class FSDP2Engine(EngineBase):
             offloaded_bytes=own - left_alone if config.offload_to_cpu else 0,
             gathered_bytes=gathered_bytes(task, layout, dtype, config.reshard_after_forward, streamed),
             compute_dtype=config.param_dtype,
-            cast_inputs=roots if config.param_dtype is not None and config.cast_forward_inputs else (),
+            cast_inputs=(*layout.wrapped, *task.trainable) if casts else (),
             details=layout.shown(),
             decided_by=layout.decided_by,
             wrapped=layout.wrapped,

@@ -78,12 +78,8 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensor = next((each for each in args if isinstance(each, Tensor)), None)
         if tensor is None:
             return False
-        key = torch._C._parse_dispatch_key(_KEYS.get(tensor.device.type, "PrivateUse1"))
+        key = torch._C._parse_dispatch_key(torch._C._dispatch_key_for_device(tensor.device.type))
         return not func.has_kernel_for_dispatch_key(key)
-
-
-_KEYS = {"cpu": "CPU", "cuda": "CUDA", "meta": "Meta", "mps": "MPS", "xpu": "XPU"}
-"""Type of a device -> torch's name of its kernels."""
 
 
 class ForwardFlops:
