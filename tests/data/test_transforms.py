@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from mm_core.builtin.configs.data import ResizeCropConfig
+from mm_core.builtin.configs.data import ResizeCropConfig, VideoTextConfig
 from mm_core.contracts import Randomness, SampleKey, VideoInfo, VideoTextBatch
 from mm_core.data.datasets.video_text import VideoTextDataset
 from mm_core.data.media.frames import clip_times
@@ -19,6 +19,7 @@ from mm_core.data.media.readers import PyAVReader
 from mm_core.data.media.transforms import ResizeCrop, covering_size, read_pixels
 from mm_core.data.rows.captions import clean_caption
 from mm_core.errors import ContractError, DataError
+from mm_core.schema.fields import ComponentConfig
 
 CPU = torch.device("cpu")
 
@@ -180,6 +181,75 @@ def test_frames_resized_as_they_are_decoded_are_those_of_the_whole_clip(clips: P
     whole = reader.read(path, times(reader.probe(path)))
     assert info == reader.probe(path) and len(whole) == 9
     assert torch.equal(got, transform.pixels(whole, 96, 160, drawn(1)))
+
+
+class FloatSteps(ResizeCrop):
+    def frame_by_frame(self, source, height, width, rng):
+        one = super().frame_by_frame(source, height, width, rng)
+        return lambda frame: one(frame) / 127.5 - 1
+
+
+class GreySteps(ResizeCrop):
+    def frame_by_frame(self, source, height, width, rng):
+        one = super().frame_by_frame(source, height, width, rng)
+        return lambda frame: one(frame)[:1]
+
+
+class FloatStream(PyAVReader):
+    def stream(self, path, choose):
+        return ((place, frame / 255) for place, frame in super().stream(path, choose))
+
+
+class ShortStream(PyAVReader):
+    def stream(self, path, choose):
+        return ((place, frame) for place, frame in super().stream(path, choose) if place != 1)
+
+
+class EmptyStream(PyAVReader):
+    def stream(self, path, choose):
+        return (each for each in super().stream(path, choose) if False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"transform": FloatSteps()}, r"the function of frame_by_frame returned torch.float32 \[3, 16, 24\]"),
+        ({"transform": GreySteps()}, r"the function of frame_by_frame returned torch.uint8 \[1, 16, 24\]"),
+        ({"reader": FloatStream()}, r"stream returned torch.float32 \[272, 640, 3\]"),
+        ({"reader": ShortStream()}, "stream returned no frame for 1 time"),
+        ({"reader": EmptyStream()}, "stream returned no frame"),
+    ],
+)
+def test_a_wrong_step_of_a_stream_is_its_author_s_fault(
+    clips: Path, annotate, tmp_path, options, message
+) -> None:
+    rows = annotate(tmp_path / "rows.json", [{"path": "bikes.mp4", "cap": "a"}])
+    data = VideoTextDataset(rows, 2, 16, 24, folder=str(clips), **options)
+    with pytest.raises(ContractError, match=message) as fault:
+        data[0]
+    assert __file__ in str(fault.value.where)
+
+
+def test_a_reader_that_hands_its_calls_on_is_read_as_a_whole(clips: Path, annotate, tmp_path: Path) -> None:
+    class Proxy:
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __getattr__(self, name):
+            return getattr(self.__dict__["inner"], name)
+
+    rows = annotate(tmp_path / "rows.json", [{"path": "bikes.mp4", "cap": "a"}])
+    plain = VideoTextDataset(rows, 2, 16, 24, folder=str(clips))[0]["pixels"]
+    for options in ({"reader": Proxy(PyAVReader())}, {"transform": Proxy(ResizeCrop())}):
+        assert torch.equal(
+            VideoTextDataset(rows, 2, 16, 24, folder=str(clips), **options)[0]["pixels"], plain
+        )
+
+
+def test_two_places_for_the_interpolation_are_refused() -> None:
+    transform = ComponentConfig("transform", "core/resize_crop")
+    with pytest.raises(ValueError, match="set it in the transform"):
+        VideoTextConfig("rows.json", 2, 16, 24, interpolation="area", transform=transform)
 
 
 # -- levels on the device --------------------------------------------------------------------------

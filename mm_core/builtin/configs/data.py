@@ -34,6 +34,11 @@ class ResizeCropConfig:
             raise ValueError("std is the divisor of the pixels; set three numbers above 0")
 
 
+def _one_of(interpolation: Interpolation, transform: ComponentConfig | None) -> None:
+    if transform is not None and interpolation != "bicubic":
+        raise ValueError("interpolation is not used where transform is set; set it in the transform")
+
+
 @dataclass(frozen=True)
 class VideoTextConfig:
     """Config of the dataset `video_text`: captioned clips listed in a JSON or JSONL file."""
@@ -50,6 +55,9 @@ class VideoTextConfig:
         None  # resizes, crops, flips; null: the short side is resized, and the centre cropped
     )
     reader: Annotated[ComponentConfig, Kind("video_reader")] = _PYAV  # decoder of the videos
+
+    def __post_init__(self) -> None:
+        _one_of(self.interpolation, self.transform)
 
 
 @dataclass(frozen=True)
@@ -116,6 +124,7 @@ class MediaTextConfig:
     reader: Annotated[ComponentConfig, Kind("video_reader")] = _PYAV  # decoder of the clips
 
     def __post_init__(self) -> None:
+        _one_of(self.interpolation, self.transform)
         if not self.sources:
             raise ValueError("sources is empty: list at least one table, folder or archive")
         for one, other in (("height", "width"), ("max_height", "max_width")):

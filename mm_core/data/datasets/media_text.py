@@ -38,7 +38,7 @@ IMAGE_FPS = 25.0
 Size = tuple[int, int, int]
 """Frames, height and width."""
 
-_DECODED = 32  # frames that a check of a clip has in memory
+_DECODED = 8  # frames that a check of a clip has in memory
 
 
 class MediaTextDataset:
@@ -203,15 +203,24 @@ class MediaTextDataset:
         self.caption(row, None)
         with self.opened(row) as path:
             if row.medium == "image":
-                _, height, width = read_photo(path, self.wanted.max_pixels).shape
-                return _of_image(height, width)
+                photo = read_photo(path, self.wanted.max_pixels)
+                self._try_transform(photo.permute(1, 2, 0)[None], row)
+                return _of_image(*photo.shape[1:])
             info = self.reader.probe(path)
             least = 1 if self.wanted.height is None else self.wanted.num_frames
             clip_times(info, path, least, self.wanted.fps, 0.0)
             for first in range(0, info.num_frames, _DECODED):
                 frames = range(first, min(first + _DECODED, info.num_frames))
-                read_frames(self.reader, path, [(frame + 0.5) / info.fps for frame in frames])
+                read = read_frames(self.reader, path, [(frame + 0.5) / info.fps for frame in frames])
+                if first == 0:
+                    self._try_transform(read[:1], row)
             return info
+
+    def _try_transform(self, frames: Tensor, row: MediaRow) -> None:
+        """DataError if the transform refuses frames of this size; in buckets the size is not known."""
+        if self.wanted.height is not None and self.wanted.width is not None:
+            size = self.wanted.height, self.wanted.width
+            transformed(self.transform, frames, size, None, self.name_of(row))
 
     def _sample(self, row: MediaRow, size: Size, rng: Randomness | None) -> Sample:
         wanted, (num_frames, height, width) = self.wanted, size

@@ -175,7 +175,7 @@ class TorchcodecReader(PackageReader):
     def _frames(self, package: ModuleType, path: Path, info: VideoInfo) -> Frames:
         decoder = package.VideoDecoder(absolute_name(path), dimension_order="NHWC", device="cpu")
         with opened(path, self.max_pixels) as (container, stream):
-            packets = [packet for packet in container.demux(stream) if packet.pts is not None]
+            packets = (packet for packet in container.demux(stream) if packet.pts is not None)
             spans = sorted((packet.pts, packet.duration or 0) for packet in packets)
             base = float(stream.time_base)
         starts = [(ticks - spans[0][0]) * base for ticks, _ in spans]

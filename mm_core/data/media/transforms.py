@@ -22,7 +22,7 @@ from mm_core.contracts import (
     VideoReader,
 )
 from mm_core.data.media.frames import read_frames
-from mm_core.errors import ContractError, DataError
+from mm_core.errors import ContractError, DataError, plural
 from mm_core.plugin.checks.places import place_of_object
 
 
@@ -156,13 +156,25 @@ def read_pixels(
         return times
 
     pixels: Tensor | None = None
+    missing: set[int] = set()
     with _named(str(path)):
         for place, frame in reader.stream(path, counted):
+            if not _is(frame, torch.uint8, (*frame.shape[:2], 3)):
+                raise _returned(frame, "stream", reader, "torch.uint8 [Y, X, 3] for each frame")
             if pixels is None:
-                pixels = torch.empty(3, known[0][1], *size, dtype=torch.uint8)
+                pixels, missing = (
+                    torch.empty(3, known[0][1], *size, dtype=torch.uint8),
+                    set(range(known[0][1])),
+                )
                 one = transform.frame_by_frame((frame.shape[0], frame.shape[1]), *size, rng)
-            pixels[:, place] = one(frame)
-    assert pixels is not None
+            changed = one(frame)
+            if not _is(changed, torch.uint8, (3, *size)):
+                accepted = f"a function that returns torch.uint8 {[3, *size]}"
+                raise _returned(changed, "the function of frame_by_frame", transform, accepted)
+            pixels[:, place] = changed
+            missing.discard(place)
+    if pixels is None or missing:
+        raise _returned(sorted(missing), "stream", reader, "a frame for each time")
     return pixels, known[0][0]
 
 
@@ -202,18 +214,21 @@ def _named(name: str) -> Iterator[None]:
 
 def _newest(found: object, best: str, *others: str) -> bool:
     """Whether no subclass of the class that defines a method defines one of the others anew."""
-    definers = [next(cls for cls in type(found).__mro__ if name in vars(cls)) for name in (best, *others)]
-    return all(issubclass(definers[0], each) for each in definers)
+    order = type(found).__mro__
+    definers = [next((cls for cls in order if name in vars(cls)), None) for name in (best, *others)]
+    first = definers[0]
+    return first is not None and all(each is not None and issubclass(first, each) for each in definers)
 
 
 def _is(found: object, dtype: torch.dtype, shape: tuple[int, ...]) -> TypeGuard[Tensor]:
     return isinstance(found, Tensor) and found.dtype == dtype and found.shape == shape
 
 
-def _returned(found: object, member: str, transform: Transform, accepted: str) -> ContractError:
+def _returned(found: object, member: str, author: object, accepted: str) -> ContractError:
     shown = f"{found.dtype} {[*found.shape]}" if isinstance(found, Tensor) else type(found).__name__
-    where = f"the transform, {place_of_object(transform)}"
-    return ContractError(f"{member} returned {shown}", where=where, accepted=accepted)
+    if isinstance(found, list):
+        shown = f"no frame for {plural(len(found), 'time')}" if found else "no frame"
+    return ContractError(f"{member} returned {shown}", where=place_of_object(author), accepted=accepted)
 
 
 def covering_size(height: int, width: int, target_height: int, target_width: int) -> tuple[int, int]:
