@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 __all__ = [
+    "CacheError",
     "CheckpointError",
     "ConfigError",
     "ContractError",
@@ -128,6 +129,10 @@ class PartsError(DataError):
         first, more = next(iter(self.faults.values())), len(self.faults) - 1
         also = f" (and {plural(more, 'other part')} of the same sample)" if more else ""
         super().__init__(first.what + also, where=first.where, accepted=first.accepted, hint=first.hint)
+
+
+class CacheError(MMError):
+    """A feature cache that cannot be read or written, or that does not fit the run."""
 
 
 class CheckpointError(MMError):

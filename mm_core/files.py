@@ -224,10 +224,14 @@ def check_unused(out: Path) -> None:
         )
 
 
+def os_reason(fault: OSError) -> str:
+    """Why a file or folder could not be written or read, in words: `the disk is full`."""
+    return _FULL.get(fault.errno or 0) or f"{fault.strerror or fault}"
+
+
 def _failed(out: Path, fault: OSError) -> MMError:
-    why = _FULL.get(fault.errno or 0) or f"{fault.strerror or fault}"
     return MMError(
-        f"this folder could not be written and was removed again: {why}",
+        f"this folder could not be written and was removed again: {os_reason(fault)}",
         where=str(out),
         hint="check free space, quota and permissions there, then run the command again",
     )

@@ -37,6 +37,8 @@ _RULES: Mapping[str, tuple[Verdict, str]] = {
     "config.data.train.reader": ("safe", "changes pixels by rounding alone"),
     "config.data.validation": ("safe", "held-out data does not affect training"),
     "config.data.test": ("safe", "held-out data does not affect training"),
+    "config.data.cache": ("safe", "the features are the same"),
+    "config.data.cache.variants": ("allow", _ORDER),
     "config.data.loader": ("safe", _SPEED),
     "config.data.loader.mode": ("allow", _ORDER),
     "config.data.loader.sampler": ("allow", _ORDER),

@@ -41,6 +41,7 @@ COMMANDS = MappingProxyType(
         ),
         "validate": ("mm_core.cli.training.validate", "check YAML files without training"),
         "data": ("mm_core.cli.data", "what the data of a run contain, and which files are bad"),
+        "cache": ("mm_core.cli.cache", "encode the data of a run once, and train without encoders"),
         "config": (
             "mm_core.cli.config",
             "explain keys, write a schema for editors, copy YAML files of plugins",

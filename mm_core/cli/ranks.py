@@ -80,17 +80,17 @@ def rank_command(
     """The command line that starts one rank: this command's options, without those that launch ranks.
 
     Args:
-        command: name of the subcommand.
+        command: name of the subcommand, with its action if it has any: `cache build`.
         args: its parsed options.
         of_launch: options that ranks do not receive.
         together: options that take all their values at once.
     """
     from mm_core.runtime.launch.launcher import COMMAND
 
-    words = [*COMMAND, command, *args.overrides]
+    words = [*COMMAND, *command.split(), *args.overrides]
     for name, value in vars(args).items():
         option = f"--{name.replace('_', '-')}"
-        if name in (*of_launch, "overrides") or value is None:
+        if name in (*of_launch, "overrides", "action") or value is None:
             continue
         if isinstance(value, bool):
             words += [option] * value

@@ -122,6 +122,19 @@ class LoaderSection:
 
 
 @dataclass(frozen=True)
+class CacheSection:
+    """Config section `data.cache`: the feature cache, what frozen components compute, encoded once."""
+
+    dir: str = "cache"  # its folder, which several runs and hosts may share
+    variants: Annotated[int, Range(ge=1)] = 1  # samples of each row with random starts, crops or captions
+    missing: Literal["error", "encode"] = "error"  # what is not cached; encode: in training, and it is added
+
+    def __post_init__(self) -> None:
+        if not self.dir.strip():
+            raise ValueError("dir is empty: set a folder")
+
+
+@dataclass(frozen=True)
 class DataSection:
     """Config section `data`: the datasets for training, validation and test, and the loader."""
 
@@ -129,6 +142,7 @@ class DataSection:
     validation: Annotated[ComponentConfig, Kind("dataset")] | None = None  # evaluated while training
     test: Annotated[ComponentConfig, Kind("dataset")] | None = None  # evaluated once, after the last step
     loader: LoaderSection = field(default_factory=LoaderSection)
+    cache: CacheSection | None = None  # null: encoders run in every step
 
     @property
     def splits(self) -> dict[str, ComponentConfig]:

@@ -73,15 +73,15 @@ class Batch:
         return self._changed(lambda tensor: tensor.pin_memory())
 
     def _changed(self, change: Callable[[Tensor], Tensor], kept: str = "") -> Self:
-        """A copy of the batch with its tensors changed, including tensors in dicts."""
-        changed: dict[str, Any] = {}
-        for name in (f.name for f in dataclasses.fields(self) if f.name != kept):
-            value = getattr(self, name)
-            if isinstance(value, Tensor):
-                changed[name] = change(value)
-            elif isinstance(value, dict):
-                changed[name] = {k: change(v) if isinstance(v, Tensor) else v for k, v in value.items()}
-        return dataclasses.replace(self, **changed)
+        """A copy of the batch with its tensors changed, in dicts at any depth too."""
+        names = (f.name for f in dataclasses.fields(self) if f.name != kept)
+        return dataclasses.replace(self, **{name: _within(change, getattr(self, name)) for name in names})
+
+
+def _within(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    return {k: _within(change, v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 @dataclass
@@ -155,6 +155,29 @@ def _looked_up(pixels: Tensor, levels: Tensor) -> Tensor:
         for plane, table, values in zip(clip, levels, out, strict=True):
             torch.index_select(table, 0, plane.reshape(-1).int(), out=values.view(-1))
     return found
+
+
+Features = dict[str, Tensor]
+"""What frozen components compute of one sample, or of one text: tensors by name, without the batch."""
+
+
+@dataclass
+class FeatureBatch(Batch):
+    """A micro-batch of samples whose features come from the feature cache (see `SupportsCache`).
+
+    Attributes:
+        features: `part.name` -> [B,...], padded at the end with zeros (false) where rows differ; of int64
+            features a list of B plain values, which stays on the CPU.
+        texts: the features of the texts of `CachePart.texts`, one row each, named as above.
+    """
+
+    features: dict[str, Any]
+    texts: dict[str, dict[str, Any]]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the features are."""
+        return next(value.device for value in self.features.values() if isinstance(value, Tensor))
 
 
 @dataclass

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
@@ -90,6 +91,17 @@ class SupportsWeightsFrom(Protocol):
     """
 
     weights_from: WeightsFrom | None
+
+
+@runtime_checkable
+class SupportsFiles(Protocol):
+    """Capability of a frozen component that lists the files on which its results depend.
+
+    Without it, they are those of its `weights_from` and those that its config's texts name.
+    """
+
+    def files(self) -> list[Path]:
+        """Config, weights, tokenizer: all that exist, in any order. Opens none of them."""
 
 
 class Posterior(Protocol):

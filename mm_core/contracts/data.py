@@ -216,6 +216,48 @@ class SupportsRowSizes(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class Source:
+    """What decides a sample, known without decoding anything: the feature cache's keys are made of it.
+
+    Attributes:
+        id: name of the sample for reports.
+        caption: its text; None if it has none.
+        made: everything in the config of the dataset that changes what is read of a file: frames, size, rate,
+            transform, reader. Rows that are read alike may share one mapping.
+        path: the file; None for samples that are drawn, which `made` and `drawn` describe completely.
+        span: first byte and number of bytes of a member of an archive; None: all of the file.
+        drawn: what was drawn at random for this sample, such as the start of a clip.
+    """
+
+    id: str
+    caption: str | None
+    made: Mapping[str, Any]
+    path: Path | None = None
+    span: tuple[int, int] | None = None
+    drawn: tuple[float | int | str, ...] = ()
+
+
+@runtime_checkable
+class SupportsSources(Protocol):
+    """Capability of a dataset whose samples can be cached: it describes them without decoding anything."""
+
+    def num_sources(self) -> int:
+        """Number of rows that `source_of` describes: for most datasets their samples."""
+
+    def source_of(self, row: int, size: tuple[int, int, int] | None, rng: Randomness | None) -> Source:
+        """What decides the sample of a row.
+
+        Args:
+            row: number of the row, as in `SupportsRowSizes`; the sample's index for other datasets.
+            size: frames, height and width, for datasets that read a row in any size; None: the dataset's own.
+            rng: as the one with which the sample is read.
+
+        Raises:
+            DataError: the sample cannot be read, as far as this is known.
+        """
+
+
 @runtime_checkable
 class SupportsEvaluated(Protocol):
     """Capability of a dataset class with options that are only for training."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from mm_core.contracts.batch import Batch, Bins, Clip, Evaluation, Loss, SampleRequest
+from mm_core.contracts.batch import Batch, Bins, Clip, Evaluation, Features, Loss, SampleRequest
 from mm_core.contracts.data import Ending
 from mm_core.contracts.randomness import Randomness
 
@@ -79,6 +80,51 @@ class Task(Protocol):
         Raises:
             ContractError: they do not match.
         """
+
+
+@dataclass(frozen=True)
+class CachePart:
+    """One kind of features that frozen components of a task compute, stored apart from the others.
+
+    Attributes:
+        name: such as `latents`.
+        components: names of the frozen components that compute them: attributes of the task and keys of its
+            config.
+        of: `media`: of a sample; `text`: of a caption or prompt.
+        settings: plain values besides the components' own, on which the features depend.
+        texts: of a part of texts, those that every batch needs, such as the empty caption.
+    """
+
+    name: str
+    components: tuple[str, ...]
+    of: Literal["media", "text"]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    texts: tuple[str, ...] = ()
+
+
+@runtime_checkable
+class SupportsCache(Protocol):
+    """Capability of a task whose frozen features can be cached: it then trains on `FeatureBatch` too.
+
+    `prepare` and `evaluate` accept a `FeatureBatch` in the place of a batch of the dataset, and compute the
+    same from it without calling the components of its parts. `batch_transform` never gets one.
+    """
+
+    def cache_parts(self) -> tuple[CachePart, ...]:
+        """The parts, in a fixed order; at most one is of texts."""
+
+    def features(self, part: str, given: Batch | Sequence[str]) -> list[Features]:
+        """The features of each sample of a batch, or of each text; called without gradients.
+
+        A row's features do not depend on the other rows.
+
+        Args:
+            part: name of the part.
+            given: a batch as the dataset's `collate` has made it, on the device; for a part of texts, texts.
+        """
+
+    def use_texts(self, find: Callable[[str], Features | None]) -> None:
+        """Has `sample` ask `find` for the features of a prompt before it calls a text encoder."""
 
 
 @runtime_checkable

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
-from mm_core.contracts import FrozenPlan, InitialWeights, Streamed, TaskModule
+from mm_core.contracts import Frozen, FrozenPlan, InitialWeights, Streamed, TaskModule
 from mm_core.errors import ContractError, PlanError, did_you_mean, plural
 from mm_core.modules.patterns import match
 from mm_core.modules.tying import state_of, tie, tied_names
@@ -66,6 +66,8 @@ def plan_frozen(
     names = task.frozen
     for name, placement in placements.items():
         where = f"engine.frozen.{name}"
+        if name not in names and isinstance(getattr(task, name, None), Frozen):
+            continue  # nothing needs it: its features are cached
         if name not in names:
             raise PlanError(
                 f"the task has no frozen component {name!r}",

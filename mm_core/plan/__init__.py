@@ -4,6 +4,7 @@ from mm_core.plan.activations import Activations, shared_activations
 from mm_core.plan.base_choices import base_choices, table_of
 from mm_core.plan.bucket_report import report_buckets
 from mm_core.plan.bucketing import bucket_order, in_buckets
+from mm_core.plan.caching import in_cache, open_cache, plan_with_cache
 from mm_core.plan.planning import (
     build_frozen,
     build_task,
@@ -11,6 +12,7 @@ from mm_core.plan.planning import (
     make_plan,
     sample_order,
 )
+from mm_core.plan.run_cache import RunCache
 from mm_core.plan.run_plan import ComponentFact, MissingFile, ModuleFact, RunPlan
 
 __all__ = [
@@ -18,6 +20,7 @@ __all__ = [
     "ComponentFact",
     "MissingFile",
     "ModuleFact",
+    "RunCache",
     "RunPlan",
     "base_choices",
     "bucket_order",
@@ -25,7 +28,10 @@ __all__ = [
     "build_task",
     "check_data",
     "in_buckets",
+    "in_cache",
     "make_plan",
+    "open_cache",
+    "plan_with_cache",
     "report_buckets",
     "sample_order",
     "shared_activations",

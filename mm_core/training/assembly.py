@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -36,7 +36,7 @@ from mm_core.loading.run_adapters import task_of
 from mm_core.modules.quantised import check_in_files
 from mm_core.optim.configured import make_lr_schedule, make_optimizer
 from mm_core.optim.ema import EMA
-from mm_core.plan import RunPlan, check_data, in_buckets, make_plan
+from mm_core.plan import RunCache, RunPlan, check_data, in_buckets, in_cache, make_plan
 from mm_core.runtime.launch.rank_logs import current_log
 from mm_core.runtime.launch.signals import StopFlag
 from mm_core.runtime.launch.watchdog import Watchdog
@@ -44,6 +44,7 @@ from mm_core.runtime.ranks import Ranks
 from mm_core.telemetry.profiler import ProfileWindow
 from mm_core.telemetry.reporter import RunReporter
 from mm_core.training.between_steps import BetweenSteps
+from mm_core.training.caching import filled
 from mm_core.training.callback_list import CallbackList
 from mm_core.training.evaluating import Evaluating
 from mm_core.training.guard import UpdateGuard
@@ -82,6 +83,7 @@ class RunParts:
         weights: the initial weights.
         external: frozen weights that checkpoints do not store and that are read from their original files.
         ema: the moving average of the weights; None without one.
+        filled: the feature cache to which training adds what it lacks; None if it adds nothing.
     """
 
     task: TaskModule
@@ -91,6 +93,7 @@ class RunParts:
     weights: ResumedWeights | FileWeights
     external: ExternalWeights
     ema: EMA | None
+    filled: RunCache | None = None
 
 
 @dataclass
@@ -153,9 +156,11 @@ def build_parts(run: OpenedRun) -> RunParts:
     }
     check_class_names(task, datasets)
     datasets = in_buckets(config, task, datasets)
+    datasets, cached, filled = in_cache(config, task, datasets)
     train = datasets["train"]
     samples = train if isinstance(train, BucketedSamples) else None
     plan = make_plan(config, run.ranks.count, task, engine, rows_of(train), samples)
+    plan = replace(plan, notes=(*plan.notes, *cached))
     if missing := [file.path for file in plan.missing if file.needed == "to train"]:
         raise PlanError(
             f"files of frozen components are missing: {', '.join(missing)}",
@@ -170,7 +175,7 @@ def build_parts(run: OpenedRun) -> RunParts:
     check_in_files(task, external.names)
     engine.prepare(task, plan.engine, partial(make_optimizer, config), Randomness(config.run.seed), weights)
     ema = EMA(engine.shards, config.ema) if config.ema is not None else None
-    return RunParts(task, engine, datasets, plan, weights, external, ema)
+    return RunParts(task, engine, datasets, plan, weights, external, ema, filled)
 
 
 def restore_parts(run: OpenedRun, parts: RunParts, allow: Sequence[str]) -> tuple[Document, Restored]:
@@ -207,15 +212,16 @@ def equip(
         undo: gets what closes the reporter if this function or its caller fails.
     """
     config, plan, task, engine = run.config, parts.plan, parts.task, parts.engine
-    watchdog = Watchdog(
-        run.folder, run.ranks.rank, plan.engine.world, config.run.stuck_after, log=current_log()
-    )
+    log, world = current_log(), plan.engine.world
+    watchdog = Watchdog(run.folder, run.ranks.rank, world, config.run.stuck_after, log=log)
     reporter = make_reporter(run, parts, restored, watchdog)
     undo.callback(reporter.close, "failed")
     order, loader = make_loader(config, plan, parts.datasets["train"], task, engine, restored, reporter.note)
     ledger = SkipLedger(run.folder, config.data.loader.max_failed_share)
     guard = make_guard(config, parts, restored, reporter)
-    callbacks = CallbackList([(c.type, config.registry.build("callback", c)) for c in config.callbacks])
+    read = iter(loader) if isinstance(loader, TrainingStream) else ledger.watch(loader)
+    batches, filling = filled(read, parts.filled, task, plan.engine, engine.device, reporter.note)
+    callbacks = CallbackList.of(config, filling)
     facts = partial(facts_of, parts, restored, config.run.seed, order, reporter, guard)
     between = BetweenSteps(
         run_dir=run.folder,
@@ -243,7 +249,7 @@ def equip(
         plan=plan,
         task=task,
         engine=engine,
-        batches=iter(loader) if isinstance(loader, TrainingStream) else ledger.watch(loader),
+        batches=batches,
         lr_schedule=make_lr_schedule(config, plan.steps, engine.base_lr),
         rng=Randomness(config.run.seed),
         guard=guard,

@@ -202,6 +202,7 @@ ELSEWHERE = {
     "docs/optimizers.md": "tests/config/test_training_configs.py",
     "docs/prepare-data.md": "tests/data/test_prepare_page.py",
     "docs/buckets.md": "tests/data/test_buckets_page.py",
+    "docs/cache.md": "tests/data/test_cache_page.py",
     "docs/ranks.md": "tests/repo/test_ranks_page.py",
     "docs/transformers.md": "tests/tasks/test_pretrained_page.py",
     "docs/wan.md": "plugins/mm_wan/tests/test_docs.py",

@@ -6,9 +6,12 @@ from torch import nn
 from mm_core import Component, hookimpl
 from mm_core.contracts import (
     Bins,
+    CachePart,
     Clip,
     DatasetBase,
+    DictBatch,
     Evaluation,
+    FeatureBatch,
     Loss,
     Randomness,
     StepFlops,
@@ -100,12 +103,28 @@ class Good(TaskModule):
     def hidden(self, batch, rng):
         return torch.stack([torch.tensor(rng.uniform("hidden", *key)) for key in batch.keys])
 
+    def cache_parts(self):
+        return (CachePart("parts", ("lengths",), "media"),)
+
+    def features(self, part, given):
+        rows = zip(given["picture"], self.lengths(given["words"]), strict=True)
+        return [{"picture": picture, "length": length} for picture, length in rows]
+
+    def use_texts(self, find):
+        """It samples from noise and the lengths of prompts."""
+
+    def prepare(self, batch, rng):
+        if isinstance(batch, FeatureBatch):
+            values = {name.removeprefix("parts."): value for name, value in batch.features.items()}
+            batch = DictBatch(batch.keys, batch.sample_weights, batch.ids, values)
+        return super().prepare(batch, rng)
+
     def losses(self, batch, rng):
         pictures, share = batch["picture"], self.hidden(batch, rng)
         noise = torch.stack([rng.normal((3, 2, 2), "noise", *key) for key in batch.keys])
         mixed = pictures + share.view(-1, 1, 1, 1) * noise
         with torch.no_grad():
-            length = self.lengths(batch["words"])
+            length = batch["length"] if "length" in batch.values else self.lengths(batch["words"])
         return (self.net(mixed, length) - pictures).square().flatten(1).mean(1)
 
     def loss(self, inputs):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mm_core.builtin.tiny import text_rows
-from mm_core.contracts import DatasetBase, Randomness
+from mm_core.contracts import DatasetBase, Randomness, Source
 from mm_core.data.datasets.media_text import MediaTextDataset
 from mm_core.data.datasets.text_rows import TextRowsDataset
 from mm_core.data.datasets.video_text import VideoTextDataset
@@ -267,6 +267,14 @@ VIDEO_FAULTS = [
         "the dataset refuses the options that evaluated returns: ",
     ),
     ("class_names", clips(class_names=lambda self: ["a", "b"]), "class_names() returned ['a', 'b']"),
+    ("sources", clips(num_sources=lambda self: 0), "num_sources() returned 0; accepted: 1 or more"),
+    ("sources", clips(source_of=lambda self, *_: "a.mp4"), "source_of returned ['a.mp4'"),
+    ("sources", clips(source_of=lambda self, *_: Source("a", "b", {})), "describes two rows alike"),
+    (
+        "sources",
+        clips(source_of=lambda self, *_: Source("a", "b", {}, drawn=(random.random(),))),
+        "source_of describes a row differently when it is called again",
+    ),
     ("questions", clips(conversing=lambda self, **fields: None), "conversing is not a class method"),
     ("questions", asked(lambda text, _: {text[:4]: torch.ones(1, 2)}), "prompt returned ['blue'] for one"),
     ("questions", asked(lambda text, _: {"ids": torch.ones(2, len(text))}), "accepted: the same names, each"),

@@ -108,6 +108,11 @@ FAULTS = {
         'return "lengths", {',
         "sample_forward names the component 'lengths'; accepted: 'net'",
     ),
+    "cached_features": (
+        '"length": length}',
+        '"length": length * 2}',
+        " from its cached features; hint: `prepare` must compute the same from a FeatureBatch",
+    ),
     "clips": (
         '"clip", row) for row in rows',
         '"clip", row - request.first) for row in rows',
@@ -117,7 +122,7 @@ FAULTS = {
 
 ALSO = {
     "initialisation": {*KIT.checks} - {"initialisation"},
-    "determinism": {"sums", "evaluation"},
+    "determinism": {"sums", "evaluation", "cached_features"},
     "inputs_unchanged": {"evaluation"},
 }
 """Check -> checks that cannot pass either with its fault."""

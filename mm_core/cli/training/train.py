@@ -166,11 +166,19 @@ def _verify_resume(args: argparse.Namespace, config: RunConfig, nproc: int, host
 
 def _dry_run(config: RunConfig, world: int, as_json: bool) -> int:
     from mm_core.loading.run_adapters import adapters_begun
-    from mm_core.plan import base_choices, build_task, make_plan, shared_activations, table_of
+    from mm_core.plan import (
+        base_choices,
+        build_task,
+        make_plan,
+        plan_with_cache,
+        shared_activations,
+        table_of,
+    )
 
     adapters = adapters_begun(config)
     task = build_task(config, adapters)
-    plan = make_plan(config, world, task)
+    cached = config.data.cache is not None
+    plan = plan_with_cache(config, world, task) if cached else make_plan(config, world, task)
     rows, spec = config.train.micro_batch_size, config.data.train.options
     plan = replace(plan, activations=shared_activations(task, plan.engine, spec, rows))
     choices = base_choices(config, world, adapters)

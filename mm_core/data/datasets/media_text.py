@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from mm_core.builtin.configs.data import CaptionTags, MediaSource, MediaTextConfig
-from mm_core.contracts import Randomness, Transform, VideoInfo, VideoReader, VideoTextBatch
+from mm_core.contracts import Randomness, Source, Transform, VideoInfo, VideoReader, VideoTextBatch
 from mm_core.data.datasets import Sample
 from mm_core.data.datasets.media_sizes import sizes_of
-from mm_core.data.datasets.video_text import collate_clips
+from mm_core.data.datasets.video_text import Size, collate_clips, made_of
 from mm_core.data.media.frames import clip_times, read_frames
 from mm_core.data.media.image_headers import image_size
 from mm_core.data.media.images import read_photo
 from mm_core.data.media.readers import PyAVReader
-from mm_core.data.media.transforms import levels_of, read_pixels, transform_of, transformed
+from mm_core.data.media.transforms import draws_of, levels_of, read_pixels, transform_of, transformed
 from mm_core.data.rows.annotations import inside
 from mm_core.data.rows.captions import clean_caption
 from mm_core.data.rows.mapped_rows import MappedRows, read_once
@@ -34,9 +34,6 @@ from mm_core.errors import ContractError, DataError, MMError, RunWarning, plural
 
 IMAGE_FPS = 25.0
 """Frames per second of an image, as in the video readers."""
-
-Size = tuple[int, int, int]
-"""Frames, height and width."""
 
 _DECODED = 8  # frames that a check of a clip has in memory
 
@@ -79,6 +76,7 @@ class MediaTextDataset:
         folder, opened = read_once(partial(_write_rows, self.wanted.sources))
         self.rows = MappedRows(folder)
         self.sources: Sequence[OpenedSource] = opened
+        self._made: dict[tuple[str, Size], Mapping[str, Any]] = {}  # shared by the rows that are read alike
         for source in self.sources:
             if source.uncaptioned:
                 reasons = ", ".join(source.dropped)
@@ -116,6 +114,31 @@ class MediaTextDataset:
     def sample_of(self, row: int, size: Size, rng: Randomness | None) -> Sample:
         """Reads a row as a sample of (frames, height, width); an image has one frame in every size."""
         return self._sample(self.rows[row], size, rng)
+
+    def num_sources(self) -> int:
+        """Number of rows, for the feature cache."""
+        return len(self.rows)
+
+    def source_of(self, row: int, size: Size | None, rng: Randomness | None) -> Source:
+        """What decides the sample of a row, for the feature cache.
+
+        Raises:
+            DataError: its path or its caption cannot be used.
+        """
+        size, own = size or self._size, self.rows[row]
+        if own.medium == "image":
+            size = (1, *size[1:])
+        made = self._made.get((own.medium, size))
+        if made is None:
+            reader = self.reader if own.medium == "clip" else None
+            made = made_of(size, self.wanted.fps, self.transform, reader)
+            self._made[own.medium, size] = made
+        place = self.sources[own.source]
+        path = inside(place.folder, own.path) if own.archive is None else place.archives[own.archive]
+        span = None if own.archive is None else (own.start, own.size)
+        start = (self._start(rng),) if own.medium == "clip" else ()
+        drawn = (*start, *draws_of(self.transform, rng))
+        return Source(self.name_of(own), self.caption(own, rng), made, path, span, drawn)
 
     @property
     def _size(self) -> Size:
@@ -225,7 +248,7 @@ class MediaTextDataset:
     def _sample(self, row: MediaRow, size: Size, rng: Randomness | None) -> Sample:
         wanted, (num_frames, height, width) = self.wanted, size
         name, caption, fps = self.name_of(row), self.caption(row, rng), IMAGE_FPS
-        start = rng.uniform("start") if rng is not None and wanted.random_start else 0.0
+        start = self._start(rng)
         with self.opened(row) as path:
             if row.medium == "image":
                 frame = read_photo(path, wanted.max_pixels).permute(1, 2, 0)[None]
@@ -243,6 +266,9 @@ class MediaTextDataset:
             "id": name,
             "fps": fps if wanted.fps is None else wanted.fps,
         }
+
+    def _start(self, rng: Randomness | None) -> float:
+        return rng.uniform("start") if rng is not None and self.wanted.random_start else 0.0
 
     @contextmanager
     def opened(self, row: MediaRow) -> Iterator[Path]:

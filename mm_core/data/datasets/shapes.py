@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from mm_core.builtin.configs.data import ShapesConfig
-from mm_core.contracts import VideoTextBatch
+from mm_core.contracts import Randomness, Source, VideoTextBatch
 from mm_core.data.datasets.video_text import collate_clips
 
 COLOURS = {"red": (230, 30, 30), "green": (30, 200, 40), "blue": (40, 70, 240), "yellow": (235, 215, 30)}
@@ -133,6 +133,15 @@ class ShapesDataset:
 
     def __len__(self) -> int:
         return self.wanted.clips
+
+    def num_sources(self) -> int:
+        """Number of clips, for the feature cache."""
+        return len(self)
+
+    def source_of(self, row: int, size: tuple[int, int, int] | None, rng: Randomness | None) -> Source:
+        """What decides a clip, for the feature cache: it is drawn, so there is no file."""
+        made = {**asdict(self.wanted), "clips": None}
+        return Source(f"clip {row}", caption(*TRAINED[row % len(TRAINED)]), made, drawn=(row,))
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         wanted = self.wanted

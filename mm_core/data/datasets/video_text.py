@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +12,19 @@ import torch
 from torch import Tensor
 
 from mm_core.builtin.configs.data import VideoTextConfig
-from mm_core.contracts import Randomness, Transform, VideoInfo, VideoReader, VideoTextBatch
+from mm_core.contracts import Randomness, Source, Transform, VideoInfo, VideoReader, VideoTextBatch
 from mm_core.data.datasets import Sample
 from mm_core.data.media.frames import clip_times, too_short
 from mm_core.data.media.readers import PyAVReader
-from mm_core.data.media.transforms import levels_of, read_pixels, transform_of
+from mm_core.data.media.transforms import draws_of, levels_of, read_pixels, transform_of
 from mm_core.data.rows.annotations import Annotation, inside, read_annotations
 from mm_core.data.rows.captions import clean_caption, half_character
 from mm_core.data.rows.packed_rows import PackedRows
 from mm_core.data.rows.paths import check_folder
 from mm_core.errors import DataError
+
+Size = tuple[int, int, int]
+"""Frames, height and width."""
 
 
 class VideoTextDataset:
@@ -73,20 +78,41 @@ class VideoTextDataset:
         """The sample with its start (with `random_start`), caption and crop drawn from `rng`."""
         return self._sample(index, rng)
 
+    def _drawn(self, rng: Randomness | None) -> tuple[float, float]:
+        """Uniform numbers in [0, 1) that choose the start and the caption."""
+        if rng is None:
+            return 0.0, 0.0
+        return rng.uniform("start") if self.wanted.random_start else 0.0, rng.uniform("caption")
+
+    def num_sources(self) -> int:
+        """Number of rows, for the feature cache."""
+        return len(self.rows)
+
+    def source_of(self, row: int, size: Size | None, rng: Randomness | None) -> Source:
+        """What decides the sample of a row, for the feature cache.
+
+        Raises:
+            DataError: its path or its caption cannot be used, or it is declared too short.
+        """
+        start, caption = self._drawn(rng)
+        path = self._checked(row)
+        annotation = self.rows[row]
+        text = clean_caption(annotation.captions[int(caption * len(annotation.captions))])
+        return Source(annotation.path, text, self._made, path, drawn=(start, *draws_of(self.transform, rng)))
+
+    @cached_property
+    def _made(self) -> Mapping[str, Any]:
+        wanted = self.wanted
+        size = (wanted.num_frames, wanted.height, wanted.width)
+        return made_of(size, wanted.fps, self.transform, self.reader)
+
     def collate(self, samples: Sequence[Sample]) -> VideoTextBatch:
         """Collates clips into a batch; the loader has added `key` and `weight` to each sample."""
         return collate_clips(samples, levels_of(self.transform))
 
     def _sample(self, index: int, rng: Randomness | None) -> Sample:
-        row, wanted = self.rows[index], self.wanted
-        path = inside(self.folder, row.path)
-        for text in row.captions:
-            if half := half_character(text):
-                raise _half(path, half)
-        if wanted.fps is None and row.num_frames is not None and row.num_frames < wanted.num_frames:
-            raise too_short(path, row.num_frames, "the annotation declares", wanted.num_frames, None)
-        start = rng.uniform("start") if rng is not None and wanted.random_start else 0.0
-        caption = 0.0 if rng is None else rng.uniform("caption")
+        row, wanted, path = self.rows[index], self.wanted, self._checked(index)
+        start, caption = self._drawn(rng)
 
         def times(info: VideoInfo) -> list[float]:
             return clip_times(info, path, wanted.num_frames, wanted.fps, start)
@@ -99,6 +125,48 @@ class VideoTextDataset:
             "id": row.path,
             "fps": info.fps if wanted.fps is None else wanted.fps,
         }
+
+    def _checked(self, index: int) -> Path:
+        row, wanted = self.rows[index], self.wanted
+        path = inside(self.folder, row.path)
+        for text in row.captions:
+            if half := half_character(text):
+                raise _half(path, half)
+        if wanted.fps is None and row.num_frames is not None and row.num_frames < wanted.num_frames:
+            raise too_short(path, row.num_frames, "the annotation declares", wanted.num_frames, None)
+        return path
+
+
+def made_of(
+    size: Size, fps: float | None, transform: Transform, reader: VideoReader | None
+) -> dict[str, Any]:
+    """How pixels are made of a file, as the feature cache needs it (see `Source`).
+
+    Args:
+        size: frames, height and width.
+        fps: frames per second at which frames are taken; None: the file's own.
+        transform: makes pixels of frames.
+        reader: decodes the file; None for pictures.
+    """
+    return {
+        "frames": size[0],
+        "transform": {"height": size[1], "width": size[2], **_settings(transform)},
+        "fps": fps,
+        "reader": _settings(reader),
+    }
+
+
+def _settings(component: object) -> dict[str, Any]:
+    """A built component's class and settings: its plain attributes, and those of its own components."""
+    found: dict[str, Any] = {"type": f"{type(component).__module__}.{type(component).__qualname__}"}
+    for name, value in (getattr(component, "__dict__", None) or {}).items():
+        if isinstance(value, str | int | float | tuple | None):
+            found[name] = value
+        elif is_dataclass(value) and not isinstance(value, type):
+            found[name] = asdict(value)
+        elif hasattr(value, "pixels"):
+            found[name] = _settings(value)
+    return found
 
 
 def _half(path: Path, half: str) -> DataError:

@@ -21,6 +21,7 @@ from mm_core.contracts import (
     Batch,
     Dataset,
     FailureRecord,
+    FeatureBatch,
     Randomness,
     SupportsSampleAt,
     VideoTextBatch,
@@ -208,7 +209,7 @@ class AuthorCode:
     def finished(self, batch: Any, rows: Sequence[int], who: str) -> Batch:
         """The batch that `who` returned, after the task's transform, which is seeded by the rows' numbers."""
         ready: Batch = self.checked(batch, Batch, who, "a Batch")
-        if self.transform is not None:
+        if self.transform is not None and not isinstance(ready, FeatureBatch):
             seed_generators(self.rng.at("transform", *rows))
             with self.guarded("the task's batch transform"):
                 ready = self.checked(self.transform(ready), Batch, "what batch_transform returns", "a Batch")

@@ -47,6 +47,11 @@ class ResizeCrop:
         mean, std = (torch.tensor(each)[:, None] for each in (self.wanted.mean, self.wanted.std))
         return (torch.arange(256) / 255 - mean) / std
 
+    @property
+    def fixed(self) -> bool:
+        """Whether it makes no random choices."""
+        return self.wanted.crop != "random" and self.wanted.flip == 0
+
     def pixels(self, frames: Tensor, height: int, width: int, rng: Randomness | None) -> Tensor:
         """The pixels of a sample, uint8 [3,F,height,width].
 
@@ -105,6 +110,12 @@ class ResizeCrop:
 def transform_of(transform: Transform | None, interpolation: Interpolation) -> Transform:
     """The transform of a dataset: the given one, or the short side resized and the centre cropped."""
     return ResizeCrop(interpolation=interpolation) if transform is None else transform
+
+
+def draws_of(transform: Transform, rng: Randomness | None) -> tuple[int, ...]:
+    """What decides the random choices of a transform for a sample; () if it makes none, for all we know."""
+    fixed = isinstance(transform, ResizeCrop) and transform.fixed
+    return () if rng is None or fixed else (rng.seed32("transform"),)
 
 
 def levels_of(transform: Transform) -> Tensor | None:

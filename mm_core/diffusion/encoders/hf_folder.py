@@ -47,6 +47,10 @@ class ModelFolder:
             names += self._weight_files()
         return [str(self.path / name) for name in names if not self.has(name)]
 
+    def files(self) -> list[Path]:
+        """The encoder's files that exist: config.json and weights, for the feature cache."""
+        return [self.path / name for name in ("config.json", *self._weight_files()) if self.has(name)]
+
     def pickled_only(self) -> bool:
         """Whether the model folder contains its weights only as pickles."""
         pickled = any(path for pattern in _PICKLED for path in self.path.glob(pattern))

@@ -184,6 +184,10 @@ class HFTextEncoder(nn.Module):
             missing.append(str(self.tokenizer_folder / _TOKENIZER_FILES[0]))
         return missing
 
+    def files(self) -> list[Path]:
+        """The text encoder's files: config.json, weights, and all of its tokenizer's folder but weights."""
+        return [*self._files.files(), *tokenizer_files(self.tokenizer_folder)]
+
     def build_empty(self) -> None:
         """Builds the text encoder from config.json, without memory for its parameters.
 
@@ -230,6 +234,13 @@ class HFTextEncoder(nn.Module):
                 accepted="T5, UMT5, BERT, CLIP's text model and other text encoders of Transformers",
             )
         return config
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The files that decide what a tokenizer does: those of its folder by their names, without weights."""
+    patterns = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.spm")
+    found = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
+    return sorted(file for file in found if not file.name.endswith(".safetensors.index.json"))
 
 
 def _kind(config: PretrainedConfig, folder: Path) -> type[AutoModel]:

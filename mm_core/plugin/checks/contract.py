@@ -1,5 +1,4 @@
-"""What components of each kind must have. The members are read from the kind's protocol in
-`mm_core.contracts`, so that what is documented is what is checked."""
+"""What components of each kind must have: the members of the kind's protocol in `mm_core.contracts`."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ def _capabilities(*names: str) -> tuple[str, ...]:
     return tuple(f"mm_core.contracts:{name}" for name in names)
 
 
-_LOADING = _capabilities("SelfLoading", "Streamed")  # what frozen components have, the one or the other
+_LOADING = _capabilities("SelfLoading", "Streamed", "SupportsFiles")  # what frozen components have
 _TRANSFORMS = _capabilities("SupportsFrameByFrame", "SupportsLevels")
 
 CONTRACTS: Mapping[str, Contract] = MappingProxyType(
@@ -74,6 +73,7 @@ CONTRACTS: Mapping[str, Contract] = MappingProxyType(
             optional=_capabilities(
                 *("SupportsSampleAt", "SupportsLengths", "SupportsClassNames", "SupportsCheckMicroBatch"),
                 *("SupportsEvaluated", "SupportsConversing", "SupportsBatchSpecs", "SupportsRowSizes"),
+                "SupportsSources",
             ),
         ),
         "task": Contract(
@@ -81,7 +81,7 @@ CONTRACTS: Mapping[str, Contract] = MappingProxyType(
             base="torch.nn:Module",
             optional=_capabilities(
                 *("SupportsBeginStep", "SupportsNotes", "SupportsCheckRequest", "SupportsClips"),
-                *("SupportsSampleFlops", "SupportsSampleForward", "SupportsAnswer"),
+                *("SupportsSampleFlops", "SupportsSampleForward", "SupportsAnswer", "SupportsCache"),
             ),
         ),
         "engine": Contract(

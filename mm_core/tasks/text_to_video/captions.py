@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from mm_core.contracts import Batch, DictBatch, TextEncoder, Tokenizer, VideoTextBatch
+from mm_core.contracts import Batch, DictBatch, Features, TextEncoder, Tokenizer, VideoTextBatch
+from mm_core.data.cache.samples import stacked
 from mm_core.errors import ContractError
 from mm_core.tasks.text_to_video.conditions import Conditions, check_returned
 from mm_core.tasks.text_to_video.returned_shapes import expect_text
@@ -85,6 +86,7 @@ class Captions:
     encoder: TextEncoder
     padding: str | tuple[str, int]
     conditions: Conditions
+    find: Callable[[str], Features | None] | None = field(default=None, init=False)  # see `SupportsCache`
     _empty: tuple[Tensor, Tensor] | None = field(default=None, init=False)
 
     def encoded(self, batch: VideoTextBatch, empty: bool) -> tuple[Encoded, Encoded | None]:
@@ -101,6 +103,9 @@ class Captions:
 
     def encoded_texts(self, captions: Sequence[str], device: torch.device) -> Encoded:
         """Text states, mask and conditions of captions given as strings."""
+        known = [self.find(caption) for caption in captions] if self.find is not None else [None]
+        if None not in known:
+            return self.of_features(stacked([{"": row} for row in known if row is not None]), "", device)
         ids, mask = self.encoder.tokenizer()(captions)
         return self._encode(ids.to(device), mask.to(device))
 
@@ -114,17 +119,56 @@ class Captions:
         return ids, mask
 
     def _encode(self, ids: Tensor, mask: Tensor) -> Encoded:
-        """Hidden states in float32 (the engine casts them), padded as the predictor expects."""
+        return self._finished(*self._states(ids, mask))
+
+    def _states(self, ids: Tensor, mask: Tensor) -> Encoded:
         rows = len(ids)
         text, mask, *others = expect_text(self.encoder.encode(ids, mask), rows, self.encoder)
         given: Mapping[str, Tensor] = others[0] if others else {}
         check_returned(given, self.encoder, rows)
+        return text, mask, given
+
+    def _finished(self, text: Tensor, mask: Tensor, given: Mapping[str, Tensor]) -> Encoded:
+        """Hidden states in float32 (the engine casts them), padded as the predictor expects."""
         text = text.float().masked_fill(~mask[..., None], 0)
         if isinstance(self.padding, tuple):
             length = self.padding[1]
             text, mask = _pad(text[:, :length], length), _pad(mask[:, :length], length)
         taken = self.conditions.of_text(given)
         return text, mask, {name: t.float() if t.is_floating_point() else t for name, t in taken.items()}
+
+    def features(self, captions: Sequence[str], device: torch.device) -> list[Features]:
+        """What a cache stores of each caption: nothing that depends on the predictor, and no padding."""
+        ids, mask = self.encoder.tokenizer()(captions)
+        text, mask, given = self._states(ids.to(device), mask.to(device))
+        last = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).amax(1).clamp(min=1)
+        return [
+            {"states": text[row, :length], "mask": mask[row, :length], **_named(given, row)}
+            for row, length in enumerate(last.tolist())
+        ]
+
+    def of_features(
+        self, features: Mapping[str, Tensor], part: str, device: torch.device, length: int = 0
+    ) -> Encoded:
+        """Text states, mask and conditions from cached features of captions.
+
+        Args:
+            features: as in `FeatureBatch`.
+            part: their part.
+            device: where they are needed.
+            length: least number of tokens.
+        """
+        own = {
+            name.removeprefix(f"{part}."): value.to(device)
+            for name, value in features.items()
+            if name.startswith(f"{part}.")
+        }
+        text, mask = _pad(own.pop("states"), length), _pad(own.pop("mask"), length)
+        return self._finished(text, mask, {name.removeprefix("given "): t for name, t in own.items()})
+
+
+def _named(given: Mapping[str, Tensor], row: int) -> Features:
+    return {f"given {name}": tensor[row] for name, tensor in given.items()}
 
 
 def _rows(found: Encoded, rows: slice) -> Encoded:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -10,7 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mm_core.contracts import FrameNames, GivenFrames, Predictor, PredictorInputs, SupportsFrames
+from mm_core.contracts import (
+    FrameNames,
+    GivenFrames,
+    Predictor,
+    PredictorInputs,
+    Randomness,
+    SupportsFrames,
+)
 from mm_core.data.media.images import fit_image
 from mm_core.errors import ContractError, plural
 from mm_core.tasks.text_to_video.returned_shapes import expect_features, expect_latents
@@ -48,11 +56,34 @@ def clip_frames(task: TextToVideo, pixels: Tensor | None, names: FrameNames) -> 
     if not names:
         return None
     assert pixels is not None
-    frames = [pixels[:, :, _PLACES[name]] for name in names]
-    originals = None
-    if image_dim(task.predictor) is not None:
-        originals = [list(((f + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)) for f in frames]
+    frames = _taken(pixels, names)
+    originals = None if image_dim(task.predictor) is None else _pictures(frames)
     return _encode(task, names, frames, originals, pixels.shape[2])
+
+
+def _taken(pixels: Tensor, names: FrameNames) -> list[Tensor]:
+    return [pixels[:, :, _PLACES[name]] for name in names]
+
+
+def _pictures(frames: Sequence[Tensor]) -> list[list[Tensor]]:
+    return [list(((f + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)) for f in frames]
+
+
+def frame_latents(task: TextToVideo, pixels: Tensor) -> Tensor:
+    """What a cache stores of the given frames of clips: latents [B,C,T',H,W] from pixels [B,3,F,Y,X]."""
+    return _latents(task, _taken(pixels, task.frames), pixels.shape[2])
+
+
+def frame_features(task: TextToVideo, pixels: Tensor) -> Tensor:
+    """What a cache stores of the image encoder's features of given frames: [B,K,D], K over all frames."""
+    return _features(task, _pictures(_taken(pixels, task.frames)))
+
+
+def clip_digest(predictor: SupportsFrames, names: FrameNames) -> str:
+    """A hash of what `frames_clip` makes of two small frames: it is code and settings of the predictor."""
+    frames = [Randomness(0).normal((1, 3, 16, 16), "frames", name).clamp(-1, 1) for name in names]
+    clip = predictor.frames_clip(frames, 5)
+    return hashlib.sha256(clip.contiguous().numpy().tobytes() + repr(clip.shape).encode()).hexdigest()[:16]
 
 
 def image_frames(
@@ -71,7 +102,7 @@ def image_frames(
         return None
     originals = [[clip[place] for clip in images] for place in range(len(names))]
     frames = [torch.stack([fit_image(i, *size[1:]) for i in column]).to(device) for column in originals]
-    return _encode(task, names, frames, originals, size[0])
+    return _encode(task, names, frames, None if image_dim(task.predictor) is None else originals, size[0])
 
 
 def _encode(
@@ -81,18 +112,22 @@ def _encode(
     originals: Sequence[Sequence[Tensor]] | None,
     num_frames: int,
 ) -> GivenFrames:
-    predictor = task.predictor
-    assert isinstance(predictor, SupportsFrames)
-    clip = predictor.frames_clip(frames, num_frames)
+    latents = _latents(task, frames, num_frames)
+    return GivenFrames(names, latents, None if originals is None else _features(task, originals))
+
+
+def _latents(task: TextToVideo, frames: Sequence[Tensor], num_frames: int) -> Tensor:
+    assert isinstance(task.predictor, SupportsFrames)
+    clip = task.predictor.frames_clip(frames, num_frames)
     shape = (len(clip), *task.autoencoder.latent_shape(*clip.shape[2:]))
-    latents = expect_latents(task.autoencoder.encode(clip), shape, task.autoencoder)
-    features = None
-    if predictor.image_dim is not None:
-        encoder = task.image_encoder
-        assert encoder is not None and originals is not None
-        columns = (expect_features(encoder.encode(column), len(column), encoder) for column in originals)
-        features = torch.cat([*columns], dim=1)
-    return GivenFrames(names, latents, features)
+    return expect_latents(task.autoencoder.encode(clip), shape, task.autoencoder)
+
+
+def _features(task: TextToVideo, originals: Sequence[Sequence[Tensor]]) -> Tensor:
+    encoder = task.image_encoder
+    assert encoder is not None
+    columns = (expect_features(encoder.encode(column), len(column), encoder) for column in originals)
+    return torch.cat([*columns], dim=1)
 
 
 def inputs_of(

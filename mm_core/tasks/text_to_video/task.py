@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from math import prod
@@ -18,8 +17,11 @@ from mm_core.contracts import (
     Autoencoder,
     Batch,
     Bins,
+    CachePart,
     Clip,
     Evaluation,
+    FeatureBatch,
+    Features,
     FrameNames,
     ImageEncoder,
     Loss,
@@ -40,39 +42,19 @@ from mm_core.tasks.text_to_video.bins import declared_bins, sum_by_bin
 from mm_core.tasks.text_to_video.captions import Captions, TokenizeCaptions, chosen
 from mm_core.tasks.text_to_video.checks import SIZES, collect_faults, latents_of
 from mm_core.tasks.text_to_video.conditions import Conditions, cast_condition, shapes_of
-from mm_core.tasks.text_to_video.encoded import EncodedClips, stored_posterior
+from mm_core.tasks.text_to_video.encoded import (
+    EncodedClips,
+    TextToVideoInputs,
+    cache_parts,
+    cached_clips,
+    features_of,
+    stored_posterior,
+)
 from mm_core.tasks.text_to_video.experts import Experts
 from mm_core.tasks.text_to_video.flops import TrainedFlops, sample_flops, sample_forward
 from mm_core.tasks.text_to_video.frames import check_images, choices, clip_frames, inputs_of
 from mm_core.tasks.text_to_video.returned_shapes import expect, expect_latents
 from mm_core.tasks.text_to_video.sampling import check_guidance, completed, generate, sample_shape
-
-
-@dataclass
-class TextToVideoInputs:
-    """Inputs of one forward of the text-to-video task, on the device, in float32.
-
-    Attributes:
-        given: noisy latents [B,C,T,H,W], their timesteps, and the predictor's tensors for given frames.
-        text: [B,L,D].
-        text_mask: [B,L].
-        target: [B,C,T,H,W].
-        factors: [B], loss weight of the timestep times weight of the sample.
-        weight: total weight of the batch.
-        weights: [B], weight of each sample.
-        sigma: [B], noise level from 0 to 1.
-        expert: the expert of the predictor for all rows, or None.
-    """
-
-    given: PredictorInputs
-    text: Tensor
-    text_mask: Tensor
-    target: Tensor
-    factors: Tensor
-    weight: float
-    weights: Tensor
-    sigma: Tensor
-    expert: str | None = None
 
 
 class TextToVideo(TaskModule):
@@ -117,6 +99,7 @@ class TextToVideo(TaskModule):
         self.frames: FrameNames = choices(predictor)[0] if frames is None else tuple(frames)
         self.caption_dropout = caption_dropout
         self.train_guidance = train_guidance
+        self.given_guidance = 1.0 if train_guidance is None else train_guidance
         self.latents = latents_of(autoencoder, latents)
         self.sample_defaults = SampleConfig() if sample is None else sample
         self.conditions = Conditions(predictor)
@@ -158,11 +141,12 @@ class TextToVideo(TaskModule):
     def encode(self, batch: Batch, *, drops: bool = True) -> EncodedClips:
         """What of a `VideoTextBatch` needs no randomness: moments, text states (with `drops` also those of
         the empty caption, if any are dropped), given frames, conditions."""
+        if isinstance(batch, FeatureBatch):
+            return cached_clips(self, batch, drops)
         assert isinstance(batch, VideoTextBatch)
         pixels, count = batch.pixels, len(batch)
         posterior = stored_posterior(self, batch) if pixels is None else self.autoencoder.encode(pixels)
-        guidance = 1.0 if self.train_guidance is None else self.train_guidance
-        given = self.conditions.of_clips(count, batch.size[1:], batch.device, batch.fps, guidance)
+        given = self.conditions.of_clips(count, batch.size[1:], batch.device, batch.fps, self.given_guidance)
         text, empty = self.captions.encoded(batch, empty=drops and self.caption_dropout > 0)
         return EncodedClips(
             keys=batch.keys,
@@ -175,6 +159,19 @@ class TextToVideo(TaskModule):
             conditions=given,
             frames=clip_frames(self, pixels, self.frames),
         )
+
+    def cache_parts(self) -> tuple[CachePart, ...]:
+        """See `SupportsCache`: latents, given frames and their features, captions."""
+        return cache_parts(self)
+
+    @torch.no_grad()
+    def features(self, part: str, given: Batch | Sequence[str]) -> list[Features]:
+        """See `SupportsCache`."""
+        return features_of(self, part, given)
+
+    def use_texts(self, find: Callable[[str], Features | None]) -> None:
+        """See `SupportsCache`."""
+        self.captions.find = find
 
     @torch.no_grad()
     def draw(self, clips: EncodedClips, rng: Randomness) -> TextToVideoInputs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from mm_core.contracts import (
     Randomness,
     SampleKey,
+    Source,
     SupportsBatchSpecs,
     SupportsCheckMicroBatch,
     SupportsClassNames,
@@ -18,6 +20,8 @@ from mm_core.contracts import (
     SupportsEvaluated,
     SupportsLengths,
     SupportsRowSizes,
+    SupportsSampleAt,
+    SupportsSources,
     Turn,
     VideoTextBatch,
 )
@@ -101,6 +105,40 @@ def buckets(probe: DatasetProbe) -> None:
         probe.expect(batch.size == size, f"sample_of returned a sample of {batch.size}", accepted=str(size))
         same = torch.equal(batch.pixels[0], batch.pixels[1]) and batch.captions[0] == batch.captions[1]
         probe.expect(same, "sample_of reads another sample each time: a resumed run would differ")
+
+
+def sources(probe: DatasetProbe) -> None:
+    """source_of describes each row in the same way each time, differently from other rows, and names its
+    caption."""
+    dataset: Any = probe.dataset
+    if not isinstance(probe.dataset, SupportsSources):
+        raise NotApplicable("the dataset has no num_sources and source_of")
+    count, rng = dataset.num_sources(), Randomness(SEED).at("data", 0, 0)
+    probe.expect(
+        isinstance(count, int) and count >= 1, f"num_sources() returned {count!r}", accepted="1 or more"
+    )
+    random = rng if isinstance(dataset, SupportsSampleAt) else None
+    sized = (1, 8, 16) if isinstance(dataset, SupportsRowSizes) else None
+    found = [dataset.source_of(row, sized, random) for row in range(min(count, 2))]
+    again = [dataset.source_of(row, sized, random) for row in range(min(count, 2))]
+    probe.expect(
+        all(isinstance(source, Source) for source in found),
+        f"source_of returned {found!r}"[:200],
+        accepted="mm_core.contracts.Source",
+    )
+    probe.expect(found == again, "source_of describes a row differently when it is called again")
+    own = [(source.path, source.span, source.drawn, source.caption) for source in found]
+    probe.expect(
+        len(set(own)) == len(own),
+        "source_of describes two rows alike, so that one would be trained on the other's features",
+        hint="set `path`, `span` or `drawn` of the row",
+    )
+    sample = dataset.sample_of(0, sized, random) if sized else None
+    if sample is not None and "caption" in sample:
+        probe.expect(
+            sample["caption"] == found[0].caption,
+            f"source_of names the caption {found[0].caption!r}, but the sample has {sample['caption']!r}",
+        )
 
 
 def evaluation(probe: DatasetProbe) -> None:

@@ -19,6 +19,7 @@ from mm_core.testing.data.capabilities import (
     lengths,
     micro_batches,
     questions,
+    sources,
 )
 from mm_core.testing.data.reading import SEED, DatasetProbe, damaged, equal
 from mm_core.testing.kit import Kit, NotApplicable, by_name
@@ -321,7 +322,7 @@ KIT = Kit(
     by_name(
         *(schema, batches, determinism, each_index, given_randomness, new_samples_each_epoch, resume),
         *(picklable, bad_samples, lengths, micro_batches, evaluation, class_names, questions, buckets),
-        workers,
+        *(sources, workers),
     ),
     probe=DatasetProbe,
     ranks=("workers",),

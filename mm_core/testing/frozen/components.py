@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mm_core.contracts import Streamed, WeightsFrom
+from mm_core.contracts import Streamed, SupportsFiles, WeightsFrom
 from mm_core.errors import ContractError, MMError, first_line
 from mm_core.loading.frozen import load_frozen
 from mm_core.testing.common import state_changes
@@ -216,6 +216,14 @@ def missing_files(probe: FrozenProbe) -> None:
     """The constructor reads no file, and missing_files names what loading would miss."""
     found = probe.build().missing_files()
     probe.expect(found == [], f"missing_files returned {found!r}, though the component loads", accepted="[]")
+    component = probe.build()
+    if isinstance(component, SupportsFiles):
+        files = component.files()
+        probe.expect(
+            bool(files) and all(isinstance(file, Path) and file.is_file() for file in files),
+            f"files returned {files!r}"[:200],
+            accepted="the Paths of all files that its results depend on",
+        )
     if not probe.moved(probe.probe.folder):
         return  # it needs no files
     absent = probe.probe.folder.parent / f"{probe.probe.folder.name}-absent"

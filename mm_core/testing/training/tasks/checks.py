@@ -20,13 +20,19 @@ from mm_core.testing.training.tasks.losses import (
     weights,
 )
 from mm_core.testing.training.tasks.probe import TaskProbe
-from mm_core.testing.training.tasks.reports import answers, notes, sample_flops, sample_forward
+from mm_core.testing.training.tasks.reports import (
+    answers,
+    cached_features,
+    notes,
+    sample_flops,
+    sample_forward,
+)
 
 KIT = Kit(
     by_name(
         *(modules, initialisation, accepts_its_data, transforms, loss, weights, sums, determinism),
         *(inputs_unchanged, gradients, sharded_modules, bins, evaluation, clips),
-        *(answers, notes, sample_flops, sample_forward, over_ranks),
+        *(answers, notes, sample_flops, sample_forward, cached_features, over_ranks),
     ),
     probe=TaskProbe,
     ranks=("over_ranks",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,8 +11,10 @@ from torch.utils._pytree import tree_map_only
 
 from mm_core.contracts import (
     Decoding,
+    Features,
     Randomness,
     SupportsAnswer,
+    SupportsCache,
     SupportsConversing,
     SupportsNotes,
     SupportsSampleFlops,
@@ -19,6 +22,7 @@ from mm_core.contracts import (
     Turn,
     seeded,
 )
+from mm_core.data.cache.samples import joined, stacked
 from mm_core.errors import MMError, first_line, plural
 from mm_core.testing.data.reading import SEED
 from mm_core.testing.kit import NotApplicable
@@ -39,6 +43,40 @@ def notes(probe: TaskProbe) -> None:
         accepted="a list of strings, one line each; [] if there is nothing to report",
     )
     probe.expect(found == again, "notes returns other lines when it is called again")
+
+
+def cached_features(probe: TaskProbe) -> None:
+    """The loss of a batch of cached features is that of the batch itself, without the frozen components."""
+    task: Any = probe.task
+    if not isinstance(probe.task, SupportsCache):
+        raise NotApplicable("the task has no cache_parts, features and use_texts")
+    parts, rows = task.cache_parts(), list(probe.pair)
+    probe.expect(
+        len({part.name for part in parts}) == len(parts) > 0 and sum(p.of == "text" for p in parts) <= 1,
+        f"cache_parts returned {parts!r}"[:200],
+        accepted="parts of different names, at most one of them of texts",
+    )
+    batch = probe.batch(rows)
+    found: list[dict[str, Features]] = [{} for _ in rows]
+    texts: dict[str, dict[str, object]] = {}
+    for part in parts:
+        given = getattr(batch, "captions", None) if part.of == "text" else batch
+        if given is None:
+            raise NotApplicable("the batch has no captions")
+        for row, features in zip(found, task.features(part.name, given), strict=True):
+            row[part.name] = features
+        for text in part.texts:
+            texts[text] = stacked([{part.name: task.features(part.name, [text])[0]}])
+    cached = joined(batch.keys, batch.sample_weights, batch.ids, found, texts)
+    rng = Randomness(SEED)
+    with torch.no_grad():
+        own, other = (float(task.loss(task.prepare(each, rng)).total) for each in (batch, cached))
+    probe.expect(
+        abs(own - other) <= 1e-4 * max(1.0, abs(own)),
+        f"the loss of a batch is {own}, and {other} from its cached features",
+        hint="`prepare` must compute the same from a FeatureBatch",
+    )
+    task.use_texts(lambda text: None)  # as if nothing was cached
 
 
 def sample_flops(probe: TaskProbe) -> None:

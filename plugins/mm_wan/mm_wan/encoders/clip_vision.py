@@ -76,6 +76,11 @@ class WanCLIPVision(nn.Module):
         settings = self.processor_folder / SETTINGS
         return self._files.missing_files() + ([] if settings.is_file() else [str(settings)])
 
+    def files(self) -> list[Path]:
+        """Files on which the hidden states depend, for the feature cache: config.json, weights, processor."""
+        settings = self.processor_folder / SETTINGS
+        return [*self._files.files(), *([settings] if settings.is_file() else [])]
+
     def build_empty(self) -> None:
         """Builds the CLIP image encoder without memory for its weights. Executes no code from files.
 

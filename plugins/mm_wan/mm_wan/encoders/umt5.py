@@ -81,6 +81,10 @@ class WanUMT5(nn.Module):
         """Files of the UMT5 text encoder that do not exist: config.json, weights, tokenizer."""
         return self.encoder.missing_files()
 
+    def files(self) -> list[Path]:
+        """Files on which the hidden states depend, for the feature cache."""
+        return self.encoder.files()
+
     def build_empty(self) -> None:
         """Builds the UMT5 text encoder without memory for its weights.
 

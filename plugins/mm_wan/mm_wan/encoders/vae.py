@@ -172,6 +172,11 @@ class WanVAE(nn.Module):
             names += self._weight_files()
         return [str(self.folder / name) for name in names if not (self.folder / name).is_file()]
 
+    def files(self) -> list[Path]:
+        """Files on which the latents depend, for the feature cache: config.json and weights."""
+        paths = (self.folder / name for name in ("config.json", *self._weight_files()))
+        return [path for path in paths if path.is_file()]
+
     def build_empty(self) -> None:
         """Builds the Wan autoencoder without memory for its weights. Executes no code from files.
 

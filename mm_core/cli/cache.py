@@ -1,0 +1,126 @@
+"""`mm cache build|status|prune`: fills the feature cache of a run, shows what it has, removes the rest."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from mm_core.cli.options import add_allow_code, config_of, human_size, print_json, print_table
+from mm_core.cli.ranks import add_ranks, on_ranks
+from mm_core.errors import MMError, plural
+
+if TYPE_CHECKING:
+    from mm_core.config.sections import RunConfig
+    from mm_core.loading.caching import Progress
+    from mm_core.plan import RunCache
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="build|status|prune", required=True)
+    build = actions.add_parser(
+        "build", help="encode what is missing; stop and start it as you like", allow_abbrev=False
+    )
+    status = actions.add_parser(
+        "status", help="what is there, what is missing and why (exit code 1)", allow_abbrev=False
+    )
+    prune = actions.add_parser("prune", help="remove what this run does not need", allow_abbrev=False)
+    for action in (build, status):
+        action.add_argument("--config", required=True, metavar="YAML", help="the run's config file")
+    prune.add_argument(
+        "--config",
+        required=True,
+        action="append",
+        metavar="YAML",
+        help="a run that uses the cache; repeatable",
+    )
+    for action in (build, status, prune):
+        action.add_argument("overrides", nargs="*", metavar="key=value", help="override a config key")
+        add_allow_code(action)
+    add_ranks(build, and_share=": each encodes a share")
+    status.add_argument("--json", action="store_true", help="print JSON")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Runs `mm cache build`, `status` or `prune` and returns its exit code."""
+    if args.action == "build":
+        return on_ranks(args, "cache build", _build, _check)
+    return _status(args) if args.action == "status" else _prune(args)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Finds what is wrong in the config before ranks are started."""
+    config_of(args)
+
+
+def _build(args: argparse.Namespace) -> int:
+    from mm_core.config.sections import CacheSection
+    from mm_core.loading.caching import build_cache
+    from mm_core.runtime.process_group import process_group
+
+    config = config_of(args)
+    with process_group(None) as ranks:
+        built = build_cache(config, _show)
+        if ranks.rank == 0:
+            found = [f"{count:,} {part}" for part, count in built.encoded.items()]
+            folder = (config.data.cache or CacheSection()).dir
+            print(f"{folder}: encoded {', '.join(found) or 'nothing: everything was there'}")
+            if built.unreadable:
+                print(f"{plural(built.unreadable, 'sample')} cannot be read; `mm data check` lists them")
+    return 0
+
+
+def _show(progress: Progress) -> None:
+    left = "" if progress.seconds is None else f", {_clock(progress.seconds)} left"
+    print(f"{progress.what}: {progress.done:,} of {progress.of:,}{left}", flush=True)
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d}"
+
+
+def _opened(config: RunConfig) -> RunCache:
+    from mm_core.data.loading.seeding import build_split
+    from mm_core.plan import build_task, check_data, in_buckets, open_cache
+
+    task = build_task(config)
+    check_data(config, task)
+    datasets = {
+        name: build_split(config.registry, section, config.run.seed, config.data.loader.mode, name)
+        for name, section in config.data.splits.items()
+    }
+    return open_cache(config, task, in_buckets(config, task, datasets))
+
+
+def _status(args: argparse.Namespace) -> int:
+    cache = _opened(config_of(args))
+    rows = cache.status()
+    unused = int((~cache.needed()).sum())
+    size = sum(shard.path.stat().st_size for shard in cache.store.shards)
+    lacking = any(row.missing or row.stale for row in rows)
+    if args.json:
+        print_json({"parts": [row._asdict() for row in rows], "unused": unused, "bytes": size})
+        return int(lacking)
+    head = ("SPLIT", "FEATURES", "PRESENT", "STALE", "MISSING", "UNREADABLE")
+    print_table([head, *((row.split, row.part, *(f"{number:,}" for number in row[2:])) for row in rows)])
+    for line in cache.explanations():
+        print(line)
+    shards, entries = plural(len(cache.store.shards), "shard"), plural(unused, "entry")
+    print(f"{human_size(size)} in {shards}; {entries} that this run does not need")
+    return int(lacking)
+
+
+def _prune(args: argparse.Namespace) -> int:
+    from mm_core.config.load import load_config
+
+    configs = [load_config(path, args.overrides, allow_code=args.allow_code) for path in args.config]
+    caches = [_opened(config) for config in configs]
+    if len({cache.store.folder.resolve() for cache in caches}) > 1:
+        raise MMError("the configs name different caches", where="--config", hint="prune one cache at a time")
+    first = caches[0]
+    needed = first.needed()
+    for cache in caches[1:]:
+        cache.store = first.store  # opened at another time, it may have other places
+        needed |= cache.needed()
+    freed = first.store.keep(needed)
+    print(f"{first.section.dir}: removed {plural(int((~needed).sum()), 'entry')}, {human_size(freed)}")
+    return 0

@@ -1,0 +1,1 @@
+"""The feature cache: what frozen components compute, by the content that it is computed from."""

@@ -1,0 +1,82 @@
+"""Claims of work on a feature cache: a file for each chunk that a process is encoding, on any host."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from mm_core.errors import CacheError
+from mm_core.files import os_reason
+from mm_core.processes import alive
+
+SILENT = 600.0
+"""Seconds after which a process of another host that has not touched its claim counts as dead."""
+
+
+class Claims:
+    """The chunks that this process has claimed; others leave them alone until they are released.
+
+    Args:
+        folder: of the claims.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._own: set[str] = set()
+
+    def take(self, name: str) -> bool:
+        """Claims a chunk, also one whose owner is dead; false if a living process has it.
+
+        Raises:
+            CacheError: the folder cannot be written.
+        """
+        path = self.folder / name
+        if self._held(path):
+            return False
+        with suppress(OSError):  # the claim of a dead process; of several that see it, one renames it
+            stale = path.with_name(f"{name}.{secrets.token_hex(4)}")
+            path.rename(stale)
+            stale.unlink()
+        try:
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            what = f"the cache cannot be written: {os_reason(error)}"
+            raise CacheError(what, where=str(self.folder), hint="free space or change permissions") from None
+        with os.fdopen(handle, "w") as file:
+            file.write(f"{os.getpid()}@{socket.gethostname()}")
+        self._own.add(name)
+        return True
+
+    def touch(self) -> None:
+        """Shows that this process is alive."""
+        for name in self._own:
+            with suppress(OSError):
+                os.utime(self.folder / name)
+
+    def release(self, name: str) -> None:
+        """Gives a chunk back, encoded or not."""
+        self._own.discard(name)
+        with suppress(OSError):
+            (self.folder / name).unlink(missing_ok=True)
+
+    def release_all(self) -> None:
+        """Gives all chunks back."""
+        for name in [*self._own]:
+            self.release(name)
+
+    def _held(self, path: Path) -> bool:
+        """Whether a living process has this claim. One without an owner is being written."""
+        try:
+            pid, _, host = path.read_text().partition("@")
+            silent = time.time() - path.stat().st_mtime
+        except OSError:
+            return False
+        if host == socket.gethostname() and pid.isdigit():
+            return int(pid) == os.getpid() or alive(int(pid))
+        return silent < SILENT

@@ -1,0 +1,73 @@
+"""Reading the rows that a build of the feature cache encodes, in data workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import Dataset as TorchDataset
+
+from mm_core.contracts import Batch, Randomness, SampleKey, generators_kept
+from mm_core.data.cache.rows import CacheRows
+from mm_core.data.loading.loader import AuthorCode, CodeError, Fault
+from mm_core.errors import CacheError, DataError
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Rows to read: their numbers among the items, and (split, row, variant) of each."""
+
+    chunk: str
+    numbers: list[int]
+    rows: list[tuple[int, int, int]]
+
+
+@dataclass(frozen=True)
+class Read:
+    """What a worker has read: batches of equal samples with their numbers, and reasons of bad rows."""
+
+    chunk: str
+    batches: list[tuple[Batch, list[int]]]
+    faults: list[tuple[int, str]]
+
+
+class Reading(TorchDataset[Any]):
+    """The work of a data worker: rows -> samples -> batches."""
+
+    def __init__(self, rows: Sequence[CacheRows], seed: int) -> None:
+        self._code = [AuthorCode(own.dataset, None, Randomness(seed)) for own in rows]
+        self._rows = rows
+
+    def __getitem__(self, wanted: Wanted) -> Read | Fault:
+        with generators_kept():
+            try:
+                return self._read(wanted)
+            except (CodeError, CacheError) as error:
+                return Fault.of(error)
+
+    def _read(self, wanted: Wanted) -> Read:
+        faults: list[tuple[int, str]] = []
+        found: dict[Any, list[tuple[int, dict[str, Any]]]] = {}
+        split = wanted.rows[0][0]
+        rows, code = self._rows[split], self._code[split]
+        for number, (_, row, variant) in zip(wanted.numbers, wanted.rows, strict=True):
+            try:
+                with code.guarded(f"row {row}"):
+                    sample = rows.read(row, variant)
+            except CodeError:
+                raise
+            except DataError as error:
+                faults.append((number, error.what))
+                continue
+            shapes = tuple(getattr(value, "shape", None) for value in sample.values())
+            found.setdefault(shapes, []).append(
+                (number, {**sample, "key": SampleKey(variant, row), "weight": 1.0})
+            )
+        batches = []
+        for samples in found.values():
+            with code.guarded("the dataset's collate"):
+                collated = rows.dataset.collate([sample for _, sample in samples])
+            batch = code.finished(collated, [0], "what collate returns")
+            batches.append((batch, [number for number, _ in samples]))
+        return Read(wanted.chunk, batches, faults)

@@ -1,0 +1,190 @@
+"""The rows of a dataset in the feature cache: their variants, what decides them, and their keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from mm_core.contracts import (
+    Dataset,
+    Randomness,
+    Source,
+    SupportsRowSizes,
+    SupportsSampleAt,
+    SupportsSources,
+    seed_generators,
+)
+from mm_core.data.cache.keys import FileHashes, Span, digest, digest_of
+from mm_core.data.cache.shards import KEY, Keys
+from mm_core.data.loading.bucketed import BucketedSamples
+from mm_core.errors import DataError, PlanError
+
+Size = tuple[int, int, int]
+
+_BLOCK = 1 << 14
+
+
+class PartKey(NamedTuple):
+    """A part of the features of a run.
+
+    Attributes:
+        name: as in `CachePart`.
+        of_text: whether captions are encoded, not media.
+        digest: of everything that the features depend on but the sample.
+    """
+
+    name: str
+    of_text: bool
+    digest: bytes
+
+
+@dataclass
+class CacheRows:
+    """The rows of a dataset, and `variants` samples of each: variant v is the sample of epoch v.
+
+    Args:
+        dataset: reads a row without the cache.
+        sizes: int64 [R,3], frames, height and width in which each row is read, 0 for a row that is not used;
+            None: all in the dataset's own size.
+        variants: at least 1.
+        seed: the run's.
+    """
+
+    dataset: Any
+    sizes: Tensor | None
+    variants: int
+    seed: int
+    _made: dict[int, tuple[object, bytes]] = field(default_factory=dict, init=False, repr=False)
+
+    def __len__(self) -> int:
+        return int(self.dataset.num_sources())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_made": {}}
+
+    def rows_of(self, epoch: int) -> Sequence[int] | Tensor:
+        """The row of each sample of an epoch."""
+        if isinstance(self.dataset, SupportsRowSizes):
+            return self.dataset.epoch_rows(epoch)
+        return range(len(self.dataset))
+
+    def size_of(self, row: int) -> Size | None:
+        """Frames, height and width in which a row is read; None: the dataset's own."""
+        return None if self.sizes is None else tuple(self.sizes[row].tolist())
+
+    def used(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Which rows training may read: in buckets, those that fit one."""
+        return np.ones(len(self), bool) if self.sizes is None else (self.sizes[:, 0] > 0).numpy()
+
+    def source(self, row: int, variant: int) -> Source:
+        """What decides a sample. DataError if it is known that the sample cannot be read."""
+        source: Source = self.dataset.source_of(row, self.size_of(row), self._rng(row, variant))
+        return source
+
+    def read(self, row: int, variant: int) -> dict[str, Any]:
+        """Reads and decodes a sample, as training without the cache does. DataError if it cannot be read."""
+        rng = self._rng(row, variant)
+        seed_generators(Randomness(self.seed).at("draws", variant, row))
+        size = self.size_of(row)
+        sample: dict[str, Any]
+        if size is not None:
+            sample = self.dataset.sample_of(row, size, rng)
+        else:
+            sample = self.dataset[row] if rng is None else self.dataset.sample_at(row, rng)
+        return sample
+
+    def _rng(self, row: int, variant: int) -> Randomness | None:
+        random = isinstance(self.dataset, SupportsSampleAt)
+        return Randomness(self.seed).at("data", variant, row) if random else None
+
+    def table(self, parts: Sequence[PartKey], hashes: FileHashes) -> Keys:
+        """The keys [R,V,P] of all samples; zeros for rows that are not used or cannot be read."""
+        count = len(self)
+        table = np.zeros((count, self.variants, len(parts)), KEY)
+        for first in range(0, count, _BLOCK):
+            places, found = [], []
+            for row in range(first, min(first + _BLOCK, count)):
+                if self.sizes is not None and not self.sizes[row, 0]:
+                    continue
+                for variant in range(self.variants):
+                    try:
+                        found.append(self.source(row, variant))
+                    except DataError:
+                        continue  # training reads it, and lists it with the reason
+                    places.append((row, variant))
+            for place, keys in zip(places, self._keys(found, parts, hashes), strict=True):
+                table[place] = keys
+        return table
+
+    def _keys(self, sources: Sequence[Source], parts: Sequence[PartKey], hashes: FileHashes) -> Keys:
+        spans = [Span(each.path, *(each.span or ())) for each in sources if each.path is not None]
+        contents = iter(hashes.of(spans))
+        rows: list[bytes] = []
+        for source in sources:
+            content = next(contents) if source.path is not None else digest(b"drawn")
+            made, drawn = self._made_digest(source.made), repr(source.drawn).encode()
+            for part in parts:
+                if part.of_text:
+                    text = None if source.caption is None else text_key(part, source.caption)
+                    rows.append(text or bytes(KEY.itemsize))
+                elif content is None:  # no file: training without the cache lists it, with the reason
+                    rows.append(bytes(KEY.itemsize))
+                else:
+                    key = digest(part.digest, made, content, drawn)
+                    shown = digest(content, drawn) if source.path is None else content
+                    rows.append(b"".join((key, shown[:8], made[:8], part.digest[:8])))
+        return np.frombuffer(b"".join(rows), KEY).reshape(len(sources), len(parts))
+
+    def _made_digest(self, made: object) -> bytes:
+        known = self._made.get(id(made))
+        if known is None or known[0] is not made:
+            if len(self._made) > 4096:
+                self._made.clear()
+            known = self._made[id(made)] = (made, digest_of(made))
+        return known[1]
+
+
+def text_key(part: PartKey, text: str) -> bytes:
+    """The record of a text's key: what `KEY` has."""
+    content = digest(text.encode(errors="surrogatepass"))
+    return b"".join((digest(part.digest, content), content[:8], bytes(8), part.digest[:8]))
+
+
+def keys_of_texts(part: PartKey, texts: Sequence[str]) -> Keys:
+    """The keys [N] of texts."""
+    return np.frombuffer(b"".join(text_key(part, text) for text in texts), KEY)
+
+
+def rows_of_dataset(dataset: Dataset, own: Size | None, variants: int, seed: int, where: str) -> CacheRows:
+    """The rows of a run's dataset, in buckets or not.
+
+    Args:
+        dataset: of a split.
+        own: frames, height and width of a dataset that reads its rows in any size, without buckets.
+        variants: samples of each row.
+        seed: the run's.
+        where: the dataset's key in the config.
+
+    Raises:
+        PlanError: it does not describe its samples.
+    """
+    import torch
+
+    held = dataset.dataset if isinstance(dataset, BucketedSamples) else dataset
+    if not isinstance(held, SupportsSources):
+        raise PlanError(
+            f"the samples of {type(held).__name__} cannot be cached: it describes none without reading it",
+            where=where,
+            accepted="datasets that are SupportsSources: video_text, media_text, shapes",
+            hint="add the method `source_of` to the dataset, or remove data.cache",
+        )
+    if isinstance(dataset, BucketedSamples):
+        of_bucket = torch.tensor([*(bucket.size for bucket in dataset.buckets), (0, 0, 0)])
+        return CacheRows(held, of_bucket[dataset.of_row], variants, seed)
+    if own is not None and isinstance(held, SupportsRowSizes):
+        return CacheRows(held, torch.tensor([own]).expand(held.num_sources(), 3), variants, seed)
+    return CacheRows(held, None, variants, seed)

@@ -1,0 +1,157 @@
+"""The store of the feature cache: entries by key, in shards that any number of processes add to."""
+
+from __future__ import annotations
+
+import mmap
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from mm_core.contracts import Features
+from mm_core.data.cache.shards import KEY, Keys, Shard, open_shard, write_shard
+from mm_core.errors import CacheError
+from mm_core.files import os_reason, remove_stale_stages, replace_text
+
+_MOST_OPEN = 512
+"""Shards whose memory mapping a process keeps."""
+
+_ABANDONED = 24 * 3600.0
+
+_FORMAT = "mm_core feature cache, format 1\n"
+
+Places = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Store:
+    """The entries of a feature cache. Processes find what others have added after `refresh`.
+
+    Args:
+        folder: of the cache.
+        create: whether it may be made, for one that is written.
+
+    Raises:
+        CacheError: there is none, it has another format, or a shard is damaged.
+    """
+
+    def __init__(self, folder: Path, *, create: bool = False) -> None:
+        self.folder = folder
+        self._shards: dict[str, Shard] = {}
+        self._list: list[Shard] = []
+        self._open: OrderedDict[str, mmap.mmap] = OrderedDict()
+        self._ready = False
+        self._check_format(create)
+        self.refresh()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Store, (self.folder,)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        """The shards that this process knows."""
+        return self._list
+
+    def _check_format(self, create: bool) -> None:
+        about = self.folder / "format.txt"
+        try:
+            if create and not about.exists():
+                for name in ("shards", "facts", "claims"):
+                    (self.folder / name).mkdir(parents=True, exist_ok=True)
+                replace_text(about, _FORMAT)
+            found = about.read_bytes()[:200].decode(errors="replace")
+        except FileNotFoundError:
+            raise CacheError(
+                "there is no feature cache",
+                where=str(self.folder),
+                hint="run `mm cache build --config ...` first, or check data.cache.dir",
+            ) from None
+        except OSError as error:
+            raise CacheError(
+                f"the cache cannot be opened: {os_reason(error)}", where=str(self.folder)
+            ) from None
+        if found != _FORMAT:
+            raise CacheError(
+                f"the cache has another format: {found.strip()[:60]!r}",
+                where=str(about),
+                accepted=_FORMAT.strip(),
+                hint="use another folder, or the version of mm_core that wrote it",
+            )
+
+    def refresh(self) -> bool:
+        """Opens the shards that were added, and forgets those that are gone; whether anything has changed."""
+        names = {path.name for path in (self.folder / "shards").glob("*.safetensors")}
+        if names == self._shards.keys() and self._ready:
+            return False
+        self._ready = True
+        kept = {name: shard for name, shard in self._shards.items() if name in names}
+        new = {name: open_shard(self.folder / "shards" / name) for name in sorted(names - kept.keys())}
+        self._shards = {**kept, **new}
+        self._list = [*self._shards.values()]
+        self._ends = np.cumsum([len(shard.keys) for shard in self._list], dtype=np.int64)
+        self.keys: Keys = np.concatenate([np.empty(0, KEY), *(shard.keys for shard in self._list)])
+        self._order = np.argsort(self.keys["high"], kind="stable")
+        self._high = self.keys["high"][self._order]
+        return True
+
+    def find(self, keys: Keys) -> Places:
+        """The place of each key's entry, int64 of the keys' shape; -1 where there is none."""
+        flat = np.ascontiguousarray(keys).reshape(-1)
+        found = np.full(len(flat), -1, dtype=np.int64)
+        left = np.searchsorted(self._high, flat["high"])
+        for _ in range(8):  # entries written twice, and 64 bits that are equal by chance
+            there = np.flatnonzero((found < 0) & (left < len(self._high)))
+            there = there[self._high[left[there]] == flat["high"][there]]
+            if not len(there):
+                break
+            places = self._order[left[there]]
+            same = self.keys["low"][places] == flat["low"][there]
+            found[there[same]] = places[same]
+            left[there] += 1
+        return found.reshape(keys.shape)
+
+    def read(self, place: int) -> Features:
+        """The features of the entry at a place, in memory that is mapped from the file."""
+        number = int(np.searchsorted(self._ends, place, side="right"))
+        shard = self._list[number]
+        data = self._open.get(shard.path.name)
+        if data is None:
+            data = self._open[shard.path.name] = shard.mapped()
+            while len(self._open) > _MOST_OPEN:
+                self._open.popitem(last=False)
+        self._open.move_to_end(shard.path.name)
+        return shard.entry(data, place - (int(self._ends[number - 1]) if number else 0))
+
+    def add(self, keys: Keys, entries: Sequence[Mapping[str, Tensor]]) -> None:
+        """Writes entries as a shard of their own; `refresh` finds them."""
+        if len(keys):
+            write_shard(self.folder / "shards", keys, entries)
+
+    def keep(self, needed: np.ndarray[Any, np.dtype[np.bool_]]) -> int:
+        """Removes the entries that are not needed; returns the bytes that this frees.
+
+        Args:
+            needed: bool of each place.
+        """
+        freed = 0
+        for shard, own in zip(self._list, np.split(needed, self._ends[:-1]), strict=True):
+            if own.all():
+                continue
+            freed += shard.path.stat().st_size
+            if own.any():
+                data, kept = shard.mapped(), np.flatnonzero(own)
+                entries = [shard.entry(data, place) for place in kept.tolist()]
+                written = write_shard(shard.path.parent, shard.keys[kept], entries)
+                freed -= written.stat().st_size
+            shard.path.unlink()
+        self.refresh()
+        return freed
+
+    def tidy(self) -> None:
+        """Removes what killed processes were writing."""
+        remove_stale_stages(self.folder / "shards", ".*.tmp-*", patience=_ABANDONED)

@@ -1,0 +1,229 @@
+"""Opening the feature cache of a run, and the datasets that read it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mm_core.config.sections import CacheSection, RunConfig
+from mm_core.contracts import CachePart, SupportsCache, TaskModule
+from mm_core.data.cache.keys import FileHashes, component_facts, digest_of
+from mm_core.data.cache.rows import CacheRows, PartKey, Size, keys_of_texts, rows_of_dataset
+from mm_core.data.cache.samples import CachedSamples
+from mm_core.data.cache.store import Store
+from mm_core.data.loading.bucketed import BucketedSamples
+from mm_core.data.loading.plain import AnyDataset, PlainBatches, PlainSamples, rows_of
+from mm_core.data.loading.seeding import build_split
+from mm_core.data.rows.mapped_rows import read_once
+from mm_core.errors import CacheError, MMError, PlanError
+from mm_core.plan.bucketing import in_buckets
+from mm_core.plan.planning import check_data, make_plan
+from mm_core.plan.run_cache import CachedSplit, RunCache
+from mm_core.plan.run_plan import RunPlan
+from mm_core.plugin.checks.places import place_of_object
+from mm_core.plugin.checks.values import returned
+from mm_core.schema.fields import ComponentConfig
+
+
+def open_cache(
+    config: RunConfig, task: TaskModule, datasets: Mapping[str, AnyDataset], *, create: bool = False
+) -> RunCache:
+    """Opens a run's feature cache and computes all keys that it needs. A collective call.
+
+    Args:
+        config: of the run.
+        task: built, its encoders loaded or not.
+        datasets: by split, in buckets or not.
+        create: whether the folder may be made.
+
+    Raises:
+        PlanError: the task or a dataset cannot be cached, or an encoder is trained.
+        CacheError: the cache cannot be opened, or files of an encoder cannot be read.
+    """
+    section = config.data.cache or CacheSection()
+    parts = _parts(config, task)
+    rows = {}
+    for split, dataset in datasets.items():
+        if isinstance(dataset, PlainBatches | PlainSamples):
+            raise PlanError(
+                "the samples of a Dataset or DataLoader that is read as it is cannot be cached",
+                where="data.loader.mode",
+                accepted="sampler, variable",
+                hint="remove data.cache, or write the dataset as a component with `source_of`",
+            )
+        own, variants = _own_size(config, split), section.variants if split == "train" else 1
+        rows[split] = rows_of_dataset(dataset, own, variants, config.run.seed, f"data.{split}")
+    folder = Path(section.dir)
+    work = partial(_write_tables, config, task, parts, rows, folder, create)
+    tables, (facts, keyed) = read_once(work)
+    splits = {
+        name: CachedSplit(rows[name], path := tables / f"{name}.npy", np.load(path, mmap_mode="r"))
+        for name in rows
+    }
+    texts = _texts(config, parts)
+    keys = {
+        text: keys_of_texts(part, [text]) for part in keyed if part.of_text for text in dict.fromkeys(texts)
+    }
+    return RunCache(Store(folder), parts, tuple(keyed), facts, splits, keys, section)
+
+
+def _parts(config: RunConfig, task: TaskModule) -> tuple[CachePart, ...]:
+    if not isinstance(task, SupportsCache):
+        raise PlanError(
+            f"the task {config.task.type} computes no features that can be cached",
+            where="data.cache",
+            accepted="tasks that are SupportsCache, such as text_to_video",
+            hint="remove data.cache",
+        )
+    parts = returned(SupportsCache.cache_parts, task.cache_parts(), task)
+    for part in parts:
+        for name in part.components:
+            if not isinstance(config.task.options.get(name), ComponentConfig):
+                raise PlanError(
+                    f"the cache's {part.name} are computed by {name!r}, which the config does not name",
+                    where=f"task, {place_of_object(task)}",
+                )
+            if name in task.trainable:
+                raise PlanError(
+                    f"the {name} is trained, so what it computes changes with every step",
+                    where="data.cache",
+                    hint=f"remove data.cache, or do not train the {name}",
+                )
+    return parts
+
+
+def _own_size(config: RunConfig, split: str) -> Size | None:
+    """Frames, height and width of a dataset, if its config sets them."""
+    found = [config.data.splits[split].options.get(name) for name in ("num_frames", "height", "width")]
+    return None if None in found else (found[0], found[1], found[2])  # type: ignore[return-value]
+
+
+def _texts(config: RunConfig, parts: Sequence[CachePart]) -> list[str]:
+    """The texts that are needed beside captions."""
+    found = [text for part in parts for text in part.texts]
+    if config.validation is not None and (samples := config.validation.samples) is not None:
+        found += [*samples.prompts, samples.negative_prompt]
+    return found
+
+
+def _write_tables(
+    config: RunConfig,
+    task: TaskModule,
+    parts: Sequence[CachePart],
+    rows: Mapping[str, CacheRows],
+    folder: Path,
+    create: bool,
+    into: Path,
+) -> tuple[list[dict[str, Any]], list[PartKey]]:
+    """Writes the keys of each split; returns the facts and digests of the parts."""
+    store = Store(folder, create=create)
+    hashes = FileHashes(store)
+    known: dict[str, dict[str, Any]] = {}
+    facts: list[dict[str, Any]] = []
+    for part in parts:
+        for name in part.components:
+            if name not in known:
+                section: ComponentConfig = config.task.options[name]
+                known[name] = component_facts(section, getattr(task, name), section.type, hashes)
+        components = {name: known[name] for name in part.components}
+        facts.append({"part": part.name, "settings": dict(part.settings), "components": components})
+    keyed = [PartKey(p.name, p.of == "text", digest_of(f)) for p, f in zip(parts, facts, strict=True)]
+    for name, own in rows.items():
+        np.save(into / f"{name}.npy", own.table(keyed, hashes))
+    return facts, keyed
+
+
+def in_cache(
+    config: RunConfig, task: TaskModule, datasets: Mapping[str, AnyDataset]
+) -> tuple[dict[str, AnyDataset], list[str], RunCache | None]:
+    """The datasets of a run, read from its cache if `data.cache` is set; encoders that nothing needs then are
+    no longer among `task.frozen`. A collective call.
+
+    Returns:
+        The datasets by split, notes for the user, and the cache if samples may be added to it.
+
+    Raises:
+        MMError: as for `open_cache`, or something is missing and `missing` is `error`.
+    """
+    if config.data.cache is None:
+        return dict(datasets), [], None
+    fills = config.data.cache.missing == "encode"
+    cache = open_cache(config, task, datasets, create=fills)
+    lacking = {name: _lacking(cache, name) for name in ("texts", *cache.splits)}
+    if any(lacking.values()) and not fills:
+        raise _incomplete(cache)
+    found = dict(datasets)
+    for name, split in cache.splits.items():
+        if name == "train" or not lacking[name]:
+            found[name] = _cached(cache, split, datasets[name], fills and bool(lacking[name]))
+    samples = config.validation is not None and config.validation.samples is not None
+    incomplete = set().union(*lacking.values())
+    held = [part.name for part in cache.parts if part.name in incomplete or (samples and part.of == "media")]
+    covered = {name for part in cache.parts for name in part.components}
+    needed = {name for part in cache.parts if part.name in held for name in part.components}
+    spared = [name for name in task.frozen if name in covered - needed]
+    task.frozen = tuple(name for name in task.frozen if name not in spared)
+    if cache.text_part is not None:
+        assert isinstance(task, SupportsCache)
+        task.use_texts(TextFinder(cache.store, cache.keyed[cache.text_part]))
+    notes = [f"features are read from {cache.section.dir}; not loaded: {', '.join(spared) or 'nothing'}"]
+    return found, notes, cache if fills and lacking["train"] else None
+
+
+def plan_with_cache(config: RunConfig, world: int, task: TaskModule) -> RunPlan:
+    """The plan of a run whose data are cached, for a number of ranks; see `in_cache` and `make_plan`."""
+    check_data(config, task)
+    datasets = {
+        name: build_split(config.registry, section, config.run.seed, config.data.loader.mode, name)
+        for name, section in config.data.splits.items()
+    }
+    datasets, notes, _ = in_cache(config, task, in_buckets(config, task, datasets))
+    train = datasets["train"]
+    samples = train if isinstance(train, BucketedSamples) else None
+    plan = make_plan(config, world, task, None, rows_of(train), samples)
+    return replace(plan, notes=(*plan.notes, *notes))
+
+
+@dataclass(frozen=True)
+class TextFinder:
+    """Finds the features of a text in the cache; None if it is not there."""
+
+    store: Store
+    part: PartKey
+
+    def __call__(self, text: str) -> Any:
+        place = int(self.store.find(keys_of_texts(self.part, [text]))[0])
+        return None if place < 0 else self.store.read(place)
+
+
+def _lacking(cache: RunCache, split: str) -> set[str]:
+    """Names of the parts of which a split misses something."""
+    return {
+        cache.keyed[part].name
+        for name, part, keys in cache.tables()
+        if name == split and len(cache.missing(keys))
+    }
+
+
+def _cached(cache: RunCache, split: CachedSplit, dataset: AnyDataset, fills: bool) -> AnyDataset:
+    needed = dict.fromkeys(text for part in cache.parts for text in part.texts)
+    texts = {text: cache.texts[text] for text in needed}
+    made = CachedSamples(split.rows, cache.keyed, cache.store.folder, split.path, texts, fills)
+    if isinstance(dataset, BucketedSamples):
+        return BucketedSamples(made, dataset.buckets, dataset.of_row)
+    return made
+
+
+def _incomplete(cache: RunCache) -> MMError:
+    """The error that names samples and reasons."""
+    text = "\n".join(f"  {line}" for line in cache.explanations())
+    return CacheError(
+        f"features of this run are not in the cache:\n{text}",
+        where=str(cache.store.folder),
+        hint="run `mm cache build` with this config, or set data.cache.missing: encode",
+    )

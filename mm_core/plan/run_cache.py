@@ -1,0 +1,199 @@
+"""What a run needs of its feature cache: the keys, which are there, and why others are not."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mm_core.config.sections import CacheSection
+from mm_core.contracts import CachePart
+from mm_core.data.cache.keys import FAULTY, is_of_file
+from mm_core.data.cache.rows import CacheRows, PartKey
+from mm_core.data.cache.shards import Keys
+from mm_core.data.cache.store import Store
+from mm_core.errors import CacheError, DataError
+from mm_core.files import os_reason, replace_text
+
+_SHOWN = 5
+"""How many samples of each reason are named."""
+
+NEW = "not encoded yet, or its content has changed"
+
+
+@dataclass(frozen=True)
+class CachedSplit:
+    """The keys of one split's features.
+
+    Attributes:
+        rows: of its dataset.
+        path: file of the table.
+        table: keys [R,V,P], mapped into memory; zeros where nothing is to be cached.
+    """
+
+    rows: CacheRows
+    path: Path
+    table: Keys
+
+
+class PartStatus(NamedTuple):
+    """Numbers of the features of one part of a split."""
+
+    split: str
+    part: str
+    present: int
+    stale: int  # there of the same content, but made or encoded in another way
+    missing: int
+    unreadable: int  # samples
+
+
+@dataclass
+class RunCache:
+    """The feature cache as a run sees it.
+
+    Attributes:
+        store: the entries.
+        parts: of the task.
+        keyed: their digests.
+        facts: what each digest is made of, as plain values.
+        splits: by split.
+        texts: keys of the texts that are needed beside captions: the empty one, prompts.
+        section: of the config.
+    """
+
+    store: Store
+    parts: tuple[CachePart, ...]
+    keyed: tuple[PartKey, ...]
+    facts: list[dict[str, Any]]
+    splits: dict[str, CachedSplit]
+    texts: dict[str, Keys]
+    section: CacheSection
+
+    @property
+    def text_part(self) -> int | None:
+        """Number of the part of texts; None if there is none."""
+        return next((n for n, part in enumerate(self.keyed) if part.of_text), None)
+
+    def tables(self) -> Iterator[tuple[str, int, Keys]]:
+        """Split, number of the part, and its keys [R,V]; the texts beside captions last, as split `texts`."""
+        for name, split in self.splits.items():
+            for part in range(len(self.keyed)):
+                yield name, part, split.table[:, :, part]
+        if self.text_part is not None and self.texts:
+            yield "texts", self.text_part, np.stack([*self.texts.values()])
+
+    def missing(self, keys: Keys) -> np.ndarray[Any, Any]:
+        """Places [N,2] of the keys that are wanted and not there."""
+        return np.argwhere((self.store.find(keys) < 0) & (keys["high"] != 0))
+
+    def name(self, split: str, row: int, variant: int) -> str:
+        """The name of a sample, for reports."""
+        if split == "texts":
+            return repr([*self.texts][row])
+        try:
+            named = f"data.{split}: {self.splits[split].rows.source(row, variant).id}"
+        except DataError:
+            named = f"data.{split}: row {row}"
+        return named + f" (variant {variant})" * (variant > 0)
+
+    def reasons(self, part: int, keys: Keys) -> list[str]:
+        """Why keys [N] have no entry: what is there of the same content, but made or encoded differently."""
+        known = self.store.keys
+        same_made = np.isin(_mixed(keys, "made"), _mixed(known, "made"))
+        same_encoder = np.isin(_mixed(keys, "encoder"), _mixed(known, "encoder"))
+        found = np.full(len(keys), NEW, dtype=object)
+        if self.keyed[part].of_text:
+            same_encoder[:] = False
+        found[same_encoder & ~same_made] = "its frames, size or transform have changed"
+        if same_made.any():
+            first = keys[same_made][0]
+            other = known[(known["content"] == first["content"]) & (known["made"] == first["made"])][-1]
+            found[same_made] = self._encoder_change(part, int(other["encoder"]))
+        return [str(each) for each in found]
+
+    def _encoder_change(self, part: int, before: int) -> str:
+        """What is different in the components of a part from those that an entry was encoded by."""
+        names = " and ".join(self.parts[part].components)
+        old: object = None
+        with suppress(OSError, ValueError):
+            old = json.loads((self.store.folder / "facts" / f"{before:016x}.json").read_bytes())
+        changes = [*_changes(old, json.loads(json.dumps(self.facts[part])))] if isinstance(old, dict) else []
+        shown = f" ({'; '.join(changes[:3])})" if changes else ""
+        return f"the {names} has changed{shown}"
+
+    def status(self) -> list[PartStatus]:
+        """What is there of each part of each split, and what is not."""
+        found = []
+        for split, part, keys in self.tables():
+            places, wanted = self.store.find(keys), keys["high"] != 0
+            reasons = self.reasons(part, keys[wanted & (places < 0)])
+            new = sum(reason == NEW for reason in reasons)
+            there = self.store.keys[places[wanted & (places >= 0)]]
+            bad = int((there["encoder"] == FAULTY).sum())
+            unread = bad
+            if not self.keyed[part].of_text:
+                unread += int((~wanted)[self.splits[split].rows.used()].sum())
+            name = self.keyed[part].name
+            found.append(PartStatus(split, name, len(there) - bad, len(reasons) - new, new, unread))
+        return found
+
+    def explanations(self) -> list[str]:
+        """What is not there: for each part and reason the number, and the first samples by name."""
+        counts: Counter[tuple[str, str]] = Counter()
+        named: dict[tuple[str, str], list[str]] = {}
+        for split, part, keys in self.tables():
+            places = self.missing(keys)
+            reasons = self.reasons(part, keys[tuple(places.T)])
+            for (row, variant), reason in zip(places.tolist(), reasons, strict=True):
+                kind = (self.keyed[part].name, reason)
+                counts[kind] += 1
+                shown = named.setdefault(kind, [])
+                if len(shown) < _SHOWN:
+                    shown.append(self.name(split, row, variant))
+        return [
+            f"{part}: {count:,} not cached: {reason}: {'; '.join(named[part, reason])}"
+            + "; ..." * (count > _SHOWN)
+            for (part, reason), count in counts.items()
+        ]
+
+    def needed(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Which entries of the store this run needs, or are hashes of files."""
+        found = is_of_file(self.store.keys)
+        for _, _, keys in self.tables():
+            places = self.store.find(keys)
+            found[places[places >= 0]] = True
+        return found
+
+    def record_facts(self) -> None:
+        """Writes what the digests are made of, so that later changes can be named."""
+        for part, facts in zip(self.keyed, self.facts, strict=True):
+            path = self.store.folder / "facts" / f"{int.from_bytes(part.digest[:8], 'little'):016x}.json"
+            if not path.exists():
+                try:
+                    replace_text(path, json.dumps(facts, indent=1, sort_keys=True))
+                except OSError as error:
+                    what = f"the cache cannot be written: {os_reason(error)}"
+                    raise CacheError(what, where=str(path.parent)) from None
+
+
+def _mixed(keys: Keys, other: str) -> Keys:
+    """The content of keys joined with another of their fields, uint64."""
+    return np.asarray(keys["content"] ^ (keys[other] * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1)))
+
+
+def _changes(old: object, new: object, key: str = "") -> Iterator[str]:
+    """The differences of two plain values: `autoencoder.options.dtype: bf16 -> fp32`."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in sorted(old.keys() | new.keys()):
+            yield from _changes(old.get(name), new.get(name), f"{key}.{name}" if key else name)
+    elif key.endswith(".files") and isinstance(old, list) and isinstance(new, list):
+        for name, *_ in [file for file in [*old, *new] if (file in old) != (file in new)][:1]:
+            yield f"{key.removesuffix('.files').removeprefix('components.')}: {name} has other bytes"
+    elif old != new:
+        yield f"{key.removeprefix('components.').replace('.options.', '.')}: {old} -> {new}"

@@ -1,0 +1,154 @@
+"""Filling the feature cache of a run while it trains (`data.cache.missing: encode`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from mm_core.contracts import (
+    Batch,
+    Callback,
+    EnginePlan,
+    FeatureBatch,
+    Features,
+    SupportsCache,
+    TaskModule,
+)
+from mm_core.data.cache.samples import PartlyCached, joined, on_host, stacked
+from mm_core.data.cache.shards import Keys
+from mm_core.errors import CacheError, PlanError
+from mm_core.plan import RunCache
+
+_FLUSH = 64  # features that are collected before they are written
+
+
+class FilledBatches(Iterator[FeatureBatch], Callback):
+    """The batches of a run whose cache lacks something: it is encoded and added to the cache.
+
+    Args:
+        batches: this rank's.
+        task: encodes.
+        cache: of the run.
+        plan: of the engine: where the encoders' weights are.
+        device: where the encoders compute.
+        note: receives messages for the user.
+
+    Raises:
+        PlanError: an encoder is sharded, so that ranks would have to encode together.
+    """
+
+    def __init__(
+        self,
+        batches: Iterator[Batch],
+        task: TaskModule,
+        cache: RunCache,
+        plan: EnginePlan,
+        device: torch.device,
+        note: Callable[[str], None],
+    ) -> None:
+        assert isinstance(task, SupportsCache)
+        for component in plan.frozen:
+            if component.placement == "sharded":
+                raise PlanError(
+                    f"the {component.name} is sharded, so all ranks would have to encode together",
+                    where="data.cache.missing",
+                    accepted="error; encode with frozen components that are replicated or offloaded",
+                    hint="run `mm cache build` first",
+                )
+        self._batches, self._task, self._cache, self._device, self._note = batches, task, cache, device, note
+        self._new: dict[bytes, tuple[Keys, Features]] = {}
+        self._texts: dict[str, dict[str, Any]] = {}
+        self._writes = True
+
+    def __next__(self) -> FeatureBatch:
+        batch = next(self._batches)
+        assert isinstance(batch, FeatureBatch)
+        if isinstance(batch, PartlyCached):
+            batch = self._completed(batch)
+        texts = {text: row or self._fixed(text) for text, row in batch.texts.items()}
+        return replace(batch, texts=texts)
+
+    def run_ended(self, step: int, error: BaseException | None) -> None:
+        """Writes what was encoded since the last shard."""
+        self._flush()
+
+    @torch.no_grad()
+    def _completed(self, batch: PartlyCached) -> FeatureBatch:
+        rows = [dict(row) for row in batch.rows]
+        places = self._cache.store.find(batch.keys_of)  # this process may have added some since
+        for place, number in np.argwhere(places >= 0).tolist():
+            name = self._cache.parts[number].name
+            if name not in rows[place]:
+                rows[place][name] = self._cache.store.read(int(places[place, number]))
+        media = None if batch.media is None else batch.media.to(self._device)
+        for number, part in enumerate(self._cache.parts):
+            lacking = [place for place, row in enumerate(rows) if part.name not in row]
+            if not lacking:
+                continue
+            if part.of == "text":
+                found = self._task.features(part.name, [batch.captions[place] or "" for place in lacking])
+                encoded = dict(zip(lacking, found, strict=True))
+            else:
+                assert media is not None
+                found = self._task.features(part.name, media)
+                encoded = dict(zip(batch.places, found, strict=True))
+            for place in lacking:
+                rows[place][part.name] = features = on_host(encoded[place])
+                key = batch.keys_of[place, number : number + 1]
+                self._new[key.tobytes()] = (key, features)
+        if len(self._new) >= _FLUSH:
+            self._flush()
+        return joined(batch.keys, batch.sample_weights, batch.ids, rows, batch.texts, batch.failures)
+
+    @torch.no_grad()
+    def _fixed(self, text: str) -> dict[str, Any]:
+        """The features of a text that every batch needs, encoded once."""
+        if text not in self._texts:
+            number = self._cache.text_part
+            assert number is not None
+            name = self._cache.parts[number].name
+            features = on_host(self._task.features(name, [text])[0])
+            key = self._cache.texts[text]
+            self._new[key.tobytes()] = (key, features)
+            self._texts[text] = stacked([{name: features}])
+        return self._texts[text]
+
+    def _flush(self) -> None:
+        if self._new and self._writes:
+            keys, entries = zip(*self._new.values(), strict=True)
+            try:
+                self._cache.record_facts()
+                self._cache.store.add(np.concatenate(keys), entries)
+                self._cache.store.refresh()
+            except CacheError as error:  # training goes on: the cache only saves time
+                self._writes = False
+                self._note(f"warning: nothing is added to the cache any more: {error.what}")
+        self._new.clear()
+
+
+def filled(
+    batches: Iterator[Batch],
+    cache: RunCache | None,
+    task: TaskModule,
+    plan: EnginePlan,
+    device: torch.device,
+    note: Callable[[str], None],
+) -> tuple[Iterator[Batch], list[tuple[str, Callback]]]:
+    """The batches of a run, and the callbacks that belong to them: as they are if the cache lacks nothing.
+
+    Args:
+        batches: this rank's.
+        cache: to which training adds; None: it adds nothing.
+        task: see `FilledBatches`, as for the others.
+        plan: of the engine.
+        device: where the encoders compute.
+        note: receives messages for the user.
+    """
+    if cache is None:
+        return batches, []
+    filling = FilledBatches(batches, task, cache, plan, device, note)
+    return filling, [("the feature cache", filling)]

@@ -1,0 +1,288 @@
+"""The files of the feature cache: what is written is found and read again, and damaged files are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from mm_core.data.cache.claims import Claims
+from mm_core.data.cache.shards import KEY, Keys, open_shard
+from mm_core.data.cache.store import Store
+from mm_core.errors import CacheError
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8)
+
+
+def keys_of(*numbers: int) -> Keys:
+    keys = np.zeros(len(numbers), KEY)
+    keys["high"] = [number + 1 for number in numbers]
+    keys["low"] = [7 * number + 1 for number in numbers]
+    return keys
+
+
+def features(seed: int, *, length: int = 3) -> dict[str, torch.Tensor]:
+    drawn = torch.randn(length, 4, generator=torch.Generator().manual_seed(seed))
+    return {"states": drawn.bfloat16(), "mask": drawn[:, 0] > 0, "size": torch.tensor([seed, length])}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "cache", create=True)
+
+
+def shard_of(store: Store, *numbers: int) -> Path:
+    store.add(keys_of(*numbers), [features(number, length=1 + number % 3) for number in numbers])
+    store.refresh()
+    return store.shards[-1].path
+
+
+def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == wanted.keys() and all(
+        found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
+        for name, tensor in wanted.items()
+    )
+
+
+def test_entries_of_several_shards_are_read_as_they_were_written(store):
+    for first in (0, 10, 20):
+        shard_of(store, *range(first, first + 10))
+    for number in range(30):
+        (place,) = store.find(keys_of(number))
+        assert same(store.read(int(place)), features(number, length=1 + number % 3))
+    assert store.find(keys_of(30, 99)).tolist() == [-1, -1]
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.lists(
+        st.dictionaries(
+            st.sampled_from(["a", "b", "long name"]),
+            st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3)),
+        ),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_entries_of_any_shapes_and_dtypes_share_a_shard(tmp_path_factory, forms):
+    store = Store(tmp_path_factory.mktemp("any") / "cache", create=True)
+    entries = [
+        {name: torch.full(shape, n + 1).to(dtype) for name, (dtype, shape) in form.items()}
+        for n, form in enumerate(forms)
+    ]
+    store.add(keys_of(*range(len(entries))), entries)
+    store.refresh()
+    places = store.find(keys_of(*range(len(entries)))).tolist()
+    assert all(same(store.read(place), entry) for place, entry in zip(places, entries, strict=True))
+
+
+def test_safetensors_reads_a_shard(store):
+    with safe_open(shard_of(store, 0, 3, 6), "pt") as file:
+        assert {*file.keys()} == {"index", "0/states", "0/mask", "0/size"}
+        assert torch.equal(file.get_tensor("0/states")[1], features(3, length=1)["states"])
+
+
+def test_a_process_finds_what_another_has_added_after_its_refresh(store):
+    other = Store(store.folder)
+    assert not other.refresh()
+    shard_of(store, 1)
+    assert other.find(keys_of(1)).tolist() == [-1]
+    assert other.refresh() and other.find(keys_of(1)).tolist() == [0]
+
+
+def test_keys_that_share_64_bits_are_told_apart(store):
+    twins = keys_of(1, 1, 1)
+    twins["low"] = [5, 6, 7]
+    store.add(twins, [features(number) for number in range(3)])
+    store.refresh()
+    assert [int(store.read(int(place))["size"][0]) for place in store.find(twins)] == [0, 1, 2]
+    twins["low"] = 8
+    assert store.find(twins).tolist() == [-1] * 3
+
+
+def test_what_is_not_needed_is_removed_and_the_rest_is_kept(store):
+    first, second = shard_of(store, *range(8)), shard_of(store, 8, 9)
+    needed = np.isin(store.keys["high"], keys_of(1, 2, 3)["high"])
+    before = first.stat().st_size + second.stat().st_size
+    freed = store.keep(needed)
+    assert len(store) == 3 and not first.exists() and not second.exists()
+    assert freed == before - store.shards[0].path.stat().st_size
+    assert same(store.read(int(store.find(keys_of(2))[0])), features(2, length=3))
+
+
+# -- bad input ------------------------------------------------------------------------------------
+
+
+def test_a_folder_without_a_cache_or_with_another_format_is_refused(tmp_path, store):
+    with pytest.raises(CacheError, match="there is no feature cache"):
+        Store(tmp_path / "none")
+    (store.folder / "format.txt").write_text("mm_core feature cache, format 2\n")
+    with pytest.raises(CacheError, match="another format: 'mm_core feature cache, format 2'"):
+        Store(store.folder)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CacheError, match="cannot be opened"):
+        Store(tmp_path / "file")
+
+
+@pytest.mark.parametrize("size", [0, 5, 8, 100, -1, -100])
+def test_a_cut_off_shard_is_named(store, size):
+    path = shard_of(store, *range(6))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:size])
+    with pytest.raises(CacheError) as caught:
+        Store(store.folder)
+    assert caught.value.where == str(path) and "delete this file" in str(caught.value)
+
+
+def header(path: Path) -> dict[str, object]:
+    data = path.read_bytes()
+    return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+
+
+def with_header(path: Path, text: bytes) -> None:
+    data = path.read_bytes()
+    rest = data[8 + int.from_bytes(data[:8], "little") :]
+    path.write_bytes(len(text).to_bytes(8, "little") + text + rest)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"index": {"dtype": "I64", "shape": [1 << 40, 5], "data_offsets": [0, 5 << 43]}},
+        {"index": {"dtype": "U8", "shape": [240], "data_offsets": [0, 240]}},
+        {"index": None},
+        {"0/states": {"dtype": "F32", "shape": [-2, 2], "data_offsets": [0, 16]}},
+        {"0/states": {"dtype": "F32", "shape": [2.0], "data_offsets": [0, 8]}},
+        {"0/states": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}},
+        {"0/states": {"dtype": "F99", "shape": [2], "data_offsets": [0, 8]}},
+        {"0/states": {"dtype": "F32", "shape": [1, 4], "data_offsets": [0, 16]}},
+        {"0/states": 3},
+        {"states": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}},
+        {"7/x": {"dtype": "U8", "shape": [99], "data_offsets": [0, 99]}},
+        {"__metadata__": {"format": "pt"}},
+        {"__metadata__": 5},
+    ],
+)
+def test_a_hostile_header_is_refused(store, change):
+    path = shard_of(store, 0, 3, 6)
+    found = header(path) | change
+    with_header(
+        path, json.dumps({name: value for name, value in found.items() if value is not None}).encode()
+    )
+    with pytest.raises(CacheError):
+        open_shard(path)
+
+
+@pytest.mark.parametrize("text", [b"[" * 100_000, b"3", b"null", b"\xff\xfe", b"{", b""])
+def test_so_is_one_that_is_no_header(store, text):
+    path = shard_of(store, 0)
+    with_header(path, text)
+    with pytest.raises(CacheError):
+        open_shard(path)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_no_flipped_byte_of_a_header_does_more_than_be_refused(tmp_path_factory, data):
+    store = Store(tmp_path_factory.mktemp("flipped") / "cache", create=True)
+    path = shard_of(store, 0, 1, 2)
+    content = bytearray(path.read_bytes())
+    length = int.from_bytes(content[:8], "little")
+    content[data.draw(st.integers(0, 7 + length))] = data.draw(st.integers(0, 255))
+    path.write_bytes(content)
+    try:
+        shard = open_shard(path)
+        for place in range(len(shard.keys)):
+            shard.entry(shard.mapped(), place)
+    except CacheError:
+        pass
+
+
+@contextmanager
+def files_limited(size: int) -> Iterator[None]:
+    """No file can be longer: as on a full disk, a write fails in the middle."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_without_room_nothing_is_lost_and_nothing_is_left(store):
+    shard_of(store, 0, 1)
+    with files_limited(400), pytest.raises(CacheError, match="the cache cannot be written: File too large"):
+        store.add(keys_of(*range(2, 50)), [features(number) for number in range(2, 50)])
+    assert len([*(store.folder / "shards").iterdir()]) == 1
+    assert len(Store(store.folder)) == 2
+
+
+@contextmanager
+def as_nobody(folder: Path) -> Iterator[None]:
+    """As a user who may read a folder but not write it; root could."""
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    for parent in folder.parents[:3]:
+        parent.chmod(parent.stat().st_mode | 0o755)
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+        for path in (folder, *folder.rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+
+
+def test_a_read_only_cache_is_read(store):
+    shard_of(store, 0, 1)
+    with as_nobody(store.folder):
+        found = Store(store.folder)
+        assert found.find(keys_of(1)).tolist() == [1] or found.find(keys_of(1)).tolist() == [0]
+        with pytest.raises(CacheError, match="cannot be written: Permission denied"):
+            found.add(keys_of(2), [features(2)])
+        with pytest.raises(CacheError, match="cannot be written"):
+            Claims(store.folder / "claims").take("a")
+
+
+def test_features_of_a_strange_dtype_are_refused(store):
+    with pytest.raises(CacheError, match="complex64"):
+        store.add(keys_of(0), [{"a": torch.zeros(2, dtype=torch.complex64)}])
+
+
+# -- claims -----------------------------------------------------------------------------------------
+
+
+def test_a_claim_is_one_process_alone_until_it_is_released(tmp_path):
+    one, other = Claims(tmp_path), Claims(tmp_path)
+    assert one.take("a") and not other.take("a") and other.take("b")
+    one.release("a")
+    assert other.take("a")
+    other.release_all()
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_the_claim_of_a_dead_process_is_taken_over(tmp_path):
+    import socket
+    import subprocess
+
+    child = subprocess.Popen(["true"])
+    child.wait()
+    (tmp_path / "a").write_text(f"{child.pid}@{socket.gethostname()}")
+    (tmp_path / "b").write_text("1@another-host")
+    (tmp_path / "c").write_text("1@another-host")
+    os.utime(tmp_path / "c", (1, 1))
+    claims = Claims(tmp_path)
+    assert [claims.take(name) for name in "abc"] == [True, False, True]
