@@ -96,6 +96,8 @@ COMMANDS: dict[str, tuple[str, int, str]] = {
     "mm weights show PATH": ("mm weights show runs/short", 0, "predictor.blocks.{*}.attn1.to_q.weight"),
     "mm weights diff A B": ("mm weights diff runs/short runs/short", 0, " 0 different"),
     "mm report RUN...": ("mm report runs/short --out short.html", 0, "short.html"),
+    "mm data inspect --config FILE": (f"mm data inspect --config {QUICKSTART}", 0, ""),
+    "mm data check --config FILE": (f"mm data check --config {QUICKSTART}", 0, ""),
     "mm cache build --config FILE": (f"mm cache build --config {QUICKSTART}", 0, " latents"),
     "mm validate FILE [key=value ...]": (f"mm validate {QUICKSTART} train.steps=5", 0, "ok"),
     "mm config list": ("mm config list", 0, "custom_dit/quickstart"),

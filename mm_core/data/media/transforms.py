@@ -136,8 +136,7 @@ def read_pixels(
 ) -> tuple[Tensor, VideoInfo]:
     """The pixels of a clip, uint8 [3,F,height,width], and what `probe` returns for its file.
 
-    Frames are transformed as they are decoded where reader and transform can: a clip of large frames then
-    never is in memory as a whole.
+    Frames are transformed as they are decoded where reader and transform can.
 
     Args:
         reader: of the dataset.
@@ -180,8 +179,8 @@ def read_pixels(
                 one = transform.frame_by_frame((frame.shape[0], frame.shape[1]), *size, rng)
             changed = one(frame)
             if not _is(changed, torch.uint8, (3, *size)):
-                accepted = f"a function that returns torch.uint8 {[3, *size]}"
-                raise _returned(changed, "the function of frame_by_frame", transform, accepted)
+                what = "the function of frame_by_frame"
+                raise _returned(changed, what, transform, f"torch.uint8 {[3, *size]}")
             pixels[:, place] = changed
             missing.discard(place)
     if pixels is None or missing:
