@@ -38,15 +38,26 @@ from mm_core.contracts import (
     torch_dtype,
 )
 from mm_core.engines.base import EngineBase
+from mm_core.engines.loss_scale import LossScale
 from mm_core.modules.casting import cast_inputs, check_dtypes, uncast_inputs
 from mm_core.modules.tying import tied_names
-from mm_core.parallel.activation_checkpointing import recompute
+from mm_core.parallel.activation_checkpointing import offload_activations, recompute, selective, together
+from mm_core.parallel.attention import decide_attention, set_attention
+from mm_core.parallel.compiling import compile_module, decide_compiled
 from mm_core.parallel.context.exchange import Peers
 from mm_core.parallel.context.layout import decide_context
 from mm_core.parallel.context.spreading import Spreading
 from mm_core.parallel.frozen_placement import place, plan_frozen
 from mm_core.parallel.gloo_averaging import average_by_sum, check_replicas
-from mm_core.parallel.layout import ShardedPlan, decide_layout, gathered_bytes, mesh_shape, parameter_bytes
+from mm_core.parallel.layout import (
+    Layout,
+    ShardedPlan,
+    decide_layout,
+    gathered_bytes,
+    mesh_shape,
+    parameter_bytes,
+    resharded,
+)
 from mm_core.parallel.prefetch import set_prefetch
 from mm_core.parallel.scalar_parameters import ScalarParameters, scalars_of
 from mm_core.parallel.streamed_base import StreamedBase, frozen_in, plan_base
@@ -65,6 +76,7 @@ class FSDP2Engine(EngineBase):
         super().__init__()
         self.config = FSDP2Config(**fields)
         self._compute_dtype: str | None = None
+        self._loss_scale: LossScale | None = None
         self._roots: list[FSDPModule] = []
         self._unused = UnusedModules(())
         self._scalars: ScalarParameters | None = None
@@ -94,18 +106,14 @@ class FSDP2Engine(EngineBase):
         """
         config = self.config if purpose == "train" else self._for_samples(world)
         context = decide_context(task, task.trainable, config.context_parallel, world, self.device.type)
-        replicas, shards = mesh_shape(world, config.sharding_size, size := context.size if context else 1)
+        size = 1 if context is None else context.size
+        replicas, shards = mesh_shape(world, config.sharding(), size)
         check_replicas(self.device, replicas)
-        layout = decide_layout(
-            task,
-            task.trainable,
-            wrap=config.sub_modules_to_wrap,
-            recompute=config.recompute_modules,
-            ignore=config.ignored_modules,
-            forward_prefetch=config.num_to_forward_prefetch,
-            backward_prefetch=config.num_to_backward_prefetch,
-        )
+        layout = _layout(task, config)
         check_dtypes(task, layout.roots)
+        selective(config)  # raises for what torch does not know
+        compiled = decide_compiled(task, task.trainable, config, layout.recomputed)
+        reshards = resharded(task, layout, config.reshards())
         dtype, stream = _dtype(config.param_dtype), config.base.stream
         base = plan_base(task, layout, config.base.keep, dtype) if stream else None
         streamed = {p for path in base.blocks for _, p in frozen_in(task, path)} if base is not None else ()
@@ -122,26 +130,30 @@ class FSDP2Engine(EngineBase):
             optimizer_bytes=round(trained * optimizer_state_tensors),
             frozen=plan_frozen(task, config.frozen, layout.ignored, shards),
             base=base,
-            offloaded_bytes=own - left_alone if config.offload_to_cpu else 0,
-            gathered_bytes=gathered_bytes(task, layout, dtype, config.reshard_after_forward, streamed),
+            offloaded_bytes=own - left_alone if config.offloads_parameters() else 0,
+            gathered_bytes=gathered_bytes(task, layout, dtype, reshards, streamed),
             compute_dtype=config.param_dtype,
             cast_inputs=(*layout.wrapped, *task.trainable) if casts else (),
-            details=layout.shown(),
+            details=layout.shown() | ({"compiled": compiled} if compiled else {}),
             decided_by=layout.decided_by,
             wrapped=layout.wrapped,
             forward_prefetch=layout.forward_prefetch,
             backward_prefetch=layout.backward_prefetch,
             context=context,
+            compiled=compiled,
+            resharded=reshards,
+            attention=decide_attention(task, task.trainable, config.attention),
         )
 
     def _for_samples(self, world: int) -> FSDP2Config:
-        size, on_cpu = self.config.sharding_size, self.device.type == "cpu"
+        size, on_cpu = self.config.sharding(), self.device.type == "cpu"
         context = self.config.context_parallel
         return replace(
             self.config,
             sharding_size="auto" if size == "auto" or world % size else size,
             context_parallel=replace(context, size=gcd(context.size, world)),
             param_dtype="fp32" if on_cpu else self.config.param_dtype,
+            compile=replace(self.config.compile, modules=False),  # it would take longer than it saves
         )
 
     # -- prepare -------------------------------------------------------------------------------
@@ -160,7 +172,7 @@ class FSDP2Engine(EngineBase):
         rng: Randomness,
         weights: WeightPlan | None = None,
     ) -> None:
-        """Prepares a task in the engine: recompute -> shard -> allocate -> initialise or fill -> optimizer.
+        """Prepares a task: recompute -> compile -> shard -> allocate -> initialise or fill -> optimizer.
 
         `task` changes in place. Call it on all ranks.
 
@@ -175,22 +187,20 @@ class FSDP2Engine(EngineBase):
         rank, size = Ranks.current().rank, plan.mesh.get("context", 1)
         self.data_ranks = DataRanks(rank // size, plan.data_parallel, leads=rank % size == 0)
         self._compute_dtype = plan.compute_dtype
+        self._loss_scale = LossScale() if plan.compute_dtype == "fp16" else None
         self._trained = {name: task.get_submodule(name) for name in names}
         self._tied = {name: tied_names(module) for name, module in self._trained.items()}
         spreading = None if plan.context is None else Spreading(plan.context, self._peers(size))
         if plan.base is not None:
             self._base = StreamedBase(task, plan.base, self.device, _dtype(plan.compute_dtype))
         streamed = self._base.parameters if self._base is not None else ()
-        for path in plan.recomputed:
-            recompute(
-                task.get_submodule(path), self.config.use_reentrant, spreading.kept if spreading else None
-            )
+        self._make_blocks(task, plan, spreading)
         if spreading is not None:
             spreading.apply(task)
         self._shard(task, plan, streamed)
-        home = torch.device("cpu") if self.config.offload_to_cpu else self.device
+        home = torch.device("cpu") if self.config.offloads_parameters() else self.device
         self._allocate(home, rng, weights, streamed)
-        if self.config.offload_to_cpu:
+        if self.config.offloads_parameters():
             for name in names:
                 self._keep_on_device(task, name, plan.ignored)
         if scalars_of(self._trained):
@@ -204,6 +214,20 @@ class FSDP2Engine(EngineBase):
         held = self._base.host if self._base is not None else {}
         state = super()._model_state()  # a quantised weight stays the placeholder that it is
         return {name: tensor if tensor.is_meta else held.get(name, tensor) for name, tensor in state.items()}
+
+    def _make_blocks(self, task: TaskModule, plan: ShardedPlan, spreading: Spreading | None) -> None:
+        """Recomputes modules, compiles over that, and offloads what is left, which only runs then."""
+        config = self.config
+        set_attention(task, task.trainable, config.attention, plan.recomputed)
+        contexts = spreading.kept if spreading else None
+        if (kept := selective(config)) is not None:
+            contexts = together(contexts, kept) if contexts else kept
+        for path in plan.recomputed:
+            recompute(task.get_submodule(path), config.use_reentrant, contexts)
+        for path in plan.compiled:
+            compile_module(task.get_submodule(path), path, config.compile.mode, config.compile.dynamic)
+        for path in plan.wrapped if config.offload.activations == "cpu" else ():
+            offload_activations(task.get_submodule(path), config.pin_memory)
 
     def _keep_on_device(self, task: TaskModule, root: str, ignored: Sequence[str]) -> None:
         """Moves tensors that offloading does not copy for a call to the device: buffers, ignored modules."""
@@ -239,14 +263,14 @@ class FSDP2Engine(EngineBase):
             fully_shard,
             mesh=self._sharding_mesh(plan),
             ignored_params=ignored.union(scalars_of(self._trained).values(), streamed),
-            reshard_after_forward=config.reshard_after_forward,
-            offload_policy=CPUOffloadPolicy(pins) if config.offload_to_cpu else OffloadPolicy(),
+            offload_policy=CPUOffloadPolicy(pins) if config.offloads_parameters() else OffloadPolicy(),
         )
         inner = sorted(plan.wrapped, key=lambda path: -path.count("."))
         for path in inner:
-            shard(task.get_submodule(path), mp_policy=policy)
-        for root in self._trained.values():
-            shard(root, mp_policy=replace(policy, output_dtype=_dtype(config.output_dtype)))
+            shard(task.get_submodule(path), mp_policy=policy, reshard_after_forward=path in plan.resharded)
+        last = replace(policy, output_dtype=_dtype(config.output_dtype))
+        for path, root in self._trained.items():
+            shard(root, mp_policy=last, reshard_after_forward=path in plan.resharded)
         for path in plan.cast_inputs:
             assert param_dtype is not None
             cast_inputs(task.get_submodule(path), param_dtype)
@@ -259,7 +283,8 @@ class FSDP2Engine(EngineBase):
     # -- step ----------------------------------------------------------------------------------
 
     def micro_step(self, compute: Callable[[], Loss], *, last: bool, scale: float) -> Loss:
-        """The engine's forward and backward of one micro-batch; the last one averages gradients over ranks.
+        """The engine's forward and backward of one micro-batch; the last one averages gradients over ranks,
+        or each one with `accumulate: reduced`.
 
         Args:
             compute: returns the loss.
@@ -270,18 +295,49 @@ class FSDP2Engine(EngineBase):
             The loss, detached.
         """
         for root in self._roots:
-            root.set_requires_gradient_sync(last)
+            root.set_requires_gradient_sync(last or self.config.accumulate == "reduced")
             root.set_is_last_backward(last)
         with self._uncast_inputs():
             loss = compute()
-        if not last:
+        if not last and self.config.accumulate == "deferred":
             self._unused.exempt_from_sync()
+        if self._loss_scale is not None:
+            scale *= self._loss_scale.scale
+            self._loss_scale.ran(loss.total.detach())
         loss = self._backward(loss, scale)
         if self._base is not None:
             self._base.sweep()
         if last and self._scalars is not None:
             self._scalars.average()
         return loss
+
+    def grad_norm(self) -> float:
+        """The global L2 norm of the engine's averaged gradients, without a loss scale."""
+        if self._loss_scale is not None:
+            self._loss_scale.unscale(self._gradients())
+        return super().grad_norm()
+
+    def overflowed(self) -> str | None:
+        """Whether the engine lowers its loss scale after a norm that is not finite; None without a scale."""
+        return self._loss_scale.overflowed() if self._loss_scale is not None else None
+
+    def step(self, norm: float, clip_grad_norm: float | None) -> None:
+        """The engine's update over the shards, as `EngineBase.step`; a loss scale grows with them."""
+        super().step(norm, clip_grad_norm)
+        if self._loss_scale is not None:
+            self._loss_scale.stepped()
+            self._loss_scale.forget()
+
+    def discard(self) -> None:
+        """Clears the engine's gradients without an optimizer update."""
+        super().discard()
+        if self._loss_scale is not None:
+            self._loss_scale.forget()
+
+    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
+        """The engine's training state for a checkpoint, with `loss_scale` where there is one."""
+        scale = {} if self._loss_scale is None else {"loss_scale": self._loss_scale.state}
+        return super().state_dict() | scale
 
     def _uncast_inputs(self) -> AbstractContextManager[None]:
         if self._compute_dtype is None or self.config.cast_forward_inputs:
@@ -304,6 +360,18 @@ class FSDP2Engine(EngineBase):
                 module.reshard()
             if self._base is not None:
                 self._base.sweep()
+
+
+def _layout(task: TaskModule, config: FSDP2Config) -> Layout:
+    return decide_layout(
+        task,
+        task.trainable,
+        wrap=config.sub_modules_to_wrap,
+        recompute=config.recompute_modules,
+        ignore=config.ignored_modules,
+        forward_prefetch=config.num_to_forward_prefetch,
+        backward_prefetch=config.num_to_backward_prefetch,
+    )
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

@@ -1,17 +1,92 @@
-"""Recomputation of activations (activation checkpointing), applied to modules from outside."""
+"""Recomputation of activations (activation checkpointing) and their offloading, applied from outside."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from mm_core.builtin.configs.engines import FSDP2Config
+from mm_core.errors import PlanError
 
 Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
+
+_GROUPS: dict[str, tuple[str, ...]] = {
+    "attention": (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+    ),
+    "matmul": ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm"),
+}
+"""Names of `engine.recompute` -> operators of `torch.ops.aten`."""
+
+
+def selective(config: FSDP2Config) -> Callable[[], Contexts] | None:
+    """Contexts for `recompute` that keep the outputs of the operators that `engine.recompute` names.
+
+    Returns:
+        None if everything is recomputed.
+
+    Raises:
+        PlanError: there is no such operator, or the older autograd path is wanted too.
+    """
+    if config.recompute == "full":
+        return None
+    if config.use_reentrant:
+        raise PlanError(
+            "the older autograd path recomputes everything",
+            where="engine.recompute",
+            accepted="full with use_reentrant: true",
+            hint="remove use_reentrant",
+        )
+    names = tuple(_GROUPS) if config.recompute == "selective" else config.recompute
+    kept = {operator for name in names for operator in _operators(name)}
+    # A partial of torch's own function: dynamo recognises no other.
+    return functools.partial(create_selective_checkpoint_contexts, functools.partial(_policy, kept))
+
+
+def _operators(name: str) -> list[object]:
+    if name in _GROUPS:
+        return [getattr(torch.ops.aten, each) for each in _GROUPS[name] if hasattr(torch.ops.aten, each)]
+    namespace, _, operator = name.partition(".")
+    try:
+        return [getattr(getattr(torch.ops, namespace), operator)]
+    except (AttributeError, RuntimeError):
+        raise PlanError(
+            f"torch has no operator {name!r}",
+            where="engine.recompute",
+            accepted=f"full, selective, or a list of {', '.join(_GROUPS)} and operators of torch.ops",
+            hint="for example [attention, aten.convolution]",
+        ) from None
+
+
+def _policy(kept: set[object], _: object, operator: Any, *__: object, **___: object) -> CheckpointPolicy:
+    wanted = getattr(operator, "overloadpacket", operator) in kept
+    return CheckpointPolicy.MUST_SAVE if wanted else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def together(first: Callable[[], Contexts], second: Callable[[], Contexts]) -> Callable[[], Contexts]:
+    """Contexts for `recompute` that are those of both."""
+
+    def contexts() -> Contexts:
+        (forward, again), (inner_forward, inner_again) = first(), second()
+        return _nested(forward, inner_forward), _nested(again, inner_again)
+
+    return contexts
+
+
+@contextmanager
+def _nested(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 def recompute(module: nn.Module, use_reentrant: bool, contexts: Callable[[], Contexts] | None = None) -> None:
@@ -26,11 +101,15 @@ def recompute(module: nn.Module, use_reentrant: bool, contexts: Callable[[], Con
         contexts: called at each forward, for the contexts of it and of its recomputation; the older path
             has none.
     """
-    more: Any = {} if contexts is None or use_reentrant else {"context_fn": contexts}
     forward = module.forward
+    more: Any = {} if contexts is None else {"context_fn": contexts}
 
     @functools.wraps(forward)  # input casting reads the names of positions from the signature
-    def recomputed(*args: object, **kwargs: object) -> object:
+    def recomputed(*args: Any, **kwargs: Any) -> object:
+        return checkpoint(forward, *args, use_reentrant=False, **more, **kwargs)
+
+    @functools.wraps(forward)
+    def reentrant(*args: object, **kwargs: object) -> object:
         names, values = tuple(kwargs), tuple(kwargs.values())
 
         def run(_: torch.Tensor, *flat: object) -> object:
@@ -40,7 +119,40 @@ def recompute(module: nn.Module, use_reentrant: bool, contexts: Callable[[], Con
 
         # Without an input that requires a gradient, the reentrant form would drop the parameters'.
         anchor = torch.empty(0, requires_grad=torch.is_grad_enabled())
-        return checkpoint(run, anchor, *args, *values, use_reentrant=use_reentrant, **more)
+        return checkpoint(run, anchor, *args, *values, use_reentrant=True)
 
-    replacement: Callable[..., object] = recomputed
+    replacement: Callable[..., object] = reentrant if use_reentrant else recomputed
+    module.forward = replacement
+
+
+def offload_activations(module: nn.Module, pin_memory: bool) -> None:
+    """Makes a module keep in host memory what its forward saves for the backward. Call it after `recompute`.
+
+    Parameters stay: they are gathered again for the backward.
+
+    Args:
+        module: changes in place.
+        pin_memory: use page-locked host memory where the device is not a CPU.
+    """
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def offloading(*args: Any, **kwargs: Any) -> object:
+        state = (*module.parameters(), *module.buffers())
+        known = {tensor.untyped_storage()._cdata for tensor in state}
+
+        def pack(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
+            if tensor.untyped_storage()._cdata in known:
+                return tensor.device, tensor
+            pins = pin_memory and tensor.device.type != "cpu"
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pins)
+            return tensor.device, host.copy_(tensor, non_blocking=pins)
+
+        def unpack(packed: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
+            return packed[1].to(packed[0], non_blocking=True)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return forward(*args, **kwargs)
+
+    replacement: Callable[..., object] = offloading
     module.forward = replacement

@@ -17,6 +17,7 @@ from mm_core.parallel.context.layout import ContextLayout
 from mm_core.parallel.shard_plans import ModelPlan, Prefetch, backwards, in_order, model_plans
 
 _WRAP, _RECOMPUTE = "engine.sub_modules_to_wrap", "engine.recompute_modules"
+_RESHARD = "engine.reshard_after_forward"
 
 
 @dataclass(frozen=True)
@@ -56,12 +57,18 @@ class ShardedPlan(EnginePlan):
 
     Attributes:
         context: how the tokens of a sample are spread; None where each rank has samples of its own.
+        compiled: modules that torch.compile compiles.
+        resharded: modules that drop gathered parameters after their forward.
+        attention: trained component -> library and its name of the kernel, where known.
     """
 
     wrapped: tuple[str, ...] = ()
     forward_prefetch: Prefetch = field(default_factory=dict)
     backward_prefetch: Prefetch = field(default_factory=dict)
     context: ContextLayout | None = None
+    compiled: tuple[str, ...] = ()
+    resharded: tuple[str, ...] = ()
+    attention: Mapping[str, str] = field(default_factory=dict)
 
 
 Patterns = Literal["auto"] | Sequence[str]
@@ -213,11 +220,35 @@ def _prefetched(
     )
 
 
+def resharded(task: TaskModule, layout: Layout, wanted: bool | Sequence[str]) -> tuple[str, ...]:
+    """The modules that drop gathered parameters after their forward, of the roots and the wrapped ones.
+
+    Args:
+        task: the task.
+        layout: its sharding layout.
+        wanted: all or none, or patterns.
+
+    Raises:
+        PlanError: a pattern matches nothing, or a module that is not sharded as a unit.
+    """
+    units = (*layout.roots, *layout.wrapped)
+    if isinstance(wanted, bool):
+        return units if wanted else ()
+    found = match(list(wanted), _paths(task), _RESHARD)
+    if other := [path for path in found if path not in units]:
+        raise PlanError(
+            f"{other[0]!r} is not sharded as a unit",
+            where=_RESHARD,
+            accepted=f"trained components and wrapped modules, such as {', '.join(units[:3])}",
+        )
+    return tuple(found)
+
+
 def gathered_bytes(
     task: TaskModule,
     layout: Layout,
     dtype: torch.dtype | None,
-    reshard: bool,
+    resharded: Collection[str],
     streamed: Collection[nn.Parameter] = (),
 ) -> int:
     """The peak bytes of gathered (unsharded) parameters in a task's sharding layout.
@@ -230,7 +261,8 @@ def gathered_bytes(
         task: the task.
         layout: its sharding layout.
         dtype: dtype of gathered parameters; None for their own.
-        reshard: false if every wrapped module stays gathered until its backward.
+        resharded: the modules that drop gathered parameters after their forward; others stay gathered until
+            their backward.
         streamed: parameters that are not sharded.
     """
     own = dict.fromkeys((*layout.roots, *layout.wrapped), 0)
@@ -242,9 +274,9 @@ def gathered_bytes(
             seen.add(id(parameter))
             size = dtype.itemsize if dtype and parameter.is_floating_point() else parameter.element_size()
             own[max(_inside(name, own), key=len)] += parameter.numel() * size
-    whole = sum(own[root] for root in layout.roots)
-    if not reshard:
-        return sum(own.values())
+    kept = {path for path in layout.wrapped if path not in resharded}
+    whole = sum(own[path] for path in (*layout.roots, *kept))
+    own |= dict.fromkeys(kept, 0)
     windows = [layout.wrapped[i : i + 2] for i in range(len(layout.wrapped))]
     for prefetch in (layout.forward_prefetch, layout.backward_prefetch):
         windows += [(path, *ahead) for path, ahead in prefetch.items()]

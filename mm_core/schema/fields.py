@@ -43,7 +43,7 @@ def dtype_hint(word: str, choices: Sequence[str]) -> str | None:
         return f"did you mean {meant!r}?"
     if meant == "fp16":
         return (
-            "fp16 is not supported here: its small range needs loss scaling, which no engine does; write"
+            "fp16 is not supported here: its small range needs loss scaling; write"
             " bf16, which has the range of fp32 and needs no more memory"
         )
     return f"{meant} is not supported here" if meant is not None else None

@@ -73,7 +73,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _is_composed(self, func: Any, args: tuple[Any, ...]) -> bool:
         """Whether an operator has no kernel of its own on the device (in inference mode they arrive here)."""
-        if func.overloadpacket in self._formulas:
+        if func.overloadpacket in self._formulas or func.namespace == "prim":
             return False
         tensor = next((each for each in args if isinstance(each, Tensor)), None)
         if tensor is None:

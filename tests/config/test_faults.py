@@ -242,7 +242,7 @@ def test_the_error_of_several_faults_counts_and_lists_them(place):
 
 
 FP16 = (
-    "fp16 is not supported here: its small range needs loss scaling, which no engine does; write bf16,"
+    "fp16 is not supported here: its small range needs loss scaling; write bf16,"
     " which has the range of fp32 and needs no more memory"
 )
 
@@ -260,6 +260,6 @@ FP16 = (
     ],
 )
 def test_a_dtype_is_not_taken_for_another_that_looks_like_it(place, dtype, hint):
-    found = place.fault(f"engine.param_dtype={dtype}")
-    assert f"engine.param_dtype: found '{dtype}', a string" in found
+    found = place.fault(f"engine.reduce_dtype={dtype}")
+    assert f"engine.reduce_dtype: found '{dtype}', a string" in found
     assert found.endswith(f"  accepted: fp32, bf16 or null\n  hint: {hint}")

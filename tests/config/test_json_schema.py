@@ -89,7 +89,7 @@ FAULTS = [
     ("data.train.num_frames", True),
     ("data.loader.sampler", "sequental"),
     ("data.loader.workers", -1),
-    ("engine.param_dtype", "fp16"),
+    ("engine.reduce_dtype", "fp16"),
     ("engine.type", "fsdp3"),
     ("optimizer.betas", [0.9, 1.0]),
     ("optimizer.lr", float("inf")),

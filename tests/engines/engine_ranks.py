@@ -1,12 +1,16 @@
 """Run by each rank: trains a real CustomDiT or a toy with the engine and writes what it saw.
 
 usage: engine_ranks.py OUT CASE
+
+A CASE in JSON is {"micro": rows of a micro-batch, fields of the engine}, trained for 10 steps.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from functools import partial
+from math import isfinite
 
 import torch
 import torch.distributed as dist
@@ -14,6 +18,7 @@ from mm_custom_dit.model import CustomDiT
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from mm_core.builtin.configs.engines import CompileConfig, OffloadConfig
 from mm_core.contracts import Loss, Randomness
 from mm_core.engines.fsdp2 import FSDP2Engine
 from support.rank_program import run_as_rank
@@ -85,15 +90,23 @@ def train(steps: int, micro: int, **fields) -> dict[str, object]:
     losses = []
     for step in range(steps):
         weight = rows(step)["weight"]
-        mine = [m for m in range(8 // micro) if m % world == rank]
-        for index, m in enumerate(mine):
-            compute = partial(rows_loss, task, rows(step), slice(m * micro, (m + 1) * micro))
-            scale = world / float(weight.sum())
-            loss = engine.micro_step(compute, last=index == len(mine) - 1, scale=scale)
-            losses.append(float(loss.total))
+        parts = [slice(m * micro, (m + 1) * micro) for m in range(8 // micro)]
+        parts += [slice(6, 7)] * (-len(parts) % world)  # of weight 0, so that each rank has as many
+        mine = parts[rank::world]
+        norm = float("inf")
+        while not isfinite(norm):  # as in fp16 until the loss scale fits
+            for index, part in enumerate(mine):
+                compute = partial(rows_loss, task, rows(step), part)
+                scale = world / float(weight.sum())
+                loss = engine.micro_step(compute, last=index == len(mine) - 1, scale=scale)
+                losses.append(float(loss.total))
+            norm = engine.grad_norm()
+            if not isfinite(norm):
+                assert engine.overflowed() is not None
+                engine.discard()
         if step == 0:
             first = {name: whole(p.grad) for name, p in engine.named_parameters()}
-        engine.step(engine.grad_norm(), 1.0)
+        engine.step(norm, 1.0)
     return {
         "gradients": first,
         "weights": {name: whole(p) for name, p in engine.named_parameters()},
@@ -130,8 +143,14 @@ def initial_hash() -> str:
 
 
 def main(out: str, case: str) -> None:
-    if case == "init":
-        result: object = initial_hash()
+    if case.startswith("{"):
+        fields = json.loads(case)
+        for key, config in (("compile", CompileConfig), ("offload", OffloadConfig)):
+            if key in fields:
+                fields[key] = config(**fields[key])
+        result: object = train(10, fields.pop("micro"), **fields)
+    elif case == "init":
+        result = initial_hash()
     elif case == "bf16":
         result = train(1, 4, param_dtype="bf16", sub_modules_to_wrap=("predictor.blocks.{*}",))
     elif case == "recompute":

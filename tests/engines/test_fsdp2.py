@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).with_name("engine_ranks.py")
 
 def outcome(tmp_path: Path, world: int, case: str):
     out = tmp_path / f"{world}-{case}.pt"
-    run_ranks(SCRIPT, world, out, case)
+    run_ranks(SCRIPT, world, out, case, timeout=600)
     return torch.load(out, weights_only=False)
 
 

@@ -134,7 +134,7 @@ def test_sampling_writes_clips_and_overwrites_none(whole, tmp_path, mm):
         ),
         (["engine.sharding_size=2"], "sharding_size 2 does not divide 1 rank"),
         (["engine.sub_modules_to_wrap=[predictor.blocks]"], "'predictor.blocks' is a container"),
-        (["engine.param_dtype=fp16"], "fp32, bf16"),
+        (["engine.reduce_dtype=fp16"], "fp32, bf16"),
         (["optimizer.type=adan"], "no optimizer is named 'adan'"),
         (["data.train.annotations=nowhere.json"], "nowhere.json"),
         (["task.predictor.in_channels=16"], "16"),

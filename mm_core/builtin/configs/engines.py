@@ -6,18 +6,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, TypeVar
 
-from mm_core.schema.fields import Range, Resume
+from mm_core.schema.fields import DType, Range, Resume
 
 T = TypeVar("T")
 
 ComputeDType = Literal["fp32", "bf16"]
-"""fp16 would need loss scaling, which the engine does not do."""
+
 
 Placement = Literal["replicated", "sharded", "offloaded"]
 """Where a frozen component's weights are: on every rank, sharded, or in host memory between calls."""
 
+Attention = Literal[
+    "auto", "sdpa", "flash", "efficient", "cudnn", "math", "flash_2", "flash_3", "npu", "xformers"
+]
+"""Kernels of attention: `flash`, `efficient`, `cudnn` and `math` are torch's own, behind its `sdpa`."""
+
 # How a changed key is judged at a resume.
 _Speed = Annotated[T, Resume("safe", "changes speed, memory or what is shown")]
+_Rounding = Annotated[T, Resume("allow", "changes the kernels, and so the rounding")]
 _Precision = Annotated[T, Resume("allow", "changes the precision")]
 
 
@@ -42,6 +48,25 @@ class BaseConfig:
 
 
 @dataclass(frozen=True)
+class CompileConfig:
+    """Which modules torch.compile compiles, each into one graph; nothing falls back to eager."""
+
+    modules: Literal["auto"] | bool | tuple[str, ...] = False  # auto or on: the repeated blocks; off: none
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = (
+        "default"  # of torch.compile
+    )
+    dynamic: bool = True  # one graph for all sizes; false: one for each size
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """What is kept in host memory while it is not used."""
+
+    parameters: Literal["cpu"] | None = None  # shards, with their gradients and the state of the optimizer
+    activations: Literal["cpu"] | None = None  # what the wrapped modules keep for the backward
+
+
+@dataclass(frozen=True)
 class FSDP2Config:
     """Config of the engine `fsdp2`: settings of PyTorch's fully_shard.
 
@@ -49,8 +74,11 @@ class FSDP2Config:
     `{0-20,22-40}`; `auto` uses the model's own plan (`shard_plan`), else the blocks that it declares.
     """
 
-    sharding_size: _Speed[Annotated[int, Range(ge=1)] | Literal["auto"]] = (
-        "auto"  # ranks per shard group; auto: all
+    preset: _Speed[Literal["ddp", "zero2", "zero3"]] = (
+        "zero3"  # of sharding_size and reshard_after_forward, where they are null
+    )
+    sharding_size: _Speed[Annotated[int, Range(ge=1)] | Literal["auto"] | None] = (
+        None  # ranks per shard group; auto: all; null: of the preset
     )
     sub_modules_to_wrap: _Speed[Literal["auto"] | tuple[str, ...]] = "auto"  # modules gathered one at a time
     ignored_modules: _Speed[tuple[str, ...]] = ()  # frozen modules, or ones without parameters, not sharded
@@ -64,10 +92,22 @@ class FSDP2Config:
     recompute_modules: _Speed[Literal["auto"] | tuple[str, ...] | None] = (
         None  # modules with activations recomputed in backward; null: those of the model's plan
     )
+    attention: _Rounding[Attention] = "auto"  # kernel of attention; auto: what the model's library takes
+    recompute: _Speed[Literal["full", "selective"] | tuple[str, ...]] = (
+        "full"  # selective keeps the outputs of attention and matmul; or a list of those and of operators
+    )
+    compile: _Rounding[CompileConfig] = field(
+        default_factory=CompileConfig  # torch.compile of modules
+    )
     use_reentrant: _Speed[bool] = False  # use the older autograd path for recomputation
-    reshard_after_forward: _Speed[bool] = True  # false: keep gathered parameters until backward (ZeRO-2)
-    param_dtype: _Precision[ComputeDType | None] = (
-        None  # dtype in forward and backward; null: as stored (fp32)
+    reshard_after_forward: _Speed[bool | tuple[str, ...] | None] = (
+        None  # false: keep gathered parameters until backward; or modules that do not; null: of the preset
+    )
+    accumulate: _Rounding[Literal["deferred", "reduced"]] = (
+        "deferred"  # gradients are averaged at the last micro-batch; reduced: at each, and kept as shards
+    )
+    param_dtype: _Precision[DType | None] = (
+        None  # dtype in forward and backward, fp16 with a loss scale; null: as stored (fp32)
     )
     reduce_dtype: _Precision[ComputeDType | None] = (
         "fp32"  # dtype of gradients during reduction; null: param_dtype
@@ -84,5 +124,21 @@ class FSDP2Config:
     num_to_backward_prefetch: _Speed[Annotated[int, Range(ge=0)] | None] = (
         None  # wrapped modules gathered ahead in backward; null: those of the model's plan
     )
-    offload_to_cpu: _Speed[bool] = False  # keep shards, gradients and optimizer state in host memory
+    offload: _Speed[OffloadConfig] = field(
+        default_factory=OffloadConfig  # what is kept in host memory
+    )
+    offload_to_cpu: _Speed[bool] = False  # the same as offload: {parameters: cpu}
     pin_memory: _Speed[bool] = True  # page-locked host memory for offloaded shards
+
+    def offloads_parameters(self) -> bool:
+        """Whether shards, gradients and the state of the optimizer are in host memory."""
+        return self.offload_to_cpu or self.offload.parameters == "cpu"
+
+    def sharding(self) -> int | Literal["auto"]:
+        """Ranks per shard group: what the config sets, else of the preset."""
+        return self.sharding_size or (1 if self.preset == "ddp" else "auto")
+
+    def reshards(self) -> bool | tuple[str, ...]:
+        """Whether or which modules drop gathered parameters after forward: of the config, else the preset."""
+        reshards = self.reshard_after_forward
+        return self.preset == "zero3" if reshards is None else reshards

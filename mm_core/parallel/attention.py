@@ -1,0 +1,122 @@
+"""The kernel of attention, chosen through the dispatch of the library that a model comes from."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from mm_core.contracts import TaskModule
+from mm_core.errors import PlanError, first_line
+
+_KEY = "engine.attention"
+_DIFFUSERS = {
+    "sdpa": "native",
+    "flash": "_native_flash",
+    "efficient": "_native_efficient",
+    "cudnn": "_native_cudnn",
+    "math": "_native_math",
+    "npu": "_native_npu",
+    "flash_2": "flash",
+    "flash_3": "_flash_3",
+    "xformers": "xformers",
+}
+_TRANSFORMERS = {"sdpa": "sdpa", "flash_2": "flash_attention_2", "flash_3": "flash_attention_3"}
+_TORCH = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+def decide_attention(task: TaskModule, trainable: Sequence[str], wanted: str) -> dict[str, str]:
+    """Decides how trained components attend: component -> library and its name of the kernel, where known.
+
+    Args:
+        task: the task, on the meta device or not.
+        trainable: names of the trained components.
+        wanted: `engine.attention`.
+
+    Raises:
+        PlanError: a model's library has no such kernel.
+    """
+    found: dict[str, dict[str, None]] = {root: {} for root in trainable}
+    for root in trainable:
+        for path, module in _models(task.get_submodule(root), root):
+            library, names = _library(module)
+            if wanted == "auto" and library == "diffusers":
+                found[root][f"diffusers {os.environ.get('DIFFUSERS_ATTN_BACKEND', 'native')}"] = None
+            elif wanted in names:
+                found[root][f"{library} {names[wanted]}"] = None
+            elif wanted != "auto":
+                raise PlanError(
+                    f"{path} ({type(module).__name__}) has no attention {wanted!r}",
+                    where=_KEY,
+                    accepted=", ".join(["auto", *names]),
+                )
+    return {root: ", ".join(names) for root, names in found.items() if names}
+
+
+def _models(module: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
+    """The models of libraries in a component, outermost only; without any, the component itself."""
+    found: dict[str, nn.Module] = {}
+    for name, each in module.named_modules(prefix=path):
+        if not any(name.startswith(f"{outer}.") for outer in found) and _library(each)[0] != "torch":
+            found[name] = each
+    yield from found.items() if found else [(path, module)]
+
+
+def _library(module: nn.Module) -> tuple[str, Mapping[str, str]]:
+    if hasattr(module, "set_attention_backend"):
+        return "diffusers", _DIFFUSERS
+    if hasattr(module, "set_attn_implementation"):
+        return "transformers", _TRANSFORMERS | {name: name for name in _TORCH}
+    return "torch", {"sdpa": "sdpa"} | {name: name for name in _TORCH}
+
+
+def set_attention(task: TaskModule, trainable: Sequence[str], wanted: str, blocks: Sequence[str]) -> None:
+    """Sets the kernel of attention. Call it before `recompute`, since what is recomputed needs it too.
+
+    Args:
+        task: changes in place.
+        trainable: names of the trained components.
+        wanted: `engine.attention`.
+        blocks: modules that are recomputed.
+
+    Raises:
+        PlanError: the library refuses, for example because a package is missing.
+    """
+    for root in trainable if wanted != "auto" else ():
+        for path, module in _models(task.get_submodule(root), root):
+            library, names = _library(module)
+            try:
+                if library == "diffusers":
+                    dispatch: Any = importlib.import_module("diffusers.models.attention_dispatch")
+                    with dispatch.attention_backend(names[wanted]):  # raises for a missing package
+                        module.set_attention_backend(names[wanted])
+                elif wanted in _TRANSFORMERS and library == "transformers":
+                    module.set_attn_implementation(names[wanted])
+                elif wanted in _TORCH:
+                    for each in (path, *(block for block in blocks if block.startswith(f"{path}."))):
+                        _within(task.get_submodule(each), _TORCH[wanted])
+            except (ImportError, RuntimeError, ValueError) as fault:
+                text = f"{library} refuses attention {wanted!r} for {path}: {first_line(fault)}"
+                raise PlanError(text, where=_KEY) from fault
+
+
+def _within(module: nn.Module, kernel: SDPBackend) -> None:
+    forward = module.forward
+
+    @functools.wraps(forward)  # input casting reads the names of positions from the signature
+    def attending(*args: Any, **kwargs: Any) -> object:
+        with sdpa_kernel(kernel):
+            return forward(*args, **kwargs)
+
+    replacement: Callable[..., object] = attending
+    module.forward = replacement
