@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -246,7 +248,10 @@ def as_nobody(folder: Path) -> Iterator[None]:
             path.chmod(0o755 if path.is_dir() else 0o644)
 
 
-def test_a_read_only_cache_is_read(store):
+def test_a_read_only_cache_is_read():
+    folder = Path(tempfile.mkdtemp())  # others cannot enter the folders of pytest
+    folder.chmod(0o755)
+    store = Store(folder / "cache", create=True)
     shard_of(store, 0, 1)
     with as_nobody(store.folder):
         found = Store(store.folder)
@@ -255,6 +260,7 @@ def test_a_read_only_cache_is_read(store):
             found.add(keys_of(2), [features(2)])
         with pytest.raises(CacheError, match="cannot be written"):
             Claims(store.folder / "claims").take("a")
+    shutil.rmtree(folder)
 
 
 def test_features_of_a_strange_dtype_are_refused(store):
