@@ -109,9 +109,8 @@ class FSDP2Engine(EngineBase):
         size = 1 if context is None else context.size
         replicas, shards = mesh_shape(world, config.sharding(), size)
         check_replicas(self.device, replicas)
-        layout = _layout(task, config)
+        layout = self._layout(task, config)
         check_dtypes(task, layout.roots)
-        selective(config)  # raises for what torch does not know
         compiled = decide_compiled(task, task.trainable, config, layout.recomputed)
         reshards = resharded(task, layout, config.reshards())
         dtype, stream = _dtype(config.param_dtype), config.base.stream
@@ -143,6 +142,18 @@ class FSDP2Engine(EngineBase):
             compiled=compiled,
             resharded=reshards,
             attention=decide_attention(task, task.trainable, config.attention),
+        )
+
+    def _layout(self, task: TaskModule, config: FSDP2Config) -> Layout:
+        selective(config)  # raises for what torch does not know
+        return decide_layout(
+            task,
+            task.trainable,
+            wrap=config.sub_modules_to_wrap,
+            recompute=config.recompute_modules,
+            ignore=config.ignored_modules,
+            forward_prefetch=config.num_to_forward_prefetch,
+            backward_prefetch=config.num_to_backward_prefetch,
         )
 
     def _for_samples(self, world: int) -> FSDP2Config:
@@ -360,18 +371,6 @@ class FSDP2Engine(EngineBase):
                 module.reshard()
             if self._base is not None:
                 self._base.sweep()
-
-
-def _layout(task: TaskModule, config: FSDP2Config) -> Layout:
-    return decide_layout(
-        task,
-        task.trainable,
-        wrap=config.sub_modules_to_wrap,
-        recompute=config.recompute_modules,
-        ignore=config.ignored_modules,
-        forward_prefetch=config.num_to_forward_prefetch,
-        backward_prefetch=config.num_to_backward_prefetch,
-    )
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

@@ -21,7 +21,7 @@ _DIFFUSERS = {
     "efficient": "_native_efficient",
     "cudnn": "_native_cudnn",
     "math": "_native_math",
-    "npu": "_native_npu",
+    "torch_npu": "_native_npu",
     "flash_2": "flash",
     "flash_3": "_flash_3",
     "xformers": "xformers",

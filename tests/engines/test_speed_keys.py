@@ -248,8 +248,8 @@ def test_a_model_of_transformers_attends_by_its_own_dispatch():
     assert plan.attention == {"lm": "transformers sdpa"}
     set_attention(task, task.trainable, "sdpa", ())
     assert task.lm.config._attn_implementation == "sdpa"
-    with pytest.raises(PlanError, match=r"lm .* has no attention 'npu'"):
-        FSDP2Engine(attention="npu").plan(task, 1, 2)
+    with pytest.raises(PlanError, match=r"lm .* has no attention 'torch_npu'"):
+        FSDP2Engine(attention="torch_npu").plan(task, 1, 2)
 
 
 @pytest.mark.parametrize(

@@ -44,16 +44,11 @@ def test_device_names_are_found_in_code_and_not_in_docstrings(source: str, found
     assert device_names_in(source) == found
 
 
-KERNELS = {"parallel/attention.py": {"npu"}, "builtin/configs/engines.py": {"npu"}}
-"""Names of kernels that a user chooses, and that are named like a device."""
-
-
 def test_only_one_room_names_devices_and_backends() -> None:
     offenders = {
         str(file.relative_to(ROOT)): sorted(names)
         for file in PACKAGE.rglob("*.py")
-        if file.parent != PACKAGE / "device"
-        and (names := device_names_in(file.read_text()) - KERNELS.get(str(file.relative_to(PACKAGE)), set()))
+        if file.parent != PACKAGE / "device" and (names := device_names_in(file.read_text()))
     }
     assert offenders == {}
     own = [device_names_in(file.read_text()) for file in (PACKAGE / "device").glob("*.py")]

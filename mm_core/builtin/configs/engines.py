@@ -17,7 +17,7 @@ Placement = Literal["replicated", "sharded", "offloaded"]
 """Where a frozen component's weights are: on every rank, sharded, or in host memory between calls."""
 
 Attention = Literal[
-    "auto", "sdpa", "flash", "efficient", "cudnn", "math", "flash_2", "flash_3", "npu", "xformers"
+    "auto", "sdpa", "flash", "efficient", "cudnn", "math", "flash_2", "flash_3", "torch_npu", "xformers"
 ]
 """Kernels of attention: `flash`, `efficient`, `cudnn` and `math` are torch's own, behind its `sdpa`."""
 
