@@ -23,6 +23,7 @@ _RULES: Mapping[str, tuple[Verdict, str]] = {
     "config.run.dir": ("safe", _SPEED),
     "config.run.stuck_after": ("safe", _SPEED),
     "config.run.deterministic": ("safe", "changes results by rounding alone"),
+    "config.run.float32_matmul": ("safe", "changes results by rounding alone"),
     "config.task.type": ("refused", _STATE),
     "config.task.predictor.type": ("refused", _STATE),
     "config.task.sample": ("safe", _SPEED),

@@ -39,6 +39,7 @@ COMMANDS = MappingProxyType(
             "mm_core.cli.runs.report",
             "write one HTML page about runs: curves, noise levels, clips, config, comparison",
         ),
+        "align": ("mm_core.cli.align", "record two trainings, and name the first number that differs"),
         "validate": ("mm_core.cli.training.validate", "check YAML files without training"),
         "data": ("mm_core.cli.data", "what the data of a run contain, and which files are bad"),
         "cache": ("mm_core.cli.cache", "encode the data of a run once, and train without encoders"),

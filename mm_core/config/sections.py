@@ -22,6 +22,7 @@ class RunSection:
     dir: str = "runs"  # folder of runs
     seed: int = 1234  # seed of everything random in the run
     deterministic: bool = False  # refuse kernels with varying results; slower
+    float32_matmul: Literal["highest", "high", "medium"] | None = None  # null: as torch has it
     stuck_after: Annotated[float, Range(gt=0)] | None = 1800.0  # seconds without progress that end the run
 
     @property

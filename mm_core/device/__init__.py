@@ -10,6 +10,7 @@ from mm_core.device.kernels import (
     attention_of_any_length,
     returns_log_sums,
     set_deterministic,
+    set_numerics,
 )
 from mm_core.device.kind import (
     ACCELERATOR_NAMES,
@@ -57,6 +58,7 @@ __all__ = [
     "reset_peak_memory",
     "returns_log_sums",
     "set_deterministic",
+    "set_numerics",
     "synchronize",
     "untested_torch",
 ]

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mm_core.device.kind import device_type
+
 _ATEN: Any = torch.ops.aten
 
 
@@ -32,11 +34,41 @@ def attention_of_any_length(device: torch.device) -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(True)
 
 
-def set_deterministic() -> None:
-    """Makes torch refuse device kernels with non-deterministic results. Call it before the device is used."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUBLAS varies without it
+_VARIABLES = {
+    "cuda": {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+    "npu": {"HCCL_DETERMINISTIC": "true", "LCCL_DETERMINISTIC": "1", "CLOSE_MATMUL_K_SHIFT": "1"},
+}
+"""Variables of a device's libraries whose results otherwise vary, with values that they read."""
+
+
+def set_deterministic() -> str:
+    """Makes torch and the device's libraries refuse what varies. Call it before the device is used.
+
+    Variables that the environment sets already keep their values.
+
+    Returns:
+        A sentence with every switch and its value.
+    """
+    device = device_type()
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
+    switches = {"torch.use_deterministic_algorithms": "True", "torch.backends.cudnn.benchmark": "False"}
+    for name, value in _VARIABLES.get(device, {}).items():
+        switches[name] = os.environ.setdefault(name, value)
+    if device == "npu":
+        # Private formats of weights choose other kernels.
+        torch.get_device_module(device).config.allow_internal_format = False
+        switches["torch.npu.config.allow_internal_format"] = "False"
+    return "run.deterministic: " + ", ".join(f"{name}={value}" for name, value in switches.items())
+
+
+def set_numerics(deterministic: bool, float32_matmul: str | None) -> list[str]:
+    """Applies `run.deterministic` and `run.float32_matmul`; returns a sentence about each that is set."""
+    notes = [set_deterministic()] if deterministic else []
+    if float32_matmul is not None:
+        torch.set_float32_matmul_precision(float32_matmul)
+        notes.append(f"run.float32_matmul: torch.set_float32_matmul_precision({float32_matmul!r})")
+    return notes
 
 
 def returns_log_sums(device_type: str) -> bool:

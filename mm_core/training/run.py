@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mm_core.config.sections import RunConfig
 from mm_core.data.loading.stopping import StopRequested, stop_on
-from mm_core.device import set_deterministic
+from mm_core.device import set_numerics
 from mm_core.runtime.launch.rank_logs import rank_log
 from mm_core.runtime.launch.signals import StopFlag, leaving_at_signals
 from mm_core.runtime.process_group import process_group
@@ -61,8 +61,7 @@ def train(
         MMError: ConfigError, PlanError, ContractError, DataError, CheckpointError or TrainingError;
             PeerError if another rank caused the failure.
     """
-    if config.run.deterministic:
-        set_deterministic()
+    numerics = set_numerics(config.run.deterministic, config.run.float32_matmul)
     folder = config.run.folder
     with process_group(config.run.stuck_after) as ranks, rank_log(folder, ranks.rank, ranks.count):
         try:
@@ -73,6 +72,8 @@ def train(
                 run = assemble(config, resume, stop, allow)
         except StopRequested:
             return RunResult(folder, None, None, (stop and stop.requested) or _OTHER_RANK)
+        for sentence in numerics:
+            run.reporter.note(sentence)
         run.between.stop_after = stop_after
         steps, step = run.training.plan.steps, run.start
         with running(run):

@@ -41,6 +41,21 @@ class Page:
 
 
 PAGES: dict[str, Page] = {
+    "docs/align.md": Page(
+        {
+            "--html page.html\n": "--html page.html | tee compared; test ${PIPESTATUS[0]} = 1\n",
+            "--like theirs": "--like A",
+            "compare ours theirs": "compare ours A",
+            "checklist A B\n": "checklist A B | tee listed; test ${PIPESTATUS[0]} = 1\n",
+        },
+        {
+            "mm align compare A B": "config.task.scheduler.shift: 5.0 | 3.0",
+            "mm align compare ours": " 0 different",
+            "mm align checklist": "config.task.scheduler.shift",
+            "mm align record --config x.yaml --steps 2 --like": "fed from A",
+            "mm align recorder": "",
+        },
+    ),
     "docs/sampling.md": Page(
         {"--nproc 8": "--nproc 2", "@2000": "@2", "--steps 30": "--steps 2"},
         {
@@ -454,6 +469,21 @@ predictor = mm_core.build("predictor", config["task"]["predictor"])
 """
 
 PROGRAMS: dict[str, tuple[Program, ...]] = {
+    "docs/align.md": (
+        Program(
+            "Recorder",
+            {"from record import": "from mm_core.telemetry.align.recorder import"},
+            before="import torch\n"
+            "class Model(torch.nn.Linear):\n"
+            "    def forward(self, latents, timestep, text):\n"
+            "        return super().forward(latents) * timestep + text\n"
+            "model = Model(4, 4)\n"
+            "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+            "loader = [torch.randn(4, 2, 4)] * 2\n",
+            after="print(open('theirs/rows_0.jsonl').read().count('grad_norm'))",
+            prints="4",
+        ),
+    ),
     "docs/long-clips.md": (
         Program(
             "context_plan",

@@ -226,7 +226,7 @@ def test_torch_distributed_is_called_by_the_rooms_of_ranks_engines_and_layouts_a
 
 
 DATA_ROOMS = ("data", "training", "evaluation", "inference", "telemetry", "tasks")
-MAY_KNOW_THE_RANK = {"rank_log", "Watchdog", "ProfileWindow", "make_progress"}
+MAY_KNOW_THE_RANK = {"RunRecorder", "rank_log", "Watchdog", "ProfileWindow", "make_progress"}
 """Logs, displays and the watchdog, which each process has."""
 
 

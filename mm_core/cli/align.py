@@ -1,0 +1,197 @@
+"""`mm align record|compare|recorder|checklist`: which number differs first between two trainings."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mm_core.cli.options import add_allow_code, count, print_json, print_table, write_page
+from mm_core.cli.ranks import add_ranks, on_ranks, rank_command
+from mm_core.errors import MMError, plural
+
+if TYPE_CHECKING:
+    from mm_core.config.sections import RunConfig
+    from mm_core.report.align.compare import Comparison
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="record|compare|recorder|checklist", required=True)
+    record = actions.add_parser("record", help="train some steps and record every number", allow_abbrev=False)
+    add = record.add_argument
+    add("--config", required=True, metavar="YAML", help="the run's config file")
+    add("overrides", nargs="*", metavar="key=value", help="override a config key")
+    add("--out", required=True, metavar="DIR", help="new folder for the record")
+    add("--steps", type=count, default=1, metavar="N", help="steps to record (default 1)")
+    add("--after", type=int, default=0, metavar="N", help="steps to train before, unrecorded (default 0)")
+    add("--like", metavar="DIR", help="feed this record's inputs and initial weights")
+    add("--weights", action="store_true", help="store the initial weights, for --like of another run")
+    add(
+        "--modules",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="also store tensors of these modules",
+    )
+    add("--resume", default="never", metavar="PATH", help="begin with this checkpoint or run")
+    add_ranks(record)
+    add_allow_code(record)
+    compare = actions.add_parser("compare", help="name the first number that differs", allow_abbrev=False)
+    add = compare.add_argument
+    add("records", nargs=2, metavar="DIR", help="folder of a record")
+    add(
+        "--tolerance",
+        type=float,
+        metavar="X",
+        help="relative difference that counts as equal; 0 compares bits",
+    )
+    add("--by-order", action="store_true", help="match modules by their order and shapes where names differ")
+    add("--html", metavar="FILE", help="also write a page")
+    add("--json", action="store_true", help="print JSON")
+    for action in (record, compare):
+        action.add_argument(
+            "--map",
+            action="append",
+            default=[],
+            metavar="THEIRS=OURS",
+            help="names of the other record, e.g. layers=blocks",
+        )
+    recorder = actions.add_parser(
+        "recorder", help="print the file that records other training scripts", allow_abbrev=False
+    )
+    recorder.add_argument("--out", metavar="FILE", help="write it to this file")
+    checklist = actions.add_parser("checklist", help="settings in which two runs differ", allow_abbrev=False)
+    checklist.add_argument("files", nargs=2, metavar="FILE", help="a run's YAML, or a record's folder")
+    checklist.add_argument("--json", action="store_true", help="print JSON")
+    add_allow_code(checklist)
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Runs `mm align`; the exit code of `compare` and `checklist` is 1 where something differs."""
+    if args.action == "record":
+        return _on_ranks(args)
+    if args.action == "compare":
+        return _compare(args)
+    if args.action == "checklist":
+        return _checklist(args)
+    text = (files("mm_core.telemetry.align") / "recorder.py").read_text(encoding="utf-8")
+    if args.out:
+        write_page(Path(args.out), text, "--out")
+    else:
+        print(text, end="")
+    return 0
+
+
+def _on_ranks(args: argparse.Namespace) -> int:
+    if "RANK" in os.environ or args.nproc in (None, 1):
+        return on_ranks(args, "align", _record, _check)
+    _check(args)
+    from mm_core.runtime.launch.launcher import Nodes, launch
+
+    with_action = argparse.Namespace(**{**vars(args), "overrides": ["record", *args.overrides]})
+    return launch(rank_command("align", with_action, ("nproc", "action")), Nodes(args.nproc), announce=False)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Finds errors in the config and in options before ranks are started."""
+    _config(args)
+    out = Path(args.out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise MMError("the folder of the record is not empty", where=str(out), hint="choose another --out")
+
+
+def _config(args: argparse.Namespace) -> RunConfig:
+    from mm_core.config.load import load_config
+    from mm_core.training.aligning import QUIET
+
+    own = [f"run.dir={args.out}", "run.name=run"]
+    return load_config(args.config, [*args.overrides, *QUIET, *own], allow_code=args.allow_code)
+
+
+def _record(args: argparse.Namespace) -> int:
+    from mm_core.report.align.records import Names
+    from mm_core.training.aligning import Recording, record
+
+    asked = Recording(
+        out=Path(args.out),
+        steps=args.steps,
+        after=args.after,
+        like=Path(args.like) if args.like else None,
+        names=Names.parse(args.map),
+        weights=args.weights,
+        modules=args.modules,
+        resume=args.resume,
+    )
+    notes = record(_config(args), asked)
+    from mm_core.device import environment_world
+
+    if environment_world().rank == 0:
+        for note in notes:
+            print(note)
+        print(f"{plural(args.steps, 'step')} recorded in {args.out}")
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from mm_core.report.align import render
+    from mm_core.report.align.compare import compare
+    from mm_core.report.align.records import Names, names_by_order, read_record
+
+    one, two = (Path(folder) for folder in args.records)
+    names, ours = Names.parse(args.map), read_record(one)
+    if args.by_order:
+        names = names_by_order(ours, read_record(two, names), names)
+    result = compare(ours, read_record(two, names), args.tolerance)
+    if not result.pairs:
+        what = "the two records have no tensor in common"
+        raise MMError(
+            what, where=f"{one}, {two}", hint="map names with --map THEIRS=OURS, or match --by-order"
+        )
+    if args.html:
+        write_page(Path(args.html), render.page(result, args.records), "--html")
+    if args.json:
+        print_json(render.document(result))
+    else:
+        print(render.text(result, _elements(result, one, two)))
+    return 1 if result.findings else 0
+
+
+def _elements(result: Comparison, one: Path, two: Path) -> str | None:
+    """What the stored tensors of the first finding show; None where they are not stored."""
+    facts = (
+        [result.findings[0].pair.row.facts, result.findings[0].pair.other.facts] if result.findings else []
+    )
+    if not facts or not all("file" in each for each in facts) or facts[0]["shape"] != facts[1]["shape"]:
+        return None
+    from mm_core.telemetry.align.stored import elements
+
+    return elements(one / facts[0]["file"], two / facts[1]["file"])
+
+
+def _checklist(args: argparse.Namespace) -> int:
+    from mm_core.report.align.compare import settings_that_differ
+
+    different = settings_that_differ(*(_facts(Path(name), args.allow_code) for name in args.files))
+    if args.json:
+        print_json({"different": different})
+    elif different:
+        rows = [(key, str(one), str(two)) for key, (one, two) in different.items()]
+        print_table([("setting", *args.files), *rows])
+    else:
+        print("no setting differs")
+    return 1 if different else 0
+
+
+def _facts(path: Path, allow_code: bool) -> dict[str, Any]:
+    """What is known of a run: of a record or a run's folder its facts, of a YAML its complete config."""
+    for file in (path / "record.json", path / "manifest.json"):
+        if file.exists():
+            found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            return found
+    from mm_core.config.dump import to_mapping
+    from mm_core.config.load import load_config
+
+    return {"config": to_mapping(load_config(path, allow_code=allow_code))}

@@ -1,0 +1,238 @@
+"""Comparing two records: the first number that differs, the module it comes from, and how it grows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mm_core.report.align.records import Call, Record, Row, order_of
+
+TOLERANCES = {"float64": 1e-12, "float32": 1e-6, "float16": 1e-3, "bfloat16": 4e-3}
+"""Largest relative L2 difference that counts as equal, by the coarser dtype; others must be equal."""
+
+_SMALL = 0.1
+"""Gradients are judged by at least this share of the largest of their kind: what is smaller is rounding."""
+
+_PLACES = ("config.run.dir", "config.run.name")
+
+_WHAT = {
+    "parameter": "the weights differ before the first of these steps",
+    "input": "what the model computes from differs",
+    "in": "it is called with different arguments",
+    "out": "its inputs agree, and its outputs do not",
+    "loss": "the loss differs, and the model's outputs agree",
+    "grad_out": "the gradient that reaches it differs, and the loss agrees",
+    "grad_in": "the gradients of its outputs agree, and those of its inputs do not",
+    "gradient": "the gradient differs, and those of all activations agree",
+    "grad_norm": "the gradient norm differs, and the gradients agree",
+    "updated": "the weight differs after the update, and its gradient agrees",
+    "optimizer": "the optimizer's state differs, and the updated weights agree",
+}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A tensor in both records.
+
+    Attributes:
+        row: as in the first record.
+        other: in the second.
+        error: estimated relative L2 difference; 0 for equal bits, inf for other shapes or non-finite values.
+        tolerance: what counts as equal.
+    """
+
+    row: Row
+    other: Row
+    error: float
+    tolerance: float
+
+    @property
+    def agrees(self) -> bool:
+        return self.error <= self.tolerance
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A place where the records begin to differ.
+
+    Attributes:
+        what: what is observed.
+        where: the module, parameter or input.
+        pair: the tensor.
+    """
+
+    what: str
+    where: str
+    pair: Pair
+
+
+@dataclass
+class Comparison:
+    """The result of comparing two records.
+
+    Attributes:
+        findings: in the order of execution; the first is the cause to look at.
+        pairs: every tensor in both records, in order.
+        unmatched: modules of the first record that the second one lacks, and the reverse.
+        settings: facts that differ: key -> (first, second).
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    pairs: list[Pair] = field(default_factory=list)
+    unmatched: tuple[list[str], list[str]] = field(default_factory=lambda: ([], []))
+    settings: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+
+
+def compare(a: Record, b: Record, tolerance: float | None = None) -> Comparison:
+    """Compares two records.
+
+    Args:
+        a: the first; its order of execution counts.
+        b: the second, with names translated to those of the first.
+        tolerance: replaces `TOLERANCES`; 0 compares bits.
+    """
+    result = Comparison(settings=settings_that_differ(a.facts, b.facts))
+    here, there = ({row.module for row in record.rows if row.module} for record in (a, b))
+    result.unmatched = (sorted(here - there), sorted(there - here))
+    result.pairs = _pairs(a, b, tolerance)
+    calls: dict[Call, dict[str, list[Pair]]] = {}
+    for pair in result.pairs:
+        calls.setdefault(pair.row.of, {}).setdefault(pair.row.kind, []).append(pair)
+    for step in sorted({pair.row.step for pair in result.pairs}):
+        result.findings = _findings([pair for pair in result.pairs if pair.row.step == step], calls)
+        if result.findings:
+            break  # what follows is its consequence
+    return result
+
+
+def _findings(pairs: Sequence[Pair], calls: Mapping[Call, Mapping[str, Sequence[Pair]]]) -> list[Finding]:
+    """The findings of one step: every place at which a difference begins without one before it."""
+    findings: list[Finding] = []
+    kinds: set[str] = set()
+    blamed: set[str] = set()
+    modules = {pair.row.module for pair in pairs if pair.row.module}
+    for pair in pairs:
+        row, own = pair.row, calls[pair.row.of]
+        if pair.agrees:
+            continue
+        if row.kind == "out":
+            begins = _agree(own.get("in", ()))
+        elif row.kind == "grad_in":
+            begins = bool(own.get("grad_out")) and _agree(own["grad_out"])
+        elif row.kind == "in":  # of other modules, it is a consequence of what is before
+            begins = not kinds and not any(row.module.startswith(f"{each}.") for each in modules)
+        else:  # weights and inputs have no cause in a record; the others are consequences of what is before
+            begins = row.kind in ("parameter", "input") or not kinds - {row.kind}
+        place = row.module or row.name
+        inside = any(each.startswith(f"{place}.") for each in blamed) and bool(row.module)
+        if begins and not inside and place not in blamed:
+            findings.append(Finding(_WHAT[row.kind], place, pair))
+            blamed.add(place)
+        if row.kind != "in" or begins:
+            kinds.add(row.kind)
+    return findings
+
+
+def _agree(pairs: Iterable[Pair]) -> bool:
+    return all(pair.agrees for pair in pairs)
+
+
+def _pairs(a: Record, b: Record, tolerance: float | None) -> list[Pair]:
+    other: dict[tuple[Any, ...], list[Row]] = {}
+    for row in b.rows:
+        other.setdefault((row.kind, row.of), []).append(row)
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in a.rows:
+        groups.setdefault((row.kind, row.of), []).append(row)
+    matched = {id(x): y for key, rows in groups.items() for x, y in _match(rows, other.get(key, []))}
+    floors = _floors(a.rows)
+    found = []
+    for row in a.rows:
+        if (twin := matched.get(id(row))) is not None:
+            floor = floors.get((row.kind, row.step), 0.0)
+            found.append(Pair(row, twin, difference(row, twin, floor), _tolerance(row, twin, tolerance)))
+    return sorted([*found, *_one_sided(a, b)], key=lambda pair: order_of(pair.row))
+
+
+def _one_sided(a: Record, b: Record) -> list[Pair]:
+    """Gradients of weights that both records have, and that only one of them trains."""
+    both = {row.name for row in a.rows if row.kind == "parameter"}
+    both &= {row.name for row in b.rows if row.kind == "parameter"}
+    one, two = ({(r.step, r.name): r for r in x.rows if r.kind == "gradient"} for x in (a, b))
+    alone = [(one | two)[key] for key in one.keys() ^ two.keys() if key[1] in both]
+    pairs = [(row, replace(row, facts={**row.facts, "shape": None})) for row in alone]
+    pairs = [pair if (pair[0].step, pair[0].name) in one else pair[::-1] for pair in pairs]
+    return [Pair(row, other, math.inf, 0.0) for row, other in pairs]
+
+
+def _match(rows: Sequence[Row], others: Sequence[Row]) -> Iterable[tuple[Row, Row]]:
+    """By name; what is left of a call by shape, in order: other scripts name their arguments otherwise."""
+    named = {row.name.rpartition(".")[2] if row.kind == "input" else row.name: row for row in others}
+    left = []
+    for row in rows:
+        name = row.name.rpartition(".")[2] if row.kind == "input" else row.name
+        if (twin := named.pop(name, None)) is not None:
+            yield row, twin
+        else:
+            left.append(row)
+    rest = list(named.values())
+    for row in left if rows and rows[0].module else ():
+        same = [each for each in rest if each.facts["shape"] == row.facts["shape"]]
+        if same:
+            rest.remove(same[0])
+            yield row, same[0]
+
+
+def _floors(rows: Iterable[Row]) -> dict[tuple[str, int], float]:
+    largest: dict[tuple[str, int], float] = {}
+    for row in rows:
+        if row.kind in ("gradient", "grad_in", "grad_out", "optimizer"):
+            key = (row.kind, row.step)
+            largest[key] = max(largest.get(key, 0.0), row.facts["l2"])
+    return {key: _SMALL * norm for key, norm in largest.items()}
+
+
+def difference(one: Row, other: Row, floor: float = 0.0) -> float:
+    """Estimated relative L2 difference of two tensors, from their statistics.
+
+    Args:
+        one: of the first record.
+        other: of the second.
+        floor: smallest norm that the difference is divided by.
+    """
+    a, b = one.facts, other.facts
+    if a["shape"] != b["shape"] or a["bad"] != b["bad"]:
+        return math.inf
+    if a["hash"] == b["hash"] and a["dtype"] == b["dtype"]:
+        return 0.0
+    norm = max(a["l2"], b["l2"], floor)
+    peak = max(abs(x[key]) for x in (a, b) for key in ("min", "max"))
+    apart = math.dist(a["sketch"], b["sketch"])
+    edges = max(abs(a[key] - b[key]) for key in ("min", "max"))
+    if norm == 0:
+        return 0.0
+    return float(max(apart / norm, abs(a["l2"] - b["l2"]) / norm, edges / max(peak, floor)))
+
+
+def _tolerance(one: Row, other: Row, given: float | None) -> float:
+    if given is not None:
+        return given
+    return max(TOLERANCES.get(row.facts["dtype"], 0.0) for row in (one, other))
+
+
+def settings_that_differ(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Facts that are in both documents and differ, by dotted key; lists and sections are compared by item."""
+    one, other = ({k: v for k, v in flat(x) if k not in _PLACES} for x in (a, b))
+    return {key: (one[key], other[key]) for key in one if key in other and one[key] != other[key]}
+
+
+def flat(value: Any, path: str = "") -> Iterable[tuple[str, Any]]:
+    """The leaves of nested mappings and lists, by dotted key."""
+    if isinstance(value, dict | list) and value:
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, each in items:
+            yield from flat(each, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value

@@ -1,0 +1,202 @@
+"""Attaches a recorder to a training run of ours, and feeds the run what another one has recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from fnmatch import fnmatch
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mm_core.contracts import Batch, Engine, Loss, Randomness, Task
+from mm_core.errors import MMError, plural
+from mm_core.modules.flat_shards import FlatShard
+from mm_core.modules.full_tensors import keep_local_part
+from mm_core.modules.shards import gathered
+from mm_core.report.align.records import Names
+from mm_core.telemetry.align.recorder import Recorder, flatten
+
+
+class RunRecorder(Recorder):
+    """A recorder whose parameters, gradients and optimizer state are those of an engine, sharded or not.
+
+    Args:
+        out: the folder.
+        engine: the run's engine, prepared.
+        task: the run's task.
+        modules: patterns of modules whose tensors are stored too, such as `predictor.blocks.0.*`.
+        options: of `Recorder`.
+    """
+
+    def __init__(
+        self, out: Path, engine: Engine, task: Task, modules: Sequence[str] = (), **options: Any
+    ) -> None:
+        self.engine, self.patterns = engine, modules
+        super().__init__(out, {root: attrgetter(root)(task) for root in task.trainable}, **options)
+
+    def _row(self, kind: str, tensor: Tensor, **facts: Any) -> None:
+        super()._row(kind, tensor, **facts)
+        if any(fnmatch(facts.get("module", ""), pattern) for pattern in self.patterns):
+            file = f"tensor_{self.rank}_{self.step}_{self.micro}_{len(self._rows)}.pt"
+            torch.save(tensor.detach().cpu().clone(), self.out / file)
+            self._rows[-1]["file"] = file
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """The engine's weights by name, buffers included."""
+        state: Mapping[str, Tensor] = self.engine.state_dict()["model"]
+        return state
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """The unsharded tensor; a collective if it is sharded."""
+        return gathered(tensor)
+
+    def norm_known(self, norm: float) -> None:
+        """Records the gradients that the engine holds as tensors, and their norm."""
+        held = dict(self.engine.named_parameters())
+        self._named("gradient", {name: p.grad for name, p in held.items() if p.grad is not None})
+        self._named("grad_norm", {"grad_norm": torch.tensor(norm)})
+
+    def updated(self) -> None:
+        """Records parameters and optimizer state, and ends the step."""
+        self.after_update(self.engine.state_dict()["optimizer"])
+
+
+class Recorded:
+    """Inputs and initial weights in the record of another run, to feed this one.
+
+    Args:
+        folder: the record.
+        names: the map from that run's names to this one's.
+
+    Raises:
+        MMError: the folder has no inputs of any step.
+    """
+
+    def __init__(self, folder: Path, names: Names) -> None:
+        self.folder, self.names = folder, names
+        self.fed: set[str] = set()
+        if not list(folder.glob("inputs_*.pt")):
+            what = "the folder holds no recorded inputs"
+            raise MMError(what, where=str(folder), hint="record that run first: mm align record --out FOLDER")
+
+    def weights(self, engine: Engine) -> str:
+        """Copies the recorded initial weights into the engine; returns a sentence about it."""
+        path = self.folder / "weights.pt"
+        if not path.exists():
+            return f"{path} does not exist: this run keeps its own initial weights"
+        stored = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        found = {self.names.ours(name): tensor for name, tensor in stored.items()}
+        state = engine.state_template(())["model"]
+        both = [name for name in state if name in found]
+        odd = [name for name in both if state[name].shape != found[name].shape]
+        if odd or not both:
+            shown = f"{odd[0]} has the shape {list(found[odd[0]].shape)} there" if odd else "no name is ours"
+            what = f"the recorded weights do not fit this model: {shown}"
+            raise MMError(what, where=str(path), hint="map the names with --map THEIRS=OURS")
+        with torch.no_grad():
+            for name in both:
+                full, held = found[name], state[name]
+                if isinstance(held, FlatShard):
+                    part = full.reshape(-1)[held.start : held.start + held.share.numel()]
+                    held.share.copy_(part)
+                else:
+                    keep_local_part(held, full.to(held.dtype))
+        rest = len(state) - len(both)
+        return f"{plural(len(both), 'weight')} from {path}; {rest} of this model are not in it"
+
+    def inputs(self, inputs: Any, step: int, micro: int) -> Any:
+        """The inputs of a micro-batch with the recorded tensors in the place of those with the same names.
+
+        Raises:
+            MMError: the record has no such step, or a tensor has another shape.
+        """
+        path = self.folder / f"inputs_{step}_{micro}.pt"
+        if not path.exists():
+            what = f"the record has no micro-batch {micro} in step {step}"
+            raise MMError(what, where=str(path), hint="record as many steps as that run has, or fewer")
+        stored = torch.load(path, map_location="cpu", weights_only=True)
+        return self._put(inputs, {self.names.ours(name): tensor for name, tensor in stored.items()}, "")
+
+    def _put(self, value: Any, stored: Mapping[str, Tensor], path: str) -> Any:
+        if isinstance(value, Tensor):
+            # A script of others knows `latents`, not `given.latents`.
+            name = path if path in stored else path.rpartition(".")[2]
+            if name not in stored:
+                return value
+            new = stored[name]
+            if (new.dim(), new.shape[:1]) != (value.dim(), value.shape[:1]):  # lengths of texts may differ
+                shapes = f"{list(new.shape)} in the record, and {list(value.shape)} here"
+                what = f"input {name!r} has the shape {shapes}"
+                raise MMError(what, where=str(self.folder), hint="give both runs samples of the same sizes")
+            self.fed.add(path)
+            return new.to(value.device, value.dtype)
+        if is_dataclass(value) and not isinstance(value, type):
+            own = {f.name: getattr(value, f.name) for f in fields(value) if f.init}
+            return replace(
+                value, **{k: self._put(v, stored, f"{path}.{k}" if path else k) for k, v in own.items()}
+            )
+        if isinstance(value, dict):
+            return {k: self._put(v, stored, f"{path}.{k}" if path else k) for k, v in value.items()}
+        return value
+
+
+class Attached:
+    """A recorder around what the training loop calls: a task's `prepare`, and an engine's steps.
+
+    Args:
+        recorder: receives the numbers.
+        task: the run's task.
+        engine: the run's engine, prepared.
+        like: what is fed instead of the task's own inputs.
+    """
+
+    def __init__(self, recorder: RunRecorder, task: Task, engine: Engine, like: Recorded | None) -> None:
+        self.recorder, self.like, self.shares = recorder, like, engine.data_ranks
+        self.prepare, self.micro_step, self.grad_norm = task.prepare, engine.micro_step, engine.grad_norm
+        self.step, self.discard = engine.step, engine.discard
+        self.index, self.inside = 0, False
+        recorder.grad_scale = 1 / self.shares.count  # the engine averages over the shares of the data
+        replaced: tuple[tuple[object, str, Callable[..., Any]], ...] = (
+            (task, "prepare", self._prepared),
+            (engine, "micro_step", self._micro_stepped),
+            (engine, "grad_norm", self._normed),
+            (engine, "step", lambda *args: self._ended(self.step, *args)),
+            (engine, "discard", lambda: self._ended(self.discard)),
+        )
+        for owner, name, call in replaced:
+            setattr(owner, name, call)
+
+    def _prepared(self, batch: Batch, rng: Randomness) -> Any:
+        inputs = self.prepare(batch, rng)
+        if not self.inside:  # a search for what is not finite
+            return inputs
+        micro = self.index * self.shares.count + self.shares.rank
+        if self.like is not None:
+            inputs = self.like.inputs(inputs, self.recorder.step, micro)
+        self.recorder.inputs(micro, **dict(flatten(inputs)))
+        return inputs
+
+    def _micro_stepped(self, compute: Callable[[], Loss], *, last: bool, scale: float) -> Loss:
+        def computed() -> Loss:
+            loss = compute()
+            self.recorder.loss(loss.total.detach() * (scale / self.shares.count))
+            return loss
+
+        self.inside = True
+        loss = self.micro_step(computed, last=last, scale=scale)
+        self.inside, self.index = False, self.index + 1
+        return loss
+
+    def _normed(self) -> float:
+        norm = self.grad_norm()
+        self.recorder.norm_known(norm)
+        self.index = 0
+        return norm
+
+    def _ended(self, call: Callable[..., None], *args: Any) -> None:
+        call(*args)
+        self.recorder.updated()

@@ -1,0 +1,200 @@
+"""Records the numbers of a PyTorch training loop for `mm align compare`. Needs torch and nothing else.
+
+recorder = Recorder("A", {"predictor": model})  # the name that the model has in the other run
+for ...:
+    recorder.inputs(latents=noisy, timestep=timestep, text=states, target=target)  # then the forward
+    recorder.loss(loss)  # then loss.backward()
+    recorder.before_update(grad_norm)  # then optimizer.step()
+    recorder.after_update(optimizer)
+recorder.close()
+"""
+
+import inspect
+import json
+import weakref
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+CHUNK, SKETCH = 1 << 20, 8
+_TABLES: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+
+def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Fixed random signs [CHUNK / SKETCH, SKETCH] and odd factors [CHUNK], the same on every machine."""
+    if device not in _TABLES:
+        fixed = torch.Generator().manual_seed(20)
+        factors = torch.randint(-(1 << 62), 1 << 62, (CHUNK,), generator=fixed) * 2 + 1
+        _TABLES[device] = (factors.sign().float().view(-1, SKETCH).to(device), factors.to(device))
+    return _TABLES[device]
+
+
+def statistics(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Statistics [5 + SKETCH] of a tensor, on its device, and an int64 hash of its bits.
+
+    Minimum, maximum, mean and L2 norm of the finite elements, the share of the others, and sums with
+    random signs: the L2 norm of the difference of two tensors' sums estimates that of their difference.
+    """
+    flat = (tensor.byte() if tensor.dtype == torch.bool else tensor).detach().reshape(-1)
+    signs, factors = _tables(flat.device)
+    values = flat if flat.dtype == torch.float64 else flat.float()
+    wrong = (~torch.isfinite(values)).to(values.dtype).sum() / max(1, len(values))
+    values = torch.nan_to_num(values, 0.0, 0.0, 0.0)
+    raw = flat.view(getattr(torch, f"int{8 * flat.element_size()}"))
+    sketch, hashed = values.new_zeros(SKETCH), factors.new_zeros(())
+    for number, start in enumerate(range(0, len(values), CHUNK)):
+        part, bits = values[start : start + CHUNK], raw[start : start + CHUNK].long()
+        hashed = hashed * 1_000_003 + ((bits + 1) * factors[: len(bits)]).sum()
+        rows = nn.functional.pad(part, (0, -len(part) % SKETCH)).view(-1, SKETCH)
+        sketch = sketch + (rows * signs[: len(rows)].to(rows.dtype)).sum(0).roll(number)
+    edges = torch.aminmax(values) if len(values) else (wrong, wrong)
+    mean, norm = values.sum() / max(1, len(values)), torch.linalg.vector_norm(values)
+    return torch.cat([torch.stack([*edges, mean, norm, wrong]), sketch]), hashed
+
+
+def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors in nested lists, tuples, mappings and dataclasses, with their paths."""
+    if isinstance(value, Tensor):
+        yield path or "0", value
+    elif hasattr(value, "__dataclass_fields__"):
+        value = {name: getattr(value, name) for name in value.__dataclass_fields__}
+    listed = enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, each in value.items() if isinstance(value, Mapping) else listed:
+        yield from flatten(each, f"{path}.{key}" if path else str(key))
+
+
+class Recorder:
+    """Records the models of a training loop into a new folder.
+
+    Args:
+        out: the folder.
+        roots: the models, by the name that their modules' names begin with.
+        rank: of this process. Rank 0 writes parameters and optimizer states, which all ranks gather.
+        step: number of the first step.
+        facts: settings and seeds, for `mm align checklist`.
+        weights: whether to store the initial weights, for `mm align record --like`.
+    """
+
+    def __init__(
+        self, out: str | Path, roots: Mapping[str, nn.Module], *, rank: int = 0, step: int = 0,
+        facts: Mapping[str, Any] | None = None, weights: bool = False,
+    ) -> None:  # fmt: skip
+        self.out, self.rank, self.roots = Path(out), rank, roots
+        self.step, self.micro, self.grad_scale, self._forward = step, -1, 1.0, False
+        self._rows: list[dict[str, Any]] = []
+        self._values: list[tuple[Tensor, Tensor]] = []
+        self._seen: dict[int, tuple[Any, int, int]] = {}  # a tensor is measured once
+        self._calls: dict[str, int] = {}
+        self.out.mkdir(parents=True, exist_ok=True)
+        self._file = (self.out / f"rows_{rank}.jsonl").open("w")
+        self._hooks = [hook for root in roots for hook in self._watch(root, roots[root])]
+        if rank == 0:
+            known = {"versions": {"torch": torch.__version__}, **(facts or {})}
+            (self.out / "record.json").write_text(json.dumps(known, indent=1, default=str))
+        self._named("parameter", self.parameters())
+        if weights:
+            held = {name: self.gather(tensor).cpu() for name, tensor in self.parameters().items()}
+            torch.save(held, self.out / "weights.pt") if rank == 0 else None
+        self._flush()
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """The parameters by name."""
+        return {f"{root}.{n}": p for root, model in self.roots.items() for n, p in model.named_parameters()}
+
+    def gather(self, tensor: Any) -> Any:
+        """The unsharded tensor of a parameter; a collective if it is sharded."""
+        return tensor.detach().full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach()
+
+    def inputs(self, micro: int | None = None, /, **tensors: Any) -> None:
+        """Begins a micro-batch: the tensors that it computes from, by name. They are stored whole."""
+        self._flush()
+        self.micro = self.micro + 1 if micro is None else micro
+        self._calls, self._forward = {}, True
+        held = {name: tensor.detach() for name, tensor in flatten(tensors)}
+        for name, tensor in held.items():
+            self._row("input", tensor, micro=self.micro, name=name)
+        torch.save({n: t.cpu() for n, t in held.items()}, self.out / f"inputs_{self.step}_{self.micro}.pt")
+
+    def loss(self, loss: Tensor) -> None:
+        """Ends a forward: the scalar that backward begins with. A recomputed forward is not recorded."""
+        self._forward = False
+        self._row("loss", loss, micro=self.micro, name="loss")
+
+    def before_update(self, grad_norm: float | Tensor) -> None:
+        """Records the gradients before they are clipped, and their L2 norm."""
+        self._named("gradient", {n: p.grad for n, p in self.parameters().items() if p.grad is not None})
+        self._named("grad_norm", {"grad_norm": torch.as_tensor(grad_norm)})
+
+    def after_update(self, optimizer: torch.optim.Optimizer | Mapping[str, Tensor]) -> None:
+        """Records the parameters and the optimizer's state (or one that is given), and ends the step."""
+        if isinstance(optimizer, torch.optim.Optimizer):
+            held = [(name, optimizer.state[p]) for name, p in self.parameters().items()]
+            optimizer = {f"{n}.{k}": v for n, of in held for k, v in of.items() if isinstance(v, Tensor)}
+        self._named("updated", self.parameters())
+        self._named("optimizer", optimizer)
+        self._flush()
+        self.step, self.micro = self.step + 1, -1
+
+    def close(self) -> None:
+        """Removes the hooks and closes the files."""
+        self._flush()
+        self._file.close()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _watch(self, root: str, model: nn.Module) -> Iterator[Any]:
+        for path, module in model.named_modules():
+            name, known = f"{root}.{path}".rstrip("."), inspect.signature(type(module).forward).parameters
+            names = [p.name for p in known.values() if p.kind == p.POSITIONAL_OR_KEYWORD][1:]
+            yield module.register_forward_pre_hook(partial(self._before, name, names), with_kwargs=True)
+            yield module.register_forward_hook(partial(self._io, "out", name))
+
+    def _before(self, name: str, names: list[str], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._calls[name] = self._calls.get(name, -1) + 1
+        views: dict[int, Tensor] = {}
+
+        def view(value: Any) -> Any:  # it has the gradient of this call alone; equal arguments stay equal
+            graded = isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
+            return views.setdefault(id(value), value.view_as(value)) if graded else value
+
+        args, kwargs = tuple(map(view, args)), {key: view(arg) for key, arg in kwargs.items()}
+        given = {names[i] if i < len(names) else str(i): arg for i, arg in enumerate(args)}
+        self._io("in", name, module, args, {**given, **kwargs})
+        return args, kwargs
+
+    def _io(self, kind: str, module: str, called: nn.Module, _: Any, value: Any) -> None:
+        call: dict[str, Any] = {"micro": self.micro, "module": module, "call": self._calls.get(module, 0)}
+        call["class"] = type(called).__name__
+        for name, tensor in flatten(value) if self._forward else ():
+            self._row(kind, tensor, name=name, **call)
+            if tensor.requires_grad and torch.is_grad_enabled():
+                arrived = partial(self._gradient, f"grad_{kind}", {**call, "name": name})
+                tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
+
+    def _gradient(self, kind: str, facts: dict[str, Any], grad: Tensor) -> None:
+        self._row(kind, grad * self.grad_scale, **facts)
+
+    def _named(self, kind: str, named: Mapping[str, Tensor]) -> None:
+        for name, tensor in named.items():
+            full = self.gather(tensor)
+            self._row(kind, full, name=name) if self.rank == 0 else None
+
+    def _row(self, kind: str, tensor: Tensor, **facts: Any) -> None:
+        known, version = self._seen.get(id(tensor)), 0 if tensor.is_inference() else tensor._version
+        if known is None or known[0]() is not tensor or known[1] != version:
+            self._values.append(statistics(tensor))
+            known = self._seen[id(tensor)] = (weakref.ref(tensor), version, len(self._values) - 1)
+        form = {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+        self._rows.append({"kind": kind, "step": self.step, **facts, **form, "at": known[2]})
+
+    def _flush(self) -> None:
+        measured = [(values.double().tolist(), int(hashed)) for values, hashed in self._values]
+        for row in self._rows:
+            (low, high, mean, norm, wrong, *sketch), hashed = measured[row.pop("at")]
+            row |= {"min": low, "max": high, "mean": mean, "l2": norm, "bad": wrong, "sketch": sketch}
+            self._file.write(json.dumps(row | {"hash": f"{hashed % (1 << 64):016x}"}) + "\n")
+        self._rows, self._values, self._seen = [], [], {}

@@ -1,0 +1,106 @@
+"""`mm align record`: steps of a training run in a folder of its own, with every module's numbers recorded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from mm_core.config.sections import RunConfig
+from mm_core.device import set_numerics
+from mm_core.errors import MMError, plural
+from mm_core.report.align.records import Names
+from mm_core.runtime.launch.rank_logs import rank_log
+from mm_core.runtime.process_group import process_group
+from mm_core.telemetry.align.attaching import Attached, Recorded, RunRecorder
+from mm_core.training.assembly import Assembly, assemble
+from mm_core.training.loop import run_steps
+from mm_core.training.run import running
+
+QUIET = (
+    *("checkpoint.best=null", "checkpoint.every=1000000000", "checkpoint.every_minutes=null"),
+    *("validation=null", "data.test=null", "callbacks=[]", "profile=null", "log={every: 1, trackers: []}"),
+)
+"""Overrides that leave out everything but the training steps."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What `mm align record` is asked for.
+
+    Attributes:
+        out: folder of the record.
+        steps: steps to record.
+        after: steps to train before, unrecorded.
+        like: the record whose inputs and initial weights are fed; None for the run's own.
+        names: from the names of that record to those of this run.
+        weights: whether the initial weights are stored.
+        modules: patterns of modules whose tensors are stored.
+        resume: the checkpoint to begin with, or `never`.
+    """
+
+    out: Path
+    steps: int
+    after: int = 0
+    like: Path | None = None
+    names: Names = field(default_factory=Names)
+    weights: bool = False
+    modules: Sequence[str] = ()
+    resume: str = "never"
+
+
+def record(config: RunConfig, asked: Recording) -> list[str]:
+    """Records steps of a training run; no checkpoint is saved. Called by all ranks, without a process group.
+
+    Args:
+        config: the checked config, whose `run` is in the folder of the record.
+        asked: what to record.
+
+    Returns:
+        Sentences about what was fed and recorded.
+
+    Raises:
+        MMError: as for `mm_core.train`; and the record to feed does not fit, or the run has too few steps.
+    """
+    set_numerics(config.run.deterministic, config.run.float32_matmul)
+    with process_group(config.run.stuck_after) as ranks, rank_log(config.run.folder, ranks.rank, ranks.count):
+        like = Recorded(asked.like, asked.names) if asked.like is not None else None
+        run = assemble(config, asked.resume)
+        first = run.start + asked.after
+        if first + asked.steps > run.training.plan.steps:
+            raise MMError(
+                f"the run has only {plural(run.training.plan.steps, 'step')}",
+                where="--steps",
+                accepted=f"1 to {run.training.plan.steps - first}",
+            )
+        with running(run):
+            _train(run, run.start, first)
+            notes = [like.weights(run.training.engine)] if like is not None else []
+            recorder = RunRecorder(
+                asked.out,
+                run.training.engine,
+                run.training.task,
+                rank=ranks.rank,
+                step=first,
+                facts=json.loads((run.folder / "manifest.json").read_text(encoding="utf-8")),
+                weights=asked.weights,
+                modules=asked.modules,
+            )
+            Attached(recorder, run.training.task, run.training.engine, like)
+            _train(run, first, first + asked.steps)
+            recorder.close()
+        if like is not None:
+            notes.append(
+                f"fed from {asked.like}: {', '.join(sorted(like.fed)) or 'no input has a name of ours'}"
+            )
+        return notes
+
+
+def _train(run: Assembly, start: int, end: int) -> None:
+    """Runs steps without the end of the run, which would save a checkpoint."""
+    if end > start:
+        plan = run.training.plan
+        run.training.plan = replace(plan, steps=end)
+        run_steps(run.training, start)
+        run.training.plan = plan

@@ -1,0 +1,289 @@
+"""Two recorded trainings: the module or the setting at which they begin to differ is named."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from mm_core.errors import MMError
+from mm_core.report.align.compare import compare
+from mm_core.report.align.records import Names, names_by_order, read_record
+from mm_core.telemetry.align.recorder import Recorder, statistics
+
+WIDTH, HEADS, TOKENS = 16, 2, 6
+
+
+class Rotary(nn.Module):
+    offset = 0
+
+    def forward(self, tokens):
+        places = torch.arange(len(tokens[0])) + self.offset
+        return torch.stack([torch.cos(places * 0.3), torch.sin(places * 0.3)])
+
+
+class Attention(nn.Module):
+    scale = causal = None
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.norm_q = nn.RMSNorm(WIDTH, eps=1e-6)
+
+    def forward(self, hidden, turns):
+        def heads(x):
+            return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+
+        q, k, v = heads(self.norm_q(self.q(hidden))), heads(self.k(hidden)), heads(self.v(hidden))
+        cos, sin = turns[..., None]
+        q = torch.cat([q[..., ::2] * cos - q[..., 1::2] * sin, q[..., ::2] * sin + q[..., 1::2] * cos], -1)
+        mixed = F.scaled_dot_product_attention(q, k, v, scale=self.scale, is_causal=bool(self.causal))
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    swap = stop = False
+
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH, eps=1e-6), nn.LayerNorm(WIDTH, eps=1e-6)
+        self.attn, self.drop = Attention(), nn.Dropout(0.0)
+        self.up, self.act, self.down = nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH)
+
+    def forward(self, hidden, turns):
+        given = self.norm1(hidden)
+        given = given.flip(1) if self.swap else given
+        hidden = hidden + self.drop(self.attn(given, turns))
+        kept = hidden.detach() if self.stop else hidden
+        return kept + self.down(self.act(self.up(self.norm2(hidden))))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.time, self.rope = nn.Linear(4, WIDTH), nn.Linear(1, WIDTH), Rotary()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, latents, timestep):
+        hidden = self.embed(latents) + self.time(timestep[:, None])[:, None]
+        turns = self.rope(hidden)
+        for block in self.blocks:
+            hidden = block(hidden, turns)
+        return self.head(hidden)
+
+
+@dataclass
+class Setting:
+    """A training that a test changes."""
+
+    model: Model
+    seed: int = 1
+    shift: float = 3.0
+    clip: float = 0.5
+    mean_of_means: bool = False
+    keep_gradients: bool = False
+    roll: int = 0
+    flip_target: bool = False
+    weights: bool = False
+    roots: dict = field(default_factory=dict)
+    adam: dict = field(default_factory=lambda: {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.99)})
+
+
+def train(out: Path, change=lambda setting: None, steps=2) -> Path:
+    """Two steps of two micro-batches of 2 and 1 samples."""
+    torch.manual_seed(3)
+    setting = Setting(Model())
+    change(setting)
+    model = setting.model
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **setting.adam)
+    recorder = Recorder(out, setting.roots or {"model": model}, weights=setting.weights)
+    draw = torch.Generator().manual_seed(setting.seed)
+    torch.manual_seed(5)
+    for _ in range(steps):
+        for rows in (2, 1):
+            clean, noise = (torch.randn(rows, TOKENS, 4, generator=draw) for _ in range(2))
+            sigma = torch.rand(rows, generator=draw)
+            sigma = setting.shift * sigma / (1 + (setting.shift - 1) * sigma)
+            mix = sigma[:, None, None]
+            latents = ((1 - mix) * clean + mix * noise).roll(setting.roll, 1)
+            target = clean - noise if setting.flip_target else noise - clean
+            recorder.inputs(timestep=sigma, latents=latents, target=target)
+            error = (model(latents, sigma) - target).square().mean((1, 2))
+            loss = error.mean() / 2 if setting.mean_of_means else error.sum() / 3
+            recorder.loss(loss)
+            loss.backward()
+        recorder.before_update(torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), setting.clip)
+        optimizer.step()
+        recorder.after_update(optimizer)
+        if not setting.keep_gradients:
+            optimizer.zero_grad()
+    recorder.close()
+    return out
+
+
+def set_on(path: str, name: str, value):
+    """A change of an attribute of a module, or of the setting."""
+
+    def change(setting: Setting) -> None:
+        setattr(setting.model.get_submodule(path) if path else setting, name, value)
+
+    return change
+
+
+def on_weight(path: str, edit):
+    def change(setting: Setting) -> None:
+        with torch.no_grad():
+            edit(setting.model.get_parameter(path))
+
+    return change
+
+
+def in_bf16(setting: Setting) -> None:
+    class Rough(nn.LayerNorm):
+        def forward(self, hidden):
+            return super().forward(hidden).bfloat16().float()
+
+    setting.model.blocks[1].norm2.__class__ = Rough
+
+
+transpose = on_weight("blocks.0.attn.k.weight", lambda weight: weight.copy_(weight.T.clone()))
+
+PLANTED = {
+    "eps": (set_on("blocks.1.norm1", "eps", 1e-3), "out", "model.blocks.1.norm1"),
+    "eps of queries": (set_on("blocks.0.attn.norm_q", "eps", 1e-4), "out", "model.blocks.0.attn.norm_q"),
+    "transposed weight": (transpose, "parameter", "model.blocks.0.attn.k.weight"),
+    "stale weight": (on_weight("head.weight", lambda w: w.mul_(1.00001)), "parameter", "model.head.weight"),
+    "one element": (on_weight("embed.bias", lambda w: w[2].add_(1e-3)), "parameter", "model.embed.bias"),
+    "dropout on": (set_on("blocks.0.drop", "p", 0.1), "out", "model.blocks.0.drop"),
+    "bf16 in one norm": (in_bf16, "out", "model.blocks.1.norm2"),
+    "tanh in the activation": (set_on("blocks.1.act", "approximate", "tanh"), "out", "model.blocks.1.act"),
+    "scale of attention": (set_on("blocks.1.attn", "scale", 0.3), "out", "model.blocks.1.attn"),
+    "causal attention": (set_on("blocks.0.attn", "causal", True), "out", "model.blocks.0.attn"),
+    "rope off by one": (set_on("rope", "offset", 1), "out", "model.rope"),
+    "swapped tokens in a block": (set_on("blocks.1", "swap", True), "out", "model.blocks.1"),
+    "swapped tokens in the data": (set_on("", "roll", 1), "input", "latents"),
+    "wrong shift": (set_on("", "shift", 5.0), "input", "timestep"),
+    "seed": (set_on("", "seed", 2), "input", "timestep"),
+    "sign of the target": (set_on("", "flip_target", True), "input", "target"),
+    "mean of means": (set_on("", "mean_of_means", True), "loss", "loss"),
+    "a residual without gradient": (set_on("blocks.1", "stop", True), "grad_in", "model.blocks.1"),
+    "gradients not cleared": (set_on("", "keep_gradients", True), "gradient", "model.embed.weight"),
+    "learning rate": (lambda s: s.adam.update(lr=1.1e-2), "updated", "model.embed.weight"),
+    "weight decay": (lambda s: s.adam.update(weight_decay=0.0), "updated", "model.embed.weight"),
+    "betas": (lambda s: s.adam.update(betas=(0.9, 0.95)), "optimizer", "model.embed.weight.exp_avg_sq"),
+    "a frozen weight": (lambda s: s.model.head.bias.requires_grad_(False), "gradient", "model.head.bias"),
+}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Path:
+    return train(tmp_path_factory.mktemp("records") / "plain")
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_planted_difference_is_named_first(planted, plain, tmp_path):
+    change, kind, where = PLANTED[planted]
+    found = compare(read_record(plain), read_record(train(tmp_path / "changed", change))).findings
+    assert (found[0].pair.row.kind, found[0].where) == (kind, where)
+
+
+def test_the_same_training_has_the_same_bits(plain, tmp_path):
+    result = compare(read_record(plain), read_record(train(tmp_path / "again")), tolerance=0)
+    assert not result.findings and {pair.error for pair in result.pairs} == {0.0}
+    assert {pair.row.kind for pair in result.pairs} == {
+        *("parameter", "input", "in", "out", "loss", "grad_in", "grad_out", "gradient", "grad_norm"),
+        *("updated", "optimizer"),
+    }
+
+
+def other_names(setting: Setting) -> None:
+    """The same model in a script that calls its parts otherwise."""
+
+    class Theirs(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.layers, self.x_in, self.t_in, self.turn = model.blocks, model.embed, model.time, model.rope
+            self.proj = model.head
+
+        def forward(self, x, t):
+            hidden = self.x_in(x) + self.t_in(t[:, None])[:, None]
+            turns = self.turn(hidden)
+            for layer in self.layers:
+                hidden = layer(hidden, turns)
+            return self.proj(hidden)
+
+    setting.model = Theirs(setting.model)
+    setting.roots = {"net": setting.model}
+
+
+RULES = (
+    *("net.x_in=model.embed", "net.t_in=model.time", "net.turn=model.rope", "net.proj=model.head"),
+    *("net.layers.*=model.blocks.*", "net=model"),
+)
+
+
+def test_names_of_another_script_are_mapped(plain, tmp_path):
+    theirs = train(tmp_path / "theirs", other_names)
+    ours, names = read_record(plain), Names.parse(RULES)
+    result = compare(ours, read_record(theirs, names), tolerance=0)
+    assert (result.findings, result.unmatched) == ([], ([], []))
+    assert {pair.row.kind for pair in result.pairs} >= {"parameter", "updated", "grad_in", "optimizer"}
+
+
+def test_modules_are_matched_by_order_and_shape(plain, tmp_path):
+    def change(setting: Setting) -> None:
+        PLANTED["eps"][0](setting)
+        other_names(setting)
+
+    theirs, ours = train(tmp_path / "theirs", change), read_record(plain)
+    names = names_by_order(ours, read_record(theirs), Names())
+    found = compare(ours, read_record(theirs, names)).findings
+    assert names.ours("net.layers.1.attn.q.weight") == "model.blocks.1.attn.q.weight"
+    assert found[0].where == "model.blocks.1.norm1"
+
+
+@pytest.mark.parametrize("rule", ["blocks", "a.*=b"])
+def test_a_map_that_is_none_is_refused(rule):
+    with pytest.raises(MMError, match="is not a map of names"):
+        Names.parse([rule])
+
+
+def test_a_folder_without_a_record_is_refused(tmp_path):
+    with pytest.raises(MMError, match="no record that is complete"):
+        read_record(tmp_path)
+
+
+def test_statistics_are_those_of_the_tensor_and_its_bits():
+    tensor = torch.randn(3, 70, generator=torch.Generator().manual_seed(0))
+    values, hashed = statistics(tensor)
+    expected = torch.stack([tensor.min(), tensor.max(), tensor.mean(), tensor.norm()])
+    torch.testing.assert_close(values[:4], expected)
+    swapped = tensor[[1, 0, 2]]
+    assert statistics(swapped)[1] != hashed and statistics(tensor.clone())[1] == hashed
+    torch.testing.assert_close(statistics(swapped)[0][:4], expected)  # only the sketch has an order
+    tensor[0, 3] = math.nan
+    values, _ = statistics(tensor)
+    assert values.isfinite().all() and values[4] == pytest.approx(1 / 210)
+
+
+@pytest.mark.parametrize("count", [500, 3_000_000])
+def test_sketches_estimate_how_far_tensors_are_apart(count):
+    draw = torch.Generator().manual_seed(0)
+    tensor, noise = torch.randn(count, generator=draw), torch.randn(count, generator=draw)
+    one, other = (statistics(each)[0][5:].double() for each in (tensor, tensor + 1e-3 * noise))
+    assert 0.4 < (one - other).norm() / (1e-3 * noise.norm()) < 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.bool, torch.int64, torch.uint8])
+def test_tensors_of_every_dtype_have_statistics(dtype):
+    tensor = torch.tensor([[0, 1], [1, 1]]).to(dtype)
+    values, _ = statistics(tensor)
+    assert values[:3].tolist() == [0, 1, 0.75]
+    assert statistics(torch.empty(0, 4, dtype=dtype))[0].tolist()[:2] == [0, 0]
