@@ -105,7 +105,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _config(args: argparse.Namespace) -> RunConfig:
     from mm_core.config.load import load_config
-    from mm_core.training.aligning import QUIET
+    from mm_core.training.optional.aligning import QUIET
 
     own = [f"run.dir={args.out}", "run.name=run"]
     return load_config(args.config, [*args.overrides, *QUIET, *own], allow_code=args.allow_code)
@@ -113,7 +113,7 @@ def _config(args: argparse.Namespace) -> RunConfig:
 
 def _record(args: argparse.Namespace) -> int:
     from mm_core.report.align.records import Names
-    from mm_core.training.aligning import Recording, record
+    from mm_core.training.optional.aligning import Recording, record
 
     asked = Recording(
         out=Path(args.out),

@@ -44,12 +44,12 @@ from mm_core.runtime.ranks import Ranks
 from mm_core.telemetry.profiler import ProfileWindow
 from mm_core.telemetry.reporter import RunReporter
 from mm_core.training.between_steps import BetweenSteps
-from mm_core.training.caching import filled
 from mm_core.training.callback_list import CallbackList
 from mm_core.training.evaluating import Evaluating
 from mm_core.training.guard import UpdateGuard
 from mm_core.training.loop import Training
 from mm_core.training.non_finite import first_non_finite
+from mm_core.training.optional.caching import filled
 from mm_core.training.restore import Restored, restore
 from mm_core.training.saving import Saving, best_metric
 from mm_core.training.training_samples import make_loader

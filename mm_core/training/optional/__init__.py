@@ -1,0 +1,1 @@
+"""Parts that only some runs have: features from the cache, records for `mm align`."""
