@@ -20,7 +20,14 @@ from mm_core.training.run import running
 
 QUIET = (
     *("checkpoint.best=null", "checkpoint.every=1000000000", "checkpoint.every_minutes=null"),
-    *("validation=null", "data.test=null", "callbacks=[]", "profile=null", "log={every: 1, trackers: []}"),
+    *(
+        "validation=null",
+        "data.validation=null",
+        "data.test=null",
+        "callbacks=[]",
+        "profile=null",
+        "log={every: 1, trackers: []}",
+    ),
 )
 """Overrides that leave out everything but the training steps."""
 
