@@ -99,25 +99,26 @@ def docstring_lines(codes) -> int:
     return found
 
 
-def test_from_train_to_the_update_in_three_files_and_200_lines(reading):
+def test_from_train_to_the_update_in_four_files_and_220_lines(reading):
     """Whole functions, from `train` (what `mm-train` calls on every rank) to `optimizer.step()`: two counts.
 
-    The stack: `train`, `run_steps` and `EngineBase.step`, one in each of three files. And the stack with
-    everything else of these three files and of FSDP2's that the first step enters before the update (reading
-    the batches, the agreement of ranks, the forward, the norm).
+    The stack: `train`, `run_steps`, `FSDP2Engine.step`, which has the loss scale of fp16, and
+    `EngineBase.step`, one in each of four files. And the stack with everything else of these files that the
+    first step enters before the update (reading the batches, the agreement of ranks, the forward, the norm).
 
     What is not counted: the command line and the care for processes before `train`; how the parts of a run
     are built (`assemble`); and what the other parts do: see the next test.
     """
-    assert [code.co_qualname for code in reading.stack] == ["EngineBase.step", "run_steps", "train"]
+    assert [code.co_qualname for code in reading.stack] == [
+        *("EngineBase.step", "FSDP2Engine.step", "run_steps", "train")
+    ]
     files = {code.co_filename for code in reading.stack}
-    assert files == {inspect.getfile(where) for where in (EngineBase, loop, run)}
-    files.add(inspect.getfile(FSDP2Engine))
+    assert files == {inspect.getfile(where) for where in (EngineBase, FSDP2Engine, loop, run)}
     within = {code for code in reading.step if code.co_filename in files and "<" not in code.co_name}
     entered = {code.co_qualname for code in within}
     assert {"run_steps", "read_step", "agree", "compute", "FSDP2Engine.micro_step"} <= entered
     assert lines(reading.stack) <= 200
-    assert lines(within | set(reading.stack)) <= 200, sorted(entered)
+    assert lines(within | set(reading.stack)) <= 220, sorted(entered)
 
 
 def test_all_that_a_step_runs_is_read_in_an_afternoon(reading):
@@ -130,8 +131,10 @@ def test_all_that_a_step_runs_is_read_in_an_afternoon(reading):
     docstrings = docstring_lines(found)  # a line for each argument
     # 100 lines are the conditions, the token-dependent noise levels and the checks of what authors return;
     # 130 the times at which containers show frames, their geometry and the check of pixels; 23 that what is
-    # encoded (own and empty captions) is one value, from which another function draws.
-    assert lines(found) - docstrings <= 1460 and docstrings <= 460, entered
+    # encoded (own and empty captions) is one value, from which another function draws; 150 that a video is
+    # opened once and its frames are resized as they come, and what its authors' readers return; 20 that
+    # FLOPs are counted without other kernels; 20 the loss scale, and states of captions by the cache.
+    assert lines(found) - docstrings <= 1655 and docstrings <= 480, entered
 
 
 def test_all_that_a_run_of_one_step_enters_is_read_in_a_day(reading):
@@ -146,7 +149,7 @@ def test_all_that_a_run_of_one_step_enters_is_read_in_a_day(reading):
     } <= entered
     assert {"Validator.run", "RunReporter.step"} <= entered
     docstrings = docstring_lines(found)
-    assert lines(found) - docstrings <= 2555 and docstrings <= 790, sorted(entered)
+    assert lines(found) - docstrings <= 2765 and docstrings <= 820, sorted(entered)
 
 
 def test_the_whole_loop_is_read_at_a_sitting():
