@@ -115,8 +115,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (
             ["xyz"],
             "mm: error: unknown command 'xyz'; "
-            "the commands are train, sample, chat, eval, import, export, weights, report, validate, data,"
-            " config, plugins",
+            "the commands are train, sample, chat, eval, import, export, weights, report, align, validate,"
+            " data, cache, config, plugins",
         ),
         (["--versoin"], "mm: error: unrecognized arguments: --versoin; did you mean '--version'?"),
         (["plugins", "lst"], "; did you mean 'list'?"),

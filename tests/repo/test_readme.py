@@ -24,6 +24,10 @@ INSTALL = "pip install --dry-run --no-deps --no-build-isolation --no-index"
 # Line of the README -> the line that the test runs, its exit code, and text in its output. Long commands are
 # shortened; commands that would change this environment are dry runs.
 TINY = "train.steps=1 lr_schedule.warmup_steps=0"
+MEDIA = (
+    "'data.train={type: media_text, sources: [{annotations: data/shapes/data.json}], num_frames: 8,"
+    " height: 16, width: 16}'"
+)
 HELD_OUT = (
     "'data.validation={type: video_text, annotations: data/shapes/data.json, num_frames: 8, height: 16,"
     " width: 16}' 'validation={every: 1}'"
@@ -96,8 +100,8 @@ COMMANDS: dict[str, tuple[str, int, str]] = {
     "mm weights show PATH": ("mm weights show runs/short", 0, "predictor.blocks.{*}.attn1.to_q.weight"),
     "mm weights diff A B": ("mm weights diff runs/short runs/short", 0, " 0 different"),
     "mm report RUN...": ("mm report runs/short --out short.html", 0, "short.html"),
-    "mm data inspect --config FILE": (f"mm data inspect --config {QUICKSTART}", 0, ""),
-    "mm data check --config FILE": (f"mm data check --config {QUICKSTART}", 0, ""),
+    "mm data inspect --config FILE": (f"mm data inspect --config {QUICKSTART} {MEDIA}", 0, "16x16, 8 frames"),
+    "mm data check --config FILE": (f"mm data check --config {QUICKSTART} {MEDIA}", 0, " 0 bad"),
     "mm cache build --config FILE": (f"mm cache build --config {QUICKSTART}", 0, " latents"),
     "mm validate FILE [key=value ...]": (f"mm validate {QUICKSTART} train.steps=5", 0, "ok"),
     "mm config list": ("mm config list", 0, "custom_dit/quickstart"),

@@ -135,7 +135,7 @@ def features_of(task: TextToVideo, part: str, given: Batch | Sequence[str]) -> l
     if not isinstance(given, Batch):
         return task.captions.features(given, task.compute_device())
     assert isinstance(given, VideoTextBatch)
-    pixels = given.pixels
+    pixels = given.to(given.device).pixels
     if part != LATENTS:
         assert pixels is not None
         found = (frame_latents if part == FRAMES else frame_features)(task, pixels)

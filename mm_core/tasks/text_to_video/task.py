@@ -144,7 +144,7 @@ class TextToVideo(TaskModule):
         if isinstance(batch, FeatureBatch):
             return cached_clips(self, batch, drops)
         assert isinstance(batch, VideoTextBatch)
-        pixels, count = batch.pixels, len(batch)
+        pixels, count = batch.to(batch.device).pixels, len(batch)  # floats, also of a batch that never moved
         posterior = stored_posterior(self, batch) if pixels is None else self.autoencoder.encode(pixels)
         given = self.conditions.of_clips(count, batch.size[1:], batch.device, batch.fps, self.given_guidance)
         text, empty = self.captions.encoded(batch, empty=drops and self.caption_dropout > 0)

@@ -364,7 +364,7 @@ def test_a_link_may_not_lead_out_of_the_folder(place, tmp_path):
     with pytest.raises(DataError) as fault:
         found[1]
     assert fault.value.what == "the path leaves its folder through a symbolic link"
-    assert fault.value.hint == "set `folder` to the real folder of the files"
+    assert fault.value.hint == "copy the files into the folder, or name the real folder of the files"
 
 
 def test_more_tokens_than_the_model_has_positions_are_a_warning(place, recwarn):

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from wan_frames import config_at
 from wan_ranks import BLOCKS
 
-from mm_core.contracts import Randomness, SampleKey, VideoTextBatch, dtypes
+from mm_core.contracts import Randomness, SampleKey, VideoTextBatch
+from mm_core.contracts.engine import _DTYPES
 from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.loading.frozen import load_frozen_alone
 from mm_core.loading.initial_weights import FileWeights
@@ -49,7 +50,7 @@ def main() -> None:
     wrapped = (*blocks, "predictor.{*}") if pair else blocks
     # Computed in float64, which no config offers: in float32 a parameter whose gradient is all but zero
     # differs between sums over one and over two ranks by as much as 2e-5 of it.
-    dtypes._DTYPES["float64"] = torch.float64
+    _DTYPES["float64"] = torch.float64
     engine = FSDP2Engine(sub_modules_to_wrap=wrapped, recompute_modules=blocks, param_dtype="float64")
     # SGD: a step is as exact as its gradient, where AdamW makes a sign of a gradient near zero.
     engine.prepare(
