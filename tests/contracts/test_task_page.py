@@ -19,8 +19,8 @@ SAID = {
     "mm-train --config tones.yaml --nproc 2 run.name=two": "done: step 5 of 5",
     "mm eval --run runs/tones": "rows  64",
     "mm-train --config pairs.yaml --nproc 2": "done: step 5 of 5",
-    "mm plugins test local/pitch --path tones.py": "1 component, 25 checks, 0 failures",
-    "mm plugins test local/contrastive --path pairs.py": "1 component, 25 checks, 0 failures",
+    "mm plugins test local/pitch --path tones.py": "1 component, 27 checks, 0 failures",
+    "mm plugins test local/contrastive --path pairs.py": "1 component, 27 checks, 0 failures",
 }
 """Commands of the page -> a part of what they print."""
 
