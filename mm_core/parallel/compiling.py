@@ -59,6 +59,8 @@ def decide_compiled(
     clash = None
     if config.use_reentrant and recomputed:
         clash = "use_reentrant: true", "remove use_reentrant"
+    elif config.base.stream:
+        clash = "engine.base.stream", "set modules: off, or base.stream: false"
     elif config.context_parallel.size > 1:
         clash = "context_parallel", "set modules: off, or context_parallel.size: 1"
     elif config.recompute != "full" and any(_within(path, recomputed) for path in outer):

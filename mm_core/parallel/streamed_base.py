@@ -103,10 +103,7 @@ class _Block:
             else:
                 held[name] = parameter.data.pin_memory() if self.device.type != "cpu" else parameter.data
                 self.kept.append((parameter, held[name]))
-        if self.stays:
-            for parameter, kept in self.kept:
-                parameter.data = kept.to(self.device, _kind(kept, self.dtype))
-        self.leave()
+        self._empty()
         return held
 
     def fetch(self, side: torch.Stream | None) -> None:
@@ -132,7 +129,13 @@ class _Block:
 
     def come(self, side: torch.Stream | None) -> None:
         """Puts the weights in place; computations after this use them."""
-        if self.stays or self.present:
+        if self.present:
+            return
+        if self.stays:
+            # At the first use: a resume fills the memory of the host after `begin`.
+            for parameter, kept in self.kept:
+                parameter.data = kept.to(self.device, _kind(kept, self.dtype))
+            self.present = True
             return
         self.fetch(side)
         assert self.arriving is not None
@@ -149,6 +152,9 @@ class _Block:
         if self.event is not None:
             torch.accelerator.current_stream(self.device).wait_event(self.event)
         self.arriving, self.event, self.present = None, None, False
+        self._empty()
+
+    def _empty(self) -> None:
         for parameter, kept in self.kept:
             one = torch.empty((), dtype=_kind(kept, self.dtype), device=self.device)
             parameter.data = one.expand(kept.shape)

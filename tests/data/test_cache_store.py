@@ -19,9 +19,11 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from mm_core.data.cache.claims import Claims
+from mm_core.data.cache.samples import stacked
 from mm_core.data.cache.shards import KEY, Keys, open_shard
 from mm_core.data.cache.store import Store
-from mm_core.errors import CacheError
+from mm_core.data.datasets.video_text import made_of
+from mm_core.errors import CacheError, ContractError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8)
 
@@ -292,3 +294,33 @@ def test_the_claim_of_a_dead_process_is_taken_over(tmp_path):
     os.utime(tmp_path / "c", (1, 1))
     claims = Claims(tmp_path)
     assert [claims.take(name) for name in "abc"] == [True, False, True]
+
+
+# -- what goes with media ---------------------------------------------------------------------------
+
+
+def test_clips_of_two_sizes_are_not_padded_into_one_batch():
+    rows = [{"latents": {"moments": torch.ones(2, 1, size, 4)}} for size in (4, 6)]
+    with pytest.raises(
+        ContractError, match=r"latents.moments of the sizes \[2, 1, 4, 4\] and \[2, 1, 6, 4\]"
+    ):
+        stacked(rows)
+    texts = [{"text": {"states": torch.ones(length, 3)}} for length in (2, 5)]
+    assert stacked(texts)["text.states"].shape == (2, 5, 3)
+
+
+class Listed:
+    """A transform whose settings are of kinds that no key knows."""
+
+    def __init__(self, values):
+        self.values, self.table = values, torch.tensor([1.0, 2.0])
+
+
+def test_settings_of_any_kind_are_in_the_key():
+    def made(values):
+        return made_of((1, 8, 8), None, Listed(values), None)
+
+    assert made([0.5, 0.4]) == made([0.5, 0.4]) != made([0.5, 0.3])
+    other = Listed([0.5, 0.4])
+    other.table = torch.tensor([1.0, 3.0])
+    assert made_of((1, 8, 8), None, other, None) != made([0.5, 0.4])

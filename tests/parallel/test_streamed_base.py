@@ -121,3 +121,20 @@ def test_what_cannot_be_streamed_is_one_sentence():
         plan(trained, recompute_modules="auto")
     with pytest.raises(PlanError, match=r"shares predictor\.blocks\.0\.base\.weight with predictor\.blocks"):
         plan(task_of(shared=True), recompute_modules="auto")
+
+
+@pytest.mark.parametrize("keep", [0, 2, 9])
+def test_what_a_resume_loads_after_the_beginning_computes_in_blocks_that_stay_too(keep):
+    """Blocks that stay and compute in another dtype have a copy of their own on the device."""
+    task = task_of()
+    base = StreamedBase(task, FrozenPlan("base", "streamed", PATHS, 0, 0, 0, keep), CPU, torch.bfloat16)
+    base.begin()
+    for tensor in base.host.values():
+        tensor.fill_(0.25)
+    seen: list[float] = []
+    for path in PATHS:
+        layer = task.get_submodule(path).base
+        layer.register_forward_pre_hook(lambda module, _: seen.append(float(module.weight.float().mean())))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        gradients(task, base=base)
+    assert seen and set(seen) == {0.25}

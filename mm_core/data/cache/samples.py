@@ -16,7 +16,7 @@ from mm_core.contracts import Batch, FailureRecord, FeatureBatch, Features, Rand
 from mm_core.data.cache.rows import CacheRows, PartKey, Size
 from mm_core.data.cache.shards import Keys
 from mm_core.data.cache.store import Store
-from mm_core.errors import CacheError, DataError
+from mm_core.errors import CacheError, ContractError, DataError
 
 FAULT = "fault"
 """The feature of a sample that cannot be read: the reason, UTF-8."""
@@ -204,8 +204,22 @@ def stacked(rows: Sequence[Mapping[str, Features]]) -> dict[str, Any]:
         for name in features:
             column = [row[part][name] for row in rows]
             whole = column[0].dtype is torch.int64
+            if not whole and len({each.dim() for each in column}) == 1 and column[0].dim() > 2:
+                _check_alike(f"{part}.{name}", column)
             found[f"{part}.{name}"] = [each.tolist() for each in column] if whole else _padded(column)
     return found
+
+
+def _check_alike(name: str, column: Sequence[Tensor]) -> None:
+    """Texts are padded; clips of several sizes would train on the zeros beside them."""
+    if len(shapes := {tuple(each.shape) for each in column}) > 1:
+        shown = " and ".join(str([*each]) for each in sorted(shapes))
+        raise ContractError(
+            f"a micro-batch would join {name} of the sizes {shown}",
+            where="data",
+            accepted="samples of one size in a micro-batch",
+            hint="data.loader.mode: variable reads each size in micro-batches of its own",
+        )
 
 
 def _padded(column: Sequence[Tensor]) -> Tensor:

@@ -132,6 +132,8 @@ class MediaTextDataset:
         if made is None:
             reader = self.reader if own.medium == "clip" else None
             made = made_of(size, self.wanted.fps, self.transform, reader)
+            if reader is None:
+                made["max_pixels"] = self.wanted.max_pixels
             self._made[own.medium, size] = made
         place = self.sources[own.source]
         path = inside(place.folder, own.path) if own.archive is None else place.archives[own.archive]

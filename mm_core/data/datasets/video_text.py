@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from functools import cached_property
@@ -157,15 +159,15 @@ def made_of(
 
 
 def _settings(component: object) -> dict[str, Any]:
-    """A built component's class and settings: its plain attributes, and those of its own components."""
+    """A built component's class and settings: its attributes, of which long or strange ones as a hash."""
     found: dict[str, Any] = {"type": f"{type(component).__module__}.{type(component).__qualname__}"}
     for name, value in (getattr(component, "__dict__", None) or {}).items():
-        if isinstance(value, str | int | float | tuple | None):
+        if isinstance(value, str | int | float | None):
             found[name] = value
         elif is_dataclass(value) and not isinstance(value, type):
             found[name] = asdict(value)
-        elif hasattr(value, "pixels"):
-            found[name] = _settings(value)
+        else:
+            found[name] = hashlib.sha256(pickle.dumps(value)).hexdigest()
     return found
 
 
