@@ -26,8 +26,8 @@ def record_of(task: TaskModule, adapters: Sequence[AdapterConfig]) -> list[dict[
         adapters: adapter sections of the config.
 
     Returns:
-        Rows with name, train, dropout, and `layers`: rank, alpha, dora, rslora, kind and the `modules` (paths
-        in the task) that share these.
+        Rows with name, train, dropout, and `layers`: rank, alpha, dora, rslora, kind (LoRA if absent) and the
+        `modules` (paths in the task) that share these.
     """
     roots = task.trainable
     found = {root: scales_of(task.get_submodule(root)) for root in roots}
@@ -37,10 +37,17 @@ def record_of(task: TaskModule, adapters: Sequence[AdapterConfig]) -> list[dict[
         for root in roots:
             for module, scale in found[root].get(adapter.name, {}).items():
                 layers.setdefault(scale, []).append(f"{root}.{module}")
-        alike = [{**asdict(scale), "modules": modules} for scale, modules in layers.items()]
+        alike = [{**_values(scale), "modules": modules} for scale, modules in layers.items()]
         own = {"name": adapter.name, "train": adapter.train, "dropout": adapter.dropout}
         rows.append({**own, "layers": alike})
     return rows
+
+
+def _values(scale: AdapterScale) -> dict[str, object]:
+    values = asdict(scale)
+    if scale.kind == "lora":
+        del values["kind"]  # as in older checkpoints, which a resume compares with this
+    return values
 
 
 def structure_in(rows: Any, where: Path) -> Structure:
