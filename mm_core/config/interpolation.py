@@ -1,34 +1,29 @@
-"""`${...}` in a config: OmegaConf's grammar, each text evaluated once; `oc.env` is the only resolver."""
+"""`${key.path}` and `${oc.env:NAME,default}` in a config, with the values of OmegaConf."""
 
 from __future__ import annotations
 
-import os
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from mm_core.errors import ConfigError, MMError, RunWarning, did_you_mean, plural
+from mm_core.errors import ConfigError, MMError, RunWarning, did_you_mean
 from mm_core.plugin.trust.known import ALLOW
 from mm_core.schema.nodes import FAILED, Node, from_python, to_python, unwritable
 
-MAX_TEXTS = 2_000
-"""Most different texts with interpolations in a config: OmegaConf's parser takes a millisecond for each."""
-MAX_TEXT = 4_096
-"""Most characters in one text with interpolations."""
-MAX_TOGETHER = 65_536
-"""Most characters in all different texts with interpolations: OmegaConf's parser takes 30 us for each."""
 MAX_CHAIN = 20
-"""Longest chain of texts that refer to each other."""
+"""Longest chain of texts that refer to each other, and most interpolations inside each other."""
 MAX_EXPANDED = 1_000_000
 """Most characters that all interpolations of a config expand to: a few lines can expand to billions."""
 
 _ENVIRONMENT = "oc.env"
 _ACCEPTED = "${key.path}, ${oc.env:NAME} or ${oc.env:NAME,default}"
-_LITERAL = r"write \${ for a literal ${"
 _UNSET = re.compile(r"Environment variable '(.*)' not found", re.DOTALL)
 _BEFORE = re.compile(r"(\\*)\$\{")
+_NEXT = re.compile(r"(\\*)\$\{|\}")
+_PART = r"[^\s.\[\]{}:,$\\'\"]+"
+_KEY = re.compile(rf"(\.*)((?:{_PART}|\[{_PART}\])(?:\.{_PART}|\[{_PART}\])*)")
 
 
 def escape(text: str) -> str:
@@ -59,10 +54,10 @@ def resolve(
     nodes = [node for node in root.leaves() if isinstance(node.value, str) and "${" in node.value]
     if not nodes:
         return root, {}
-    resolver = _Resolver(root, _parsed(nodes, faults))
+    resolver = _Resolver(root, {id(node): _parsed(node, faults) for node in nodes})
 
     def walk(node: Node) -> Node:
-        if id(node) not in resolver.trees:
+        if id(node) not in resolver.texts:
             return node.mapped(walk)
         try:
             found = resolver.value(node)
@@ -102,65 +97,78 @@ def _remedy(cause: str) -> str | None:
     return None
 
 
-def _parsed(nodes: list[Node], faults: list[MMError]) -> dict[int, Any]:
-    """The parse tree of each text, by the id of its node; None if the text does not parse."""
-    first: dict[str, Node] = {}
-    for node in nodes:
-        first.setdefault(node.value, node)
-    _check_amount(list(first.values()))
-    found = {text: _parse(text) for text in first}
-    trees = {}
-    for node in nodes:
-        tree = found[node.value]
-        if isinstance(tree, ConfigError):
-            faults.append(ConfigError(tree.what, where=node.place(), accepted=tree.accepted, hint=tree.hint))
-        trees[id(node)] = None if isinstance(tree, ConfigError) else tree
-    return trees
+# -- texts -----------------------------------------------------------------------------------------
 
 
-def _check_amount(different: list[Node]) -> None:
-    """Raises ConfigError for more texts than a config can need, before any of them is parsed."""
-    together = 0
-    for count, node in enumerate(different, 1):
-        together += len(node.value) if len(node.value) <= MAX_TEXT else 0  # others are refused one by one
-        if count > MAX_TEXTS:
-            what = f"more than {MAX_TEXTS:,} different strings contain interpolations"
-        elif together > MAX_TOGETHER:
-            what = f"the strings with interpolations contain more than {MAX_TOGETHER:,} characters in total"
-        else:
-            continue
-        raise ConfigError(what, where=node.place(), hint=_LITERAL)
+@dataclass(frozen=True)
+class _Reference:
+    """One `${...}`: what is between the braces, with the interpolations in it parsed."""
+
+    inside: _Text
+    environment: bool
 
 
-def _parse(text: str) -> Any:
-    """The parse tree of a text by OmegaConf's grammar; a ConfigError without a place if it does not parse."""
-    if len(text) > MAX_TEXT:
-        what = f"a string of {plural(len(text), 'character')} contains interpolations"
-        return ConfigError(what, accepted=f"at most {MAX_TEXT:,} characters", hint=_LITERAL)
-    from omegaconf.errors import GrammarParseError  # takes 70 ms: only where there are interpolations
-    from omegaconf.grammar_parser import parse
+_Text = list["str | _Reference"]
 
+
+class _Invalid(Exception):
+    """The text is no valid interpolation; its message names an unknown resolver, if there is one."""
+
+
+def _parsed(node: Node, faults: list[MMError]) -> _Text | None:
+    """A text's parts; None, with an error recorded, if it is not valid."""
     try:
-        tree = parse(text)
-        unknown = [name for name in _resolvers(tree) if name != _ENVIRONMENT]
-    except (GrammarParseError, RecursionError):
-        return ConfigError(f"{_brief(text)} is not a valid interpolation", accepted=_ACCEPTED, hint=_LITERAL)
-    if not unknown:
-        return tree
-    what = f"unknown resolver {unknown[0]!r} in {_brief(text)}"
-    return ConfigError(what, accepted=_ACCEPTED, hint=did_you_mean(unknown[0], [_ENVIRONMENT]))
+        return _parts(node.value, 0, 0)[0]
+    except _Invalid as fault:
+        what = f"{_brief(node.value)} is not a valid interpolation"
+        hint: str | None = r"write \${ for a literal ${"
+        if name := str(fault):
+            what = f"unknown resolver {name!r} in {_brief(node.value)}"
+            hint = did_you_mean(name, [_ENVIRONMENT])
+        faults.append(ConfigError(what, where=node.place(), accepted=_ACCEPTED, hint=hint))
+        return None
 
 
-def _resolvers(tree: Any) -> list[str]:
-    """The names of resolvers in a tree that OmegaConf's parser returns."""
-    found: list[str] = []
-    pending = [tree]
-    while pending:
-        context = pending.pop()
-        if type(context).__name__ == "InterpolationResolverContext":
-            found.append(context.resolverName().getText())
-        pending += [context.getChild(i) for i in range(context.getChildCount())]
-    return found
+def _parts(text: str, start: int, depth: int) -> tuple[_Text, int]:
+    """The parts of a text, or of the inside of braces (depth > 0), and where these end."""
+    if depth > MAX_CHAIN:
+        raise _Invalid
+    parts: _Text = []
+    while (match := _NEXT.search(text, start)) is not None:
+        if match[0] == "}" and depth:
+            return [*parts, text[start : match.start()]], match.end()
+        written = text[start : match.start()]
+        if match[0] == "}":
+            parts.append(written + "}")
+            start = match.end()
+            continue
+        slashes = len(match[1])
+        parts.append(written + "\\" * (slashes // 2) + "${" * (slashes % 2))
+        start = match.end()
+        if slashes % 2 == 0:
+            inside, end = _parts(text, start, depth + 1)
+            parts.append(_reference(inside, text[start : end - 1]))
+            start = end
+    if depth:
+        raise _Invalid
+    return [*parts, text[start:]], len(text)
+
+
+def _reference(inside: _Text, written: str) -> _Reference:
+    plain = re.sub(r"\$\{.*\}", "x", written, flags=re.DOTALL)  # nested ones stand for a part of a key
+    name, colon, _ = written.rpartition(":") if "${" in written.partition(":")[0] else written.partition(":")
+    if not colon or name.count("${") != name.count("}"):
+        if _KEY.fullmatch(plain) is None:
+            raise _Invalid
+        return _Reference(inside, environment=False)
+    if name != _ENVIRONMENT:
+        raise _Invalid(name if re.fullmatch(r"[\w.${}]+", name) else "")
+    first = inside[0]
+    assert isinstance(first, str)
+    return _Reference([first.partition(":")[2], *inside[1:]], environment=True)
+
+
+# -- values ----------------------------------------------------------------------------------------
 
 
 class _Unresolvable(Exception):
@@ -168,16 +176,15 @@ class _Unresolvable(Exception):
 
 
 class _Resolver:
-    """Evaluates each text once. OmegaConf evaluates a text each time it is referred to: with 30 lines of two
-    references each, that is 2^30 times.
+    """Evaluates each text once: with 30 lines of two references each, each time would be 2^30 times.
 
     Args:
         root: the tree that keys refer to.
-        trees: parse tree of each text with interpolations, by the id of its node.
+        texts: parts of each text with interpolations, by the id of its node.
     """
 
-    def __init__(self, root: Node, trees: Mapping[int, Any]) -> None:
-        self.root, self.trees = root, trees
+    def __init__(self, root: Node, texts: Mapping[int, _Text | None]) -> None:
+        self.root, self.texts = root, texts
         self.open: list[Node] = []
         self.tainted: set[int] = set()  # ids of nodes whose value depends on the environment
         self._done: dict[int, Node | _Unresolvable] = {}
@@ -213,53 +220,40 @@ class _Resolver:
 
     def _evaluated(self, node: Node) -> Node:
         if isinstance(node.value, (dict, list)):
-            return self._container(node)
-        if id(node) not in self.trees:
+            whole = node.mapped(self.value)
+            self._sizes[id(node)] = 8 + sum(self._sizes[id(child)] for child in node.children)
+            return whole
+        if id(node) not in self.texts:
             self._sizes[id(node)] = len(node.value) if isinstance(node.value, str) else 8
             return node
-        if self.trees[id(node)] is None:
+        if (text := self.texts[id(node)]) is None:
             raise _Unresolvable("")
-        if sum(id(other) in self.trees for other in self.open) > MAX_CHAIN:
+        if sum(id(other) in self.texts for other in self.open) > MAX_CHAIN:
             raise _Unresolvable(f"it refers to another key over more than {MAX_CHAIN} steps")
         before = self._spent
-        value = self._visited(self.trees[id(node)])
+        value = self._joined(text)
         if isinstance(value, str) and (what := unwritable(value)):
             raise _Unresolvable(what)
         self._sizes[id(node)] = self._spent - before + len(node.value)
         resolved = from_python(value, node.where, node.path, loose=True)
         return replace(resolved, key_where=node.key_where)
 
-    def _container(self, node: Node) -> Node:
-        whole = node.mapped(self.value)
-        self._sizes[id(node)] = 8 + sum(self._sizes[id(child)] for child in node.children)
-        return whole
+    def _joined(self, text: _Text) -> Any:
+        """A text's value: that of a lone reference as it is, else the string of all parts."""
+        parts = [part for part in text if part != ""]
+        values = [part if isinstance(part, str) else self._referred(part) for part in parts]
+        return values[0] if len(values) == 1 else "".join(map(str, values))
 
-    def _visited(self, tree: Any) -> Any:
-        from omegaconf.errors import OmegaConfBaseException
-        from omegaconf.grammar_visitor import GrammarVisitor
-
-        try:
-            value = GrammarVisitor(self._referred, self._from_environment, memo=set()).visit(tree)
-        except (OmegaConfBaseException, ValueError, TypeError) as error:
-            raise _Unresolvable((str(error).splitlines() or [type(error).__name__])[0]) from None
-        return str(value) if isinstance(value, str) else value  # OmegaConf has its own string class
-
-    # -- called by OmegaConf's visitor ---------------------------------------------------------
-
-    def _referred(self, key: Any, memo: Any) -> Any:
-        """The plain value of `${key}`. (The key is a string before OmegaConf 2.4, then an object.)"""
-        raw = str(getattr(key, "raw", key))
-        dots = len(raw) - len(raw.lstrip("."))
-        parts = getattr(key, "parts", None)
-        target = self._found(dots, re.findall(r"[^.\[\]]+", raw) if parts is None else list(parts))
+    def _referred(self, reference: _Reference) -> Any:
+        if reference.environment:
+            return self._from_environment(reference.inside)
+        key = str(self._joined(reference.inside))
+        match = _KEY.fullmatch(key)
+        target = self._found(len(match[1]), re.findall(r"[^.\[\]]+", match[2])) if match else None
         if target is None:
-            raise _Unresolvable(f"Interpolation key '{raw}' not found")
+            raise _Unresolvable(f"Interpolation key '{key}' not found")
         resolved = self.value(target)
-        self._spent += self._sizes.get(id(target), 8)
-        if self._spent > MAX_EXPANDED:
-            raise _Unresolvable(
-                f"the config's interpolations expand to more than {MAX_EXPANDED:,} characters"
-            )
+        self._spend(self._sizes.get(id(target), 8))
         if resolved.value is FAILED:
             raise _Unresolvable("")
         return to_python(resolved)
@@ -270,7 +264,7 @@ class _Resolver:
         for _ in range(dots):
             current = self._above.get(id(current))
         for part in parts:
-            if current is not None and id(current) in self.trees:
+            if current is not None and id(current) in self.texts:
                 current = self.value(current)
             holder = current.value if current is not None else None
             if isinstance(holder, dict):
@@ -282,14 +276,34 @@ class _Resolver:
                 return None
         return current
 
-    def _from_environment(self, name: str, args: tuple[Any, ...], args_str: tuple[str, ...]) -> Any:
+    def _from_environment(self, inside: _Text) -> Any:
         self.tainted.add(id(self.open[-1]))
-        if not 1 <= len(args) <= 2 or not isinstance(args[0], str):
+        at = next((i for i, part in enumerate(inside) if isinstance(part, str) and "," in part), None)
+        default: _Text | None = None
+        if at is not None:
+            before, _, after = str(inside[at]).partition(",")
+            inside, default = [*inside[:at], before], [after.lstrip(), *inside[at + 1 :]]
+        name = str(self._joined(inside)).strip().strip("'\"")
+        if not name:
             raise _Unresolvable(f"oc.env takes the name of a variable and an optional default: {_ACCEPTED}")
-        found = os.environ.get(args[0]) if "\0" not in args[0] else None
-        if found is None and len(args) == 1:
-            raise _Unresolvable(f"Environment variable '{args[0]}' not found")
-        if found is None:
-            return None if args[1] is None else str(args[1])
-        self._spent += len(found)
-        return found
+        from omegaconf.resolvers import oc  # takes 70 ms: only where the environment is read
+
+        try:
+            found = str(oc.env(name))
+        except (KeyError, ValueError):  # ValueError: a NUL character
+            if default is None:
+                raise _Unresolvable(f"Environment variable '{name}' not found") from None
+        else:
+            self._spend(len(found))
+            return found
+        value = self._joined(default) if any(default) else ""
+        text = str(value).strip()
+        quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+        return text[1:-1] if quoted else None if value is None or text == "null" else text
+
+    def _spend(self, characters: int) -> None:
+        self._spent += characters
+        if self._spent > MAX_EXPANDED:
+            raise _Unresolvable(
+                f"the config's interpolations expand to more than {MAX_EXPANDED:,} characters"
+            )

@@ -29,9 +29,7 @@ _QUOTE = "put it in quotes if it is text"
 _FLATTEN = "flatten it: use fewer lists and mappings inside each other"
 
 _TAG = "tag:yaml.org,2002:"
-_LINE_ENDS = "\0\r\n\x85\u2028\u2029"
-_BETWEEN_TOKENS = frozenset(" \t#\r\n\x85\u2028\u2029")
-_TAB_INDENTS = "a tab indents this line: YAML allows only spaces for indentation"
+_TRAILING = re.compile(r"[ \t]+$", re.MULTILINE)
 FLOAT = re.compile(
     r"""(?:[-+]?(?:(?:\d[\d_]*)?\.\d+(?:[eE][-+]?\d+)?|\d[\d_]*\.(?:[eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+)
     |[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z""",
@@ -50,51 +48,7 @@ _READS = {
 
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 as PyYAML reads it, with the numbers of YAML 1.2: 1e-5 is a number, while 0123 (octal), 1:30
-    (90) and dates are strings. As in YAML 1.2, tabs may separate tokens but not indent lines."""
-
-    def scan_to_next_token(self) -> None:
-        """As in PyYAML, but tabs count as white space too."""
-        if self.index == 0 and self.peek() == "\ufeff":
-            self.forward()
-        while self.buffer[self.pointer] in _BETWEEN_TOKENS:
-            start = self.pointer
-            while self.peek() in (" ", "\t"):
-                self.forward()
-            if self.peek() == "#":
-                while self.peek() not in _LINE_ENDS:
-                    self.forward()
-            if self.scan_line_break():  # type: ignore[no-untyped-call]
-                if not self.flow_level:
-                    self.allow_simple_key = True
-            elif "\t" in self.buffer[start : self.pointer] and self._indents():
-                mark = self.get_mark()
-                raise yaml.scanner.ScannerError("while scanning for the next token", mark, _TAB_INDENTS, mark)
-
-    def _indents(self) -> bool:
-        """Whether the white space before the current position indents a line of a block."""
-        before = self.buffer[self.pointer - self.column : self.pointer]
-        return not self.flow_level and not before.strip(" \t") and self.peek() != "\0"
-
-    def scan_plain_spaces(self, indent: int, start_mark: yaml.Mark) -> list[Any] | None:
-        """As in PyYAML, but with tabs within and after a plain string."""
-        length = 0
-        while self.peek(length) in (" ", "\t"):
-            length += 1
-        if "\t" not in self.prefix(length):
-            return super().scan_plain_spaces(indent, start_mark)
-        tabs = self.prefix(length)
-        self.forward(length)
-        if self.peek() in _LINE_ENDS and self.peek() != "\0":
-            return super().scan_plain_spaces(indent, start_mark)
-        return [tabs]
-
-    def scan_block_scalar_indicators(self, start_mark: yaml.Mark) -> tuple[bool | None, int | None]:
-        """As in PyYAML, but tabs after `|` and `>` become spaces first."""
-        tail = re.compile(r"[-+0-9]*([ \t]*)").match(self.buffer, self.pointer)
-        assert tail is not None  # the pattern matches an empty string too
-        spaces = " " * len(tail[1])
-        self.buffer = self.buffer[: tail.start(1)] + spaces + self.buffer[tail.end(1) :]
-        return super().scan_block_scalar_indicators(start_mark)
+    (90) and dates are strings."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -207,7 +161,7 @@ def _not_found(path: Path) -> ConfigError:
 def _parsed(text: str, name: str, read: Callable[[_Loader], Any]) -> Any:
     """Calls `read` with a loader for the text; YAML errors become a ConfigError with the line."""
     try:
-        loader = _Loader(text)
+        loader = _Loader(_TRAILING.sub("", text))  # published files have tabs there, which PyYAML refuses
         try:
             return read(loader)
         finally:
@@ -226,9 +180,9 @@ def _parsed(text: str, name: str, read: Callable[[_Loader], Any]) -> Any:
         hint = "check the indentation, quotes and brackets here and in the lines above"
         if braces:
             hint = "if this is a module pattern with braces, put it in quotes"
-        elif _TAB_INDENTS in what:  # contains its own hint
-            hint = ""
-        raise ConfigError(f"this is not YAML: {what}", where=where, hint=hint or None) from None
+        elif mark is not None and mark.line < len(lines) and "\t" in lines[mark.line]:
+            hint = "replace tabs by spaces"
+        raise ConfigError(f"this is not YAML: {what}", where=where, hint=hint) from None
     except RecursionError:
         what = f"a value in this file is nested more than {MAX_DEPTH} levels deep"
         raise ConfigError(what, where=name, hint=_FLATTEN) from None

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from omegaconf import OmegaConf
 
 from mm_core.config.dump import to_mapping, to_yaml
+from mm_core.config.interpolation import resolve
+from mm_core.errors import MMError
+from mm_core.schema.nodes import from_python, to_python
 
 ACCEPTED = "  accepted: ${key.path}, ${oc.env:NAME} or ${oc.env:NAME,default}"
 
@@ -173,3 +177,28 @@ def test_no_way_of_referring_to_a_secret_writes_it(place, monkeypatch, reference
     config = place.load(f"task.text_encoder.taken='{text}'")
     assert "secret" in str(config.task.options["text_encoder"].options["taken"])
     assert "secret" not in to_yaml(config)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("${a.b}", "x-${a.b}-${a.b}", "${a}", "${.list[1]}", "${.list.0}", "${a.${which}}", "${a[b]}"),
+        *(
+            "${oc.env:SET}",
+            "${oc.env:NOT,null}",
+            "${oc.env:NOT, x y }",
+            "${oc.env:NOT,${a.b}}",
+        ),
+        *("${oc.env:${name}}", "${oc.env:NOT,'a b'}", "${oc.env:NOT,a/b:c}"),
+        *(r"\${a.b}", r"\\${a.b}", r"\\\${a.b}", r"a\b ${a.b}", "{${a.b}}", "$ {a} ${a.b}", "${a.none} x"),
+    ],
+)
+def test_values_are_those_of_omegaconf(text, monkeypatch):
+    monkeypatch.setenv("SET", "8")
+    monkeypatch.delenv("NOT", raising=False)
+    tree = {"a": {"b": 3, "none": None}, "which": "b", "name": "SET", "list": [1, 2.5], "text": text}
+    expected = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
+    faults: list[MMError] = []
+    found, _ = resolve(from_python(tree, "here"), faults)
+    assert not faults
+    assert to_python(found) == expected

@@ -41,7 +41,7 @@ def test_a_folder_is_not_a_file(place):
         ),
         (
             "run: x\n\ttask: y\n",
-            "run.yaml:2: this is not YAML: while scanning for the next token, a tab indents this line",
+            "run.yaml:2: this is not YAML: while scanning for the next token, found character '\\t' that",
         ),
         ("run: x\nname: \x00\n", "run.yaml:2: this is not YAML: the character U+0000 is not allowed"),
         ("a: 1\n---\nb: 2\n", "run.yaml:2: this is not YAML: expected a single document in the stream"),
