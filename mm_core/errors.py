@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import signal
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
 
 __all__ = [
     "CacheError",
@@ -200,29 +197,13 @@ def first_line(fault: BaseException) -> str:
 
 @contextmanager
 def foreign_code() -> Iterator[None]:
-    """Turns a BaseException raised by plugin code into ForeignExit, except KeyboardInterrupt from Ctrl-C.
+    """Turns a BaseException raised by plugin code into ForeignExit, except KeyboardInterrupt (Ctrl-C).
 
     Otherwise `sys.exit(0)` in a module would end the command that imports it as a success.
     """
-    asked: list[int] = []
-    before = signal.getsignal(signal.SIGINT)
-    handled = callable(before) and threading.current_thread() is threading.main_thread()
-
-    def note(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
-        if callable(before):
-            before(number, frame)
-
-    if handled:
-        signal.signal(signal.SIGINT, note)
     try:
         yield
-    except Exception:
+    except (Exception, KeyboardInterrupt):
         raise
     except BaseException as error:
-        if asked:
-            raise
         raise ForeignExit(f"{type(error).__name__}: {error}") from error
-    finally:
-        if handled and signal.getsignal(signal.SIGINT) is note:
-            signal.signal(signal.SIGINT, before)

@@ -302,7 +302,6 @@ def test_a_name_that_is_no_folder_of_runs_is_refused(place, name, fault):
 @pytest.mark.parametrize(
     ("raised", "said"),
     [
-        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
         ("import sys; sys.exit(0)", "SystemExit: 0"),
         ("raise GeneratorExit", "GeneratorExit"),
         ("class E(BaseException): ...\nraise E('x')", "E: x"),

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from mm_core.plugin.authors import author_error, author_line
-from mm_core.plugin.trust.beside import LOCAL_PREFIX
+from mm_core.plugin.authors import author_error
 
 BROKEN = """
 from mm_core import Component, hookimpl
@@ -53,60 +51,6 @@ def test_an_exception_outside_plugins_is_none() -> None:
         {}["gone"]
     except KeyError as error:
         assert author_error(error) is None
-
-
-SCHEDULE = """
-class Falling:
-    def factor(self, step):
-        pass
-
-    def halves(self):
-        return self
-"""
-
-
-@pytest.fixture
-def falling(tmp_path: Path) -> Any:
-    """A component of a one-file plugin whose method forgets its return."""
-    file = tmp_path / "falling.py"
-    file.write_text(SCHEDULE)
-    space: dict[str, Any] = {"__name__": f"{LOCAL_PREFIX}falling"}
-    exec(compile(SCHEDULE, str(file), "exec"), space)
-    return space["Falling"]()
-
-
-def as_the_core(schedule: Any, steps: list[int]) -> float:
-    """Calls a component as code of the core does."""
-    halves = schedule.halves()
-    total = 0.0
-    for step in steps:
-        factor = halves.factor(step)
-        total += math.sqrt(
-            factor,
-        )
-    return len(steps) / total
-
-
-def test_what_a_method_returned_is_named_with_the_method(falling: Any, tmp_path: Path) -> None:
-    with pytest.raises(TypeError) as caught:
-        as_the_core(falling, [1])
-    error = author_error(caught.value, "LOG")
-    assert str(error) == (
-        f"{tmp_path}/falling.py, line 3, factor of Falling: TypeError: must be real number, not NoneType\n"
-        "  accepted: factor(step) -> float (mm_core.contracts.LRSchedule)\n"
-        "  hint: factor returned something else, or mm_core has a bug: LOG shows the whole traceback"
-    )
-    assert author_line(caught.value) == f"{tmp_path}/falling.py, line 3"
-
-
-def test_the_last_call_counts_and_later_statements_do_not(falling: Any, tmp_path: Path) -> None:
-    def core(schedule: Any) -> None:
-        for _ in 3 * [schedule.halves()] * "x":  # type: ignore[operator]
-            schedule.factor(0)
-
-    with pytest.raises(TypeError) as caught:
-        core(falling)
-    assert author_line(caught.value) == f"{tmp_path}/falling.py, line 6"
 
 
 @pytest.mark.slow

@@ -193,16 +193,6 @@ def lacking(what: str, missing: Sequence[str]) -> list[str]:
     return [f"it lacks {plural(len(missing), what)}: {', '.join(missing)}"] if missing else []
 
 
-def contract_of(owner: object, name: str) -> str | None:
-    """What a contract requires of a method: `factor(step) -> float (mm_core.contracts.LRSchedule)`."""
-    for contract in CONTRACTS.values():
-        for path in (contract.protocol, *contract.optional):
-            members = members_of(Contract(path))
-            if name in members and all(getattr_static(owner, each, None) is not None for each in members):
-                return f"{members[name]} -> {members[name].returns} ({path.replace(':', '.')})"
-    return None
-
-
 def method_name(contract: Contract, member: Member) -> str:
     """The name under which an author writes a member: `forward` for the call of a module."""
     return "forward" if member.name == "__call__" and contract.base == "torch.nn:Module" else member.name
