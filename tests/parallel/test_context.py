@@ -11,6 +11,7 @@ from mm_core.builtin.configs.engines import ContextParallelConfig
 from mm_core.contracts import ContextPlan
 from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.errors import ContractError, PlanError
+from mm_core.parallel.activation_checkpointing import recompute
 from mm_core.parallel.context.exchange import Peers
 from mm_core.parallel.context.layout import ContextLayout, decide_context
 from mm_core.parallel.context.spreading import Spreading
@@ -107,10 +108,15 @@ class Net(nn.Module):
         return self.after(self.last(self.attention(self.block(self.before(x)))))
 
 
-def spread(net: nn.Module, rank: int, kind: str = "ulysses", **paths: object) -> nn.Module:
+def spread(
+    net: nn.Module, rank: int, kind: str = "ulysses", recomputed: str | None = None, **paths: object
+) -> nn.Module:
     """The net as one of two ranks has it, to which nothing is sent."""
     given = {"attention": ("net.attention",), "split": {"net.block": {"input": 1}}, "gather": {"net.last": 1}}
-    Spreading(ContextLayout(2, kind, **{**given, **paths}), Peers(rank, 2)).apply(Task(net=net))
+    spreading = Spreading(ContextLayout(2, kind, **{**given, **paths}), Peers(rank, 2))
+    if recomputed is not None:
+        recompute(net.get_submodule(recomputed), False, spreading.kept)
+    spreading.apply(Task(net=net))
     return net
 
 
@@ -135,6 +141,42 @@ def test_dropout_differs_between_the_parts_of_a_sample_and_not_elsewhere():
     assert one["block"].shape == (1, 20, 8) and not torch.equal(one["block"], two["block"])
     assert all(torch.equal(two[name], again[name]) for name in two)
     assert not torch.equal(two["block"], other["block"]) and not torch.equal(two["after"], other["after"])
+
+
+class Kept(nn.Dropout):
+    """Notes what dropout keeps, and saves for the backward what a recomputation must compute again."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        self.masks = [*getattr(self, "masks", ()), out != 0]
+        return out.sin()
+
+
+@pytest.mark.parametrize("recomputed", [None, "", "around"], ids=["nothing", "all", "up to the split"])
+def test_dropout_of_a_part_is_the_same_when_recomputed_and_in_the_steps_after(recomputed):
+    """What is recomputed has a split in it, and ends before the gather."""
+
+    def masks(rank: int) -> list[torch.Tensor]:
+        net = Net()
+        net.around = nn.Sequential(Kept(0.5))
+        net.block = net.around
+        spread(net, rank, recomputed=recomputed, split={"net.around.0": {"x": 1}})
+        for seed in (3, 4):
+            torch.manual_seed(seed)
+            net(torch.ones(1, 40, 8, requires_grad=True)).sum().backward()
+        return net.around[0].masks
+
+    found = masks(1)
+    if recomputed is not None:
+        assert torch.equal(found[0], found[1]) and torch.equal(found[2], found[3])
+        found = found[::2]
+    plain = Net()
+    plain.block = Kept(0.5)
+    spread(plain, 1, split={"net.block": {"x": 1}})
+    for seed, mask in zip((3, 4), found, strict=True):
+        torch.manual_seed(seed)
+        plain(torch.ones(1, 40, 8, requires_grad=True))
+        assert torch.equal(plain.block.masks[-1], mask)
 
 
 CALLS = {

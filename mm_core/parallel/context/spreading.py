@@ -49,16 +49,18 @@ class Spreading:
             _replace(task.get_submodule(path), functools.partial(self._gather, dim))
 
     def kept(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Contexts of a forward and of its recomputation, which has the tokens of this forward again."""
-        return nullcontext(), self._again(self.tokens)
+        """Contexts of a forward and of its recomputation, which begins with the tokens and the dropout of this
+        forward again, and may end before the gather."""
+        return nullcontext(), self._again(self.tokens, self._seed)
 
     @contextmanager
-    def _again(self, tokens: Sequence[int]) -> Iterator[None]:
-        before, self.tokens = self.tokens, tokens
+    def _again(self, tokens: Sequence[int], seed: int | None) -> Iterator[None]:
+        before = self.tokens, self._seed
+        self.tokens, self._seed = tokens, seed
         try:
             yield
         finally:
-            self.tokens = before
+            self.tokens, self._seed = before
 
     def _attend(self, path: str, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         mode = _Attention(self, path)
