@@ -141,7 +141,7 @@ class FSDP2Engine(EngineBase):
             context=context,
             compiled=compiled,
             resharded=reshards,
-            attention=decide_attention(task, task.trainable, config.attention),
+            attention=decide_attention(task, task.trainable, config.attention, context),
         )
 
     def _layout(self, task: TaskModule, config: FSDP2Config) -> Layout:

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mm_core.contracts import TaskModule
 from mm_core.errors import PlanError, first_line
+from mm_core.parallel.context.layout import ContextLayout
 
 _KEY = "engine.attention"
 _DIFFUSERS = {
@@ -35,16 +36,19 @@ _TORCH = {
 }
 
 
-def decide_attention(task: TaskModule, trainable: Sequence[str], wanted: str) -> dict[str, str]:
+def decide_attention(
+    task: TaskModule, trainable: Sequence[str], wanted: str, context: ContextLayout | None = None
+) -> dict[str, str]:
     """Decides how trained components attend: component -> library and its name of the kernel, where known.
 
     Args:
         task: the task, on the meta device or not.
         trainable: names of the trained components.
         wanted: `engine.attention`.
+        context: how their tokens are spread over ranks.
 
     Raises:
-        PlanError: a model's library has no such kernel.
+        PlanError: a model's library has no such kernel, or it cannot attend to tokens of other ranks.
     """
     found: dict[str, dict[str, None]] = {root: {} for root in trainable}
     for root in trainable:
@@ -60,7 +64,23 @@ def decide_attention(task: TaskModule, trainable: Sequence[str], wanted: str) ->
                     where=_KEY,
                     accepted=", ".join(["auto", *names]),
                 )
+    if context is not None:
+        spread = [root for root in found if any(path.startswith(f"{root}.") for path in context.attention)]
+        _check_spread([name for root in spread for name in found[root]], wanted, context.kind)
     return {root: ", ".join(names) for root, names in found.items() if names}
+
+
+def _check_spread(found: Sequence[str], wanted: str, kind: str) -> None:
+    """Refuses kernels that are not called through torch's attention, which is what is spread over ranks."""
+    accepted = ("sdpa", *_TORCH) if kind == "ulysses" else ("sdpa",)  # the ring has a kernel of its own
+    usable = {name for key in accepted for name in (f"torch {key}", f"diffusers {_DIFFUSERS[key]}")}
+    if other := [name for name in found if name not in usable]:
+        raise PlanError(
+            f"context_parallel with kind: {kind} does not work with the attention {other[0]!r}",
+            where=_KEY,
+            accepted=", ".join(["auto", *accepted]),
+            hint=None if wanted != "auto" else "unset DIFFUSERS_ATTN_BACKEND, which chooses it",
+        )
 
 
 def _models(module: nn.Module, path: str) -> Iterator[tuple[str, Any]]:

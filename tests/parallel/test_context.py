@@ -20,6 +20,8 @@ from support.tiny_models import Task
 TINY = {"num_layers": 2, "num_heads": 3, "head_dim": 6, "patch_size": (1, 2, 2), "in_channels": 4}
 TINY |= {"out_channels": 4, "text_dim": 8, "freq_dim": 8, "ffn_dim": 16, "rope_max_seq_len": 16}
 
+WAN = {name: TINY[name] for name in ("patch_size", "text_dim", "freq_dim", "in_channels", "out_channels")}
+
 
 def task_of(**plan: object) -> Task:
     with torch.device("meta"):
@@ -28,6 +30,12 @@ def task_of(**plan: object) -> Task:
         own = net.context_plan()
         net.context_plan = lambda: ContextPlan(**{**vars(own), **plan})
     return Task(net=net)
+
+
+def task_of_wan() -> Task:
+    sizes = {"num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 12, "ffn_dim": 16, **WAN}
+    with torch.device("meta"):
+        return Task(net=pytest.importorskip("mm_wan.predictor.transformer").WanTransformer(**sizes))
 
 
 def planned(world: int, task: Task | None = None, size: int = 2, kind: str = "ulysses", **fields: object):
@@ -56,6 +64,17 @@ REFUSED = {
         "  accepted: components with a `context_plan`, such as wan/transformer\n"
         "  hint: write context_plan in the model (docs/long-clips.md), or set size: 1",
     ),
+    "an attention beside that of torch": (
+        lambda: planned(2, task_of_wan(), attention="flash_2"),
+        "engine.attention: context_parallel with kind: ulysses does not work with the attention 'diffusers"
+        " flash'\n  accepted: auto, sdpa, flash, efficient, cudnn, math",
+    ),
+    "a kernel of torch in the ring": (
+        lambda: planned(2, kind="ring", attention="math"),
+        "engine.attention: context_parallel with kind: ring does not work with the attention 'diffusers"
+        " _native_math'\n"
+        "  accepted: auto, sdpa",
+    ),
     "a path that does not exist": (
         lambda: planned(2, task_of(gather={"proj_oud": 1})),
         "net.context_plan().gather: pattern 'proj_oud' matches no module",
@@ -80,6 +99,16 @@ def test_the_plan_has_a_mesh_of_all_ranks_and_a_share_of_the_data_for_each_group
     assert dict(plan.mesh) == {"replicate": 2, "shard": 2, "context": 2} and plan.data_parallel == 4
     assert planned(8, sharding_size=4).parameter_bytes == planned(8, size=1, sharding_size=4).parameter_bytes
     assert dict(planned(2, size=1).mesh) == {"replicate": 1, "shard": 2}
+
+
+def test_an_attention_that_the_environment_chooses_is_refused_too(monkeypatch):
+    assert planned(2, task_of_wan(), attention="flash").attention == {"net": "diffusers _native_flash"}
+    assert planned(2, task_of_wan(), kind="ring").attention == {"net": "diffusers native"}
+    monkeypatch.setenv("DIFFUSERS_ATTN_BACKEND", "xformers")
+    assert planned(2, task_of_wan(), size=1).attention == {"net": "diffusers xformers"}
+    with pytest.raises(PlanError, match="'diffusers xformers'") as caught:
+        planned(2, task_of_wan())
+    assert caught.value.hint == "unset DIFFUSERS_ATTN_BACKEND, which chooses it"
 
 
 @pytest.mark.parametrize(
