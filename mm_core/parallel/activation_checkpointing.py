@@ -36,8 +36,14 @@ def selective(config: FSDP2Config) -> Callable[[], Contexts] | None:
         None if everything is recomputed.
 
     Raises:
-        PlanError: there is no such operator, or the older autograd path is wanted too.
+        PlanError: there is no such operator, or the older autograd path is wanted, which has no contexts.
     """
+    if config.use_reentrant and config.context_parallel.size > 1:
+        raise PlanError(
+            "the older autograd path recomputes without a forward's part of the tokens",
+            where="engine.use_reentrant",
+            accepted="false with context_parallel",
+        )
     if config.recompute == "full":
         return None
     if config.use_reentrant:

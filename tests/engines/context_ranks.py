@@ -12,13 +12,18 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from mm_core.builtin.configs.engines import ContextParallelConfig
+from mm_core.builtin.configs.adapters import AdapterConfig
+from mm_core.builtin.configs.engines import BaseConfig, ContextParallelConfig, OffloadConfig
 from mm_core.contracts import Loss, Randomness
 from mm_core.engines.fsdp2 import FSDP2Engine
+from mm_core.modules.adapter_layers import adapter_of, base_name
 from mm_core.parallel.context import exchange
+from mm_core.plugin.registry import get_registry
 from mm_core.testing.predictors.probe import PredictorProbe
 from mm_core.testing.predictors.training import Training, routed
 from mm_core.testing.training.engines.task import Values
+from mm_core.weights.adapters.inject import add_adapters
+from mm_core.weights.fitting import formats_of
 from support.rank_program import run_as_rank
 from support.tensors import all_whole, whole
 from support.token_predictors import PREDICTORS
@@ -84,6 +89,19 @@ def rows_of(probe: PredictorProbe, module: torch.nn.Module, rows: int, per_token
     return inputs
 
 
+def adapted(task: Training, values: Values) -> Values:
+    """Adds adapters to the blocks of a task, and to its values those of the adapters."""
+    adapter = AdapterConfig(targets=("predictor.blocks.{*}",), rank=2)
+    add_adapters(task, [adapter], formats_of(get_registry(())))
+
+    def value(name: str, like: torch.Tensor) -> torch.Tensor:
+        if adapter_of(name) is None:
+            return values.tensors[base_name(name)]
+        return Randomness(1).normal(tuple(like.shape), name) / 4
+
+    return Values({name: value(name, tensor) for name, tensor in task.state_dict().items()})
+
+
 def case(
     predictor: str,
     size: int = 1,
@@ -94,6 +112,7 @@ def case(
     per_token: bool = False,
     planted: bool = False,
     measured: bool = False,
+    adapters: bool = False,
     more: dict | None = None,
     conditions: dict[str, tuple[int, ...]] | None = None,
     **fields: object,
@@ -110,14 +129,20 @@ def case(
         per_token: a timestep for each token.
         planted: the scale of the gradients is wrong.
         measured: only the memory of a step.
+        adapters: only these are trained.
         more: further fields of the predictor.
         conditions: shapes of a sample's conditions.
         fields: of the engine.
     """
     probe = PredictorProbe({**PREDICTORS[predictor], **(more or {})}, tuple(patches), conditions=conditions)
     task = Training(probe.on_meta())
+    for key, section in (("offload", OffloadConfig), ("base", BaseConfig)):
+        if key in fields:
+            fields[key] = section(**fields[key])
     engine = FSDP2Engine(context_parallel=ContextParallelConfig(size, kind), **fields)
     values = Values({f"predictor.{name}": t for name, t in probe.trained().state_dict().items()})
+    if adapters:
+        values = adapted(task, values)
     plan = engine.plan(task, dist.get_world_size(), 1.0)
     engine.prepare(task, plan, lambda named: torch.optim.SGD(named.values(), lr=0.05), Randomness(0), values)
     share, found = engine.data_ranks, {"losses": []}

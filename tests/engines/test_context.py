@@ -36,6 +36,16 @@ CASES = {
         **UNEVEN,
     },
     "recomputed": {"predictor": "wan", "recompute_modules": BLOCKS, "per_token": True, **UNEVEN},
+    "on the host": {
+        "predictor": "custom_dit",
+        "weights": [0.5, 2, 1, 3],
+        "adapters": True,
+        "recompute_modules": BLOCKS,
+        "recompute": "selective",
+        "base": {"stream": True},
+        "offload": {"activations": "cpu"},
+        **UNEVEN,
+    },
     "experts": {"predictor": "two_expert"},
 }
 BARS = {"ulysses": 1e-6, "ring": 1e-5}

@@ -64,6 +64,11 @@ REFUSED = {
         "  accepted: components with a `context_plan`, such as wan/transformer\n"
         "  hint: write context_plan in the model (docs/long-clips.md), or set size: 1",
     ),
+    "the older autograd path": (
+        lambda: planned(2, use_reentrant=True),
+        "engine.use_reentrant: the older autograd path recomputes without a forward's part of the tokens\n"
+        "  accepted: false with context_parallel",
+    ),
     "an attention beside that of torch": (
         lambda: planned(2, task_of_wan(), attention="flash_2"),
         "engine.attention: context_parallel with kind: ulysses does not work with the attention 'diffusers"

@@ -49,8 +49,8 @@ class Spreading:
             _replace(task.get_submodule(path), functools.partial(self._gather, dim))
 
     def kept(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Contexts of a forward and of its recomputation, which begins with the tokens and the dropout of this
-        forward again, and may end before the gather."""
+        """Contexts of a forward and of its recomputation, which begins with the tokens and dropout of the
+        forward, and may end before the gather."""
         return nullcontext(), self._again(self.tokens, self._seed)
 
     @contextmanager
