@@ -32,7 +32,8 @@ class BaseChoice:
 
 
 def base_choices(config: RunConfig, world: int, adapters: Structure) -> tuple[BaseChoice, ...]:
-    """The memory of a run with adapters as configured, and with its base streamed, in int8 and in nf4.
+    """The memory of a run with adapters as configured, and with one change each: its base streamed (or, if it
+    is, not), in int8 and in nf4.
 
     Returns () for a run without adapters, or with an engine that has no section `base`.
 
@@ -42,18 +43,22 @@ def base_choices(config: RunConfig, world: int, adapters: Structure) -> tuple[Ba
         adapters: as for `build_task`.
     """
     engine = to_mapping(config)["engine"]
+    dtype = config.train.base_dtype
     if not config.train.adapters or "base" not in engine:
         return ()
-    streamed = {"base": {"stream": True}, "recompute_modules": engine["recompute_modules"] or "auto"}
+    base = engine["base"]
+    other = {**engine, "base": {**base, "stream": not base["stream"]}}
+    if not base["stream"]:
+        other["recompute_modules"] = engine["recompute_modules"] or "auto"
+    also = ", streamed" if base["stream"] else ""
     forms = {
-        "as configured": (config.train.base_dtype, engine),
-        "+ stream": (config.train.base_dtype, {**engine, **streamed}),
-        "+ int8": ("int8", engine),
-        "+ nf4": ("nf4", engine),
+        f"as configured{also}": (dtype, engine),
+        "not streamed" if base["stream"] else "+ stream": (dtype, other),
+        **{f"+ {kind}{also}": (kind, engine) for kind in ("int8", "nf4") if kind != dtype},
     }
     found = []
-    for label, (dtype, settings) in forms.items():
-        train = replace(config.train, base_dtype=dtype)
+    for label, (kind, settings) in forms.items():
+        train = replace(config.train, base_dtype=kind)
         try:
             found.append(_choice(label, replace(config, train=train), settings, world, adapters))
         except MMError as fault:
@@ -81,8 +86,9 @@ def _choice(
 def table_of(choices: tuple[BaseChoice, ...]) -> list[str]:
     """The choices as text, one line each, in GiB."""
     lines = ["the frozen base in other forms: GiB per rank while computing, without activations"]
-    lines += [f"  {'':<14}  {'device':>8}  {'host':>8}"]
+    width = max((len(one.label) for one in choices), default=0)
+    lines += [f"  {'':<{width}}  {'device':>8}  {'host':>8}"]
     for one in choices:
         sizes = f"{one.device_bytes / 2**30:>8.2f}  {one.host_bytes / 2**30:>8.2f}"
-        lines.append(f"  {one.label:<14}  {one.refusal or sizes}")
+        lines.append(f"  {one.label:<{width}}  {one.refusal or sizes}")
     return lines

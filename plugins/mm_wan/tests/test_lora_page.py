@@ -65,7 +65,6 @@ def test_the_page_goes_from_clips_to_a_file(tmp_path):
 def test_its_table_is_that_of_the_dry_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = block("yaml").replace("configs/wan", f"{ROOT}/configs/wan")
-    text = text.replace("  base: {stream: true, keep: 4} ", "  #")
     (tmp_path / "style.yaml").write_text(text)
     config = load_config(tmp_path / "style.yaml")
     assert build_task(config)
