@@ -28,6 +28,7 @@ from mm_core.weights.adapters.files import (
     stored_key,
 )
 from mm_core.weights.adapters.inject import BESIDE, scales_of, trained_beside
+from mm_core.weights.adapters.pissa import joined, side_by_side, start_of
 from mm_core.weights.fitting import formats_of
 from mm_core.weights.formats.format import (
     AdapterLayout,
@@ -180,7 +181,9 @@ class Planner:
         specs = [TensorSpec(n, dtypes[held[0].component], held[0].stored_shape) for n, held in copies.items()]
         read = _Reader(self.saved, root, own, dtypes, scales, self.quantised)
         shards = plan_shards(specs, layout.stem, limit)
-        return Part(root, layout, shards, lambda stored: assemble(copies[stored], read), _within(scales, own))
+        return Part(
+            root, layout, shards, lambda stored: assemble(copies[stored], read), _within(joined(scales), own)
+        )
 
     def adapters(self, root: str, module: nn.Module) -> Iterator[Part]:
         """Plans the export of a component's adapters without its weights: a part for each non-empty file.
@@ -190,7 +193,7 @@ class Planner:
         Raises:
             MMError: the format cannot store the adapters, or a module trained in full beside them.
         """
-        adapters = scales_of(module)
+        adapters = joined(scales_of(module))
         with without_adapters(module):
             layouts = of_component(self.form.adapter(root, module))
         if not layouts:
@@ -214,15 +217,22 @@ class Planner:
                         f" {root}.{layout.part} has no adapter"
                     )
                 keys = {name: beside_key(layout, path, name) for path in held for name in beside[path]}
+                starts: dict[str, str] = {}
                 for path in adapted:
                     parts = tensors[adapter, path].items()
                     keys |= {name: stored_key(layout, path, part) for part, name in parts}
+                    begun = tensors.get((start_of(adapter), path), {})
+                    starts |= {name: begun[part] for part, name in parts if part in begun}
                 own = {path: scales[path] for path in adapted}
                 shapes = {name: self.saved.shapes[f"{root}.{name}"] for name in keys}
-                copies = {name: (whole(name, key, shapes[name]),) for name, key in keys.items()}
+                copies: dict[str, tuple[Copy, ...]] = {
+                    name: (whole(name, key, shapes[name]),) for name, key in keys.items()
+                }
+                for name, start in starts.items():
+                    copies |= side_by_side(name, start, keys[name], shapes[name])
                 if adapted:
                     files = adapter_files(layout, copies, own, held, adapter if len(adapters) > 1 else "")
-                    part = self._part(root, files, {name: name for name in keys}, {}, None)
+                    part = self._part(root, files, {name: name for name in copies}, {}, None)
                     yield replace(_with_alphas(part, layout, own), adapters={adapter: own})
 
     def check_nothing_beside(self, root: str, module: nn.Module) -> None:
@@ -235,6 +245,12 @@ class Planner:
             raise _only_merged(
                 f"{root} is trained ({BESIDE}) but has no adapter, so no adapter file would contain it"
             )
+
+    def adapter(self, module: str, part: str, name: str) -> Tensor | None:
+        """An adapter's matrix in a module (path in the task), with the start of a PiSSA; None if absent."""
+        own = self.read(part_name(module, part, name))
+        start = self.read(part_name(module, part, start_of(name)))
+        return own if own is None or start is None else torch.cat([own, start], int(part == "lora_B"))
 
     def read(self, path: str) -> Tensor | None:
         """A checkpoint's tensor by its path in the task, in the dtype to write; None if it has none."""

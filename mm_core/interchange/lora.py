@@ -23,12 +23,13 @@ from mm_core.interchange.export_card import HUB
 from mm_core.interchange.export_plan import Part, Planner
 from mm_core.loading.provenance import given_weights, own_weights
 from mm_core.loading.run_adapters import task_of
-from mm_core.modules.adapter_layers import PARTS, part_name
+from mm_core.modules.adapter_layers import PARTS
 from mm_core.runtime.ranks import Ranks
 from mm_core.weights.adapters.files import open_adapter
 from mm_core.weights.adapters.inject import linear_layers, scales_of
 from mm_core.weights.adapters.layouts import LAYOUTS, LoraFormat
 from mm_core.weights.adapters.locate import modules_in
+from mm_core.weights.adapters.pissa import joined
 from mm_core.weights.fitting import formats_of
 from mm_core.weights.formats.format import AdapterLayout, divided, of_component
 from mm_core.weights.writing import parse_size
@@ -145,7 +146,8 @@ def _texts(stored: StoredRun, task: TaskModule, root: str, trigger_words: Sequen
         given_weights(stored.config, stored.checkpoint.facts) or own_weights(task.get_submodule(root)) or ""
     )
     hub = HUB.search(origin)
-    scales = [scale for held in scales_of(task.get_submodule(root)).values() for scale in held.values()]
+    held = joined(scales_of(task.get_submodule(root))).values()
+    scales = [scale for modules in held for scale in modules.values()]
     return {
         "modelspec.title": stored.config.run.name,
         "modelspec.trigger_phrase": ", ".join(trigger_words),
@@ -212,9 +214,7 @@ def _differences(
             yield name, f"scale {held.scales[stored].factor:g} instead of {scale.factor:g}"
             continue
         trained = {
-            p: t
-            for p in PARTS
-            if (t := planner.read(part_name(f"{part.root}.{name}", p, adapter))) is not None
+            p: t for p in PARTS if (t := planner.adapter(f"{part.root}.{name}", p, adapter)) is not None
         }
         for piece, expected in trained.items():
             key = held.keys.get((stored, piece), "")

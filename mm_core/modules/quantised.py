@@ -186,6 +186,14 @@ def quantise_base(task: TaskModule, blocks: Iterable[str], kind: str) -> None:
                 where=WHERE,
                 accepted="bf16, or adapters with dora: false",
             )
+        if parts := [
+            path for path, layer in layers.items() if "pissa" in " ".join(layer.adapter_inits.values())
+        ]:
+            raise PlanError(
+                f"PiSSA of {root}.{parts[0]} starts from its weight, which {kind} does not keep",
+                where=WHERE,
+                accepted="bf16, or adapters with another init",
+            )
     tied = {name for root in task.trainable for name in _tied(task, root)}
     for block in blocks:
         for path, layer in list(task.get_submodule(block).named_modules(prefix=block)):

@@ -89,6 +89,24 @@ def test_a_resume_is_bit_equal(kind, ranks, tiny, base, tmp_path, mm):
     assert done.code == 0, done.out + done.err
 
 
+PISSA = "train.adapters=[{targets: [predictor.blocks.{*}], rank: 4, init: pissa}]"
+
+
+def test_a_pissa_resumes_on_a_streamed_base_and_trains_alike_on_two_ranks(run, tiny, base, tmp_path, mm):
+    one = run("one", PISSA, "train.base_dtype=bf16", steps=4)
+    for options, code in ((("--stop-after", 2), 75), (STREAM, 0)):
+        line = command(tiny, base, tmp_path, "a", 4, PISSA, "train.base_dtype=bf16")
+        done = mm(*line, *options)
+        assert done.code == code, done.err
+    assert [row["loss"] for row in log_of(tmp_path / "a") if "loss" in row] == one
+    assert same(trained(tmp_path / "a"), trained(tmp_path / "one"))
+    two = run("two", PISSA, "train.base_dtype=bf16", ranks=2, steps=4)
+    assert two == pytest.approx(one, rel=1e-5)
+    other = PISSA.replace("pissa", "gaussian")
+    done = mm(*command(tiny, base, tmp_path, "one", 6, other, "train.base_dtype=bf16"))
+    assert done.code == 1 and "start" in done.err, done.err
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_resumes_across_a_streamed_and_a_resident_base(ranks, run, tiny, base, tmp_path, mm):
     whole = run("whole", steps=6, ranks=ranks)
@@ -144,6 +162,7 @@ def test_samples_and_merged_weights_have_the_values_of_the_base(run, base, tmp_p
         (("train.base_dtype=int8", "checkpoint.frozen=true"), "checkpoints would have to store 30 quantised"),
         (("train.base_dtype=nf4", "init_from=null"), "nf4 works only for a base that stays in its files"),
         (("train.base_dtype=int8", "train.adapters=[{targets: [to_q], dora: true}]"), "DoRA of predictor."),
+        (("train.base_dtype=int8", "train.adapters=[{targets: [to_q], init: pissa}]"), "PiSSA of predictor."),
         (("train.base_dtype=int8", "engine.param_dtype=null"), "would be int8, and no dtype is set"),
         (("engine.base.stream=true",), "only recomputed modules can be streamed"),
     ],

@@ -31,7 +31,9 @@ class AdapterConfig:
         1.0  # factor of the learning rate of the second factor (LoRA+, https://arxiv.org/abs/2402.12354)
     )
     dropout: Annotated[float, Range(ge=0, lt=1)] = 0.0  # dropout of the adapter's inputs
-    init: Literal["kaiming", "gaussian"] = "kaiming"  # initialisation of the first factor; the second is zero
+    init: Literal["kaiming", "gaussian", "pissa", "pissa_niter_16"] = (
+        "kaiming"  # of the first factor, with a second of zero; pissa: principal part of the weight
+    )
     dora: bool = False  # also train a length per row (DoRA, https://arxiv.org/abs/2402.09353)
     rslora: bool = False  # scale by alpha / sqrt(rank) (https://arxiv.org/abs/2312.03732)
     name: str = "default"  # name of the adapter, unique in the run
@@ -51,6 +53,8 @@ class AdapterConfig:
             raise ValueError(
                 f"dora, rslora, dropout and init do not work with kind: {self.kind}; remove them"
             )
+        if self.init.startswith("pissa") and (self.dora or self.from_ is not None):
+            raise ValueError(f"init: {self.init} does not work with dora or from; remove one of them")
         if self.from_ is not None and (self.exclude or self.ranks or self.alphas):
             raise ValueError(
                 "exclude, ranks and alphas do not work with from: the adapter's files contain the modules"

@@ -10,6 +10,7 @@ import re
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from mm_core.modules.patterns import select_parameters
 from mm_core.modules.tying import tied_names
 from mm_core.weights.adapters.files import AdapterScale, scale_settings
 from mm_core.weights.adapters.locate import locate
+from mm_core.weights.adapters.pissa import fill_start, start_of, starts_as_part, starts_in
 from mm_core.weights.adapters.targets import KEY, scales_by_layer
 from mm_core.weights.fitting import Formats
 from mm_core.weights.formats.format import StoredTensors
@@ -95,7 +97,10 @@ def add_adapters(
         component = task.get_submodule(root)
         _check_tied(root, component, {name: adapter.name for adapter, held in given for name in held})
         for adapter, held in given:
-            _inject(component, adapter, held)
+            _inject(component, adapter.name, held, adapter.init, adapter.dropout)
+            if starts_as_part(adapter.init):
+                _check_ranks(root, component, held)
+                _inject(component, start_of(adapter.name), held, adapter.init)
         for layer in adapted_layers(component).values():
             layer.set_adapter(list(layer.adapter_scales))
         for name, parameter in component.named_parameters():
@@ -221,33 +226,47 @@ def _check_tied(root: str, component: nn.Module, adapters: Mapping[str, str]) ->
                 )
 
 
-def _inject(component: nn.Module, adapter: AdapterConfig, scales: Mapping[str, AdapterScale]) -> None:
+def _check_ranks(root: str, component: nn.Module, scales: Mapping[str, AdapterScale]) -> None:
+    """PlanError for a PiSSA of a higher rank than its weight."""
+    for path, scale in scales.items():
+        layer: Any = component.get_submodule(path)
+        if scale.rank > (most := min(layer.in_features, layer.out_features)):
+            raise PlanError(
+                f"{root}.{path} has {most} singular values, and the adapter's rank is {scale.rank}",
+                where=KEY,
+                hint="with init: pissa, set a lower rank for it (ranks), or leave it out (exclude)",
+            )
+
+
+def _inject(
+    component: nn.Module, adapter: str, scales: Mapping[str, AdapterScale], init: str, dropout: float = 0.0
+) -> None:
     """Replaces the modules in `scales` with PEFT's layers."""
     peft = _peft()
     # PEFT matches one text against complete paths, and a list against the ends of paths.
     kind = next(iter(scales.values())).kind
     given = scale_settings(scales) | {"target_modules": "|".join(map(re.escape, scales))}
     config = {"lora": peft.LoraConfig, "lokr": peft.LoKrConfig, "loha": peft.LoHaConfig}[kind](
-        **given, **({"lora_dropout": adapter.dropout} if kind == "lora" else {})
+        **given, **({"lora_dropout": dropout} if kind == "lora" else {})
     )
     with warnings.catch_warnings():
         # The config may set several adapters.
         warnings.filterwarnings("ignore", "Already found a `peft_config` attribute")
-        peft.inject_adapter_in_model(config, component, adapter.name, low_cpu_mem_usage=True)
+        peft.inject_adapter_in_model(config, component, adapter, low_cpu_mem_usage=True)
     layers = adapted_layers(component)
     for name, scale in scales.items():
         layer = layers[name]
-        if layer.scaling[adapter.name] != scale.factor or layer.r[adapter.name] != scale.rank:
+        if layer.scaling[adapter] != scale.factor or layer.r[adapter] != scale.rank:
             raise ContractError(
-                f"PEFT has given the adapter of {name} rank {layer.r[adapter.name]} and scale"
-                f" {layer.scaling[adapter.name]:g}, but the config sets rank {scale.rank} and scale"
+                f"PEFT has given the adapter of {name} rank {layer.r[adapter]} and scale"
+                f" {layer.scaling[adapter]:g}, but the config sets rank {scale.rank} and scale"
                 f" {scale.factor:g}",
-                where=f"adapter {adapter.name!r}",
+                where=f"adapter {adapter!r}",
                 hint="install another version of PEFT: this one computes adapters differently",
             )
         known = dict(layer.__dict__)
-        layer.adapter_scales = {**known.get("adapter_scales", {}), adapter.name: scale}
-        layer.adapter_inits = {**known.get("adapter_inits", {}), adapter.name: adapter.init}
+        layer.adapter_scales = {**known.get("adapter_scales", {}), adapter: scale}
+        layer.adapter_inits = {**known.get("adapter_inits", {}), adapter: init}
 
 
 def _peft() -> ModuleType:
@@ -266,9 +285,9 @@ def _peft() -> ModuleType:
 
 
 class AdapterWeights:
-    """The initial weights of a task's adapters: read from their files; magnitudes of new DoRAs computed.
+    """The initial weights of a task's adapters: read from their files, or computed from the base.
 
-    The magnitudes are the row lengths of the weights. Satisfies `WeightPlan`.
+    Computed are magnitudes of new DoRAs (row lengths of the weights) and PiSSAs. Satisfies `WeightPlan`.
 
     Args:
         task: with its adapters in place.
@@ -281,6 +300,7 @@ class AdapterWeights:
 
     def __init__(self, task: TaskModule, adapters: Sequence[AdapterConfig], formats: Formats) -> None:
         self.adapters = [adapter for adapter in adapters if adapter.from_ is not None]
+        self._task = task
         self._pieces: list[tuple[Copy, StoredTensors]] = []
         self.added: dict[str, list[tuple[StoredTensors, str]]] = {}
         """Tensors of the base, by path in the task without adapters, and what adapters' files add to them."""
@@ -312,11 +332,12 @@ class AdapterWeights:
     def fill(self, state: Mapping[str, Tensor], known: Collection[str] = ()) -> None:
         """Fills a task's adapters, after its other weights.
 
-        Adds to the base what the files add; computes magnitudes of new DoRAs; then reads tensors from files.
+        Adds to the base what the files add; computes new PiSSAs and magnitudes of new DoRAs; then reads
+        tensors from files.
 
         Args:
             state: tensors by path in the task.
-            known: names filled before by other means; a magnitude among them stays.
+            known: names filled before by other means; what is computed stays if it is among them.
 
         Raises:
             CheckpointError: a row of a weight under a new DoRA is zero.
@@ -327,6 +348,12 @@ class AdapterWeights:
                 share, box = shard_of(tensor) if base_name(name) in self.added else (tensor, ())
                 for held, key in self.added.get(base_name(name), ()):
                     share += held.read(key, box).to(share)
+            for module, adapter in starts_in(state):
+                if part_name(module, "lora_A", start_of(adapter)) not in begun:
+                    layer: Any = self._task.get_submodule(module)
+                    fill_start(
+                        state, module, adapter, layer.adapter_scales[adapter], layer.adapter_inits[adapter]
+                    )
             for name, tensor in state.items():
                 place = adapter_of(name)
                 if place is not None and place[1] == "lora_magnitude_vector" and name not in begun:
