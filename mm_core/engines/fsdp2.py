@@ -40,6 +40,7 @@ from mm_core.contracts import (
 from mm_core.engines.base import EngineBase
 from mm_core.engines.loss_scale import LossScale
 from mm_core.modules.casting import cast_inputs, check_dtypes, uncast_inputs
+from mm_core.modules.quantised import check_device
 from mm_core.modules.tying import tied_names
 from mm_core.parallel.activation_checkpointing import offload_activations, recompute, selective, together
 from mm_core.parallel.attention import decide_attention, set_attention
@@ -111,6 +112,7 @@ class FSDP2Engine(EngineBase):
         check_replicas(self.device, replicas)
         layout = self._layout(task, config)
         check_dtypes(task, layout.roots)
+        check_device(task, self.device)
         compiled = decide_compiled(task, task.trainable, config, layout.recomputed)
         reshards = resharded(task, layout, config.reshards())
         dtype, stream = _dtype(config.param_dtype), config.base.stream

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mm_core.contracts import TaskModule, WeightPlan
-from mm_core.errors import PlanError, plural
+from mm_core.errors import PlanError, first_line, plural
 from mm_core.modules.adapter_layers import adapted_layers, adapter_of, base_name
 from mm_core.modules.shards import like_rows, local
 from mm_core.modules.tying import tied_names
@@ -201,6 +201,29 @@ def quantise_base(task: TaskModule, blocks: Iterable[str], kind: str) -> None:
             plain = type(layer) is nn.Linear and adapter_of(name) is None and name not in tied
             if plain and not layer.weight.requires_grad and group_of(kind, layer.in_features) % 2 == 0:
                 task.set_submodule(path, QuantisedLinear(layer, kind))
+
+
+def check_device(task: TaskModule, device: torch.device) -> None:
+    """Refuses a quantised base that a device cannot compute with: it lacks the dtype.
+
+    Args:
+        task: with its quantised layers.
+        device: the device that will compute.
+
+    Raises:
+        PlanError: quantising and computing back a few numbers fails there.
+    """
+    layers = quantised_layers({root: task.get_submodule(root) for root in task.trainable})
+    for kind in sorted({layer.kind for layer in layers.values()}):
+        try:
+            codes, scale = quantise(torch.ones(1, _GROUP, device=device), kind)
+            dequantise(codes, scale, kind, torch.bfloat16).sum().item()
+        except (RuntimeError, TypeError) as fault:
+            raise PlanError(
+                f"{device} cannot compute with a base in {kind}: {first_line(fault)}",
+                where=WHERE,
+                accepted=", ".join(["bf16", *(other for other in _LARGEST if other != kind)]),
+            ) from fault
 
 
 def _tied(task: TaskModule, root: str) -> list[str]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mm_core.builtin.configs.adapters import AdapterConfig
 from mm_core.config.sections import ParameterGroup, TrainSection
+from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.errors import PlanError
-from mm_core.modules.quantised import QuantisedLinear, dequantise, quantise, rounded
+from mm_core.modules.quantised import QuantisedLinear, dequantise, quantise, quantise_base, rounded
 from mm_core.optim.parameter_groups import groups_of
 from mm_core.plugin.registry import get_registry
 from mm_core.weights.adapters.inject import add_adapters, scales_of
@@ -22,13 +24,22 @@ class Block(nn.Module):
         self.q, self.k, self.out = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
 
 
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(block.out(block.q(x) + block.k(x)) for block in self.blocks)
+
+
 class Task(nn.Module):
     trainable, frozen = ("predictor",), ("text_encoder",)
 
     def __init__(self, *adapters: AdapterConfig) -> None:
         super().__init__()
         with torch.device("meta"):
-            self.predictor = nn.ModuleDict({"blocks": nn.ModuleList(Block() for _ in range(3))})
+            self.predictor = Model()
         add_adapters(self, adapters, formats_of(get_registry(())))
 
 
@@ -118,6 +129,33 @@ def test_a_quantised_layer_computes_with_its_values_and_passes_gradients(kind):
         (out**2).sum().backward()
     torch.testing.assert_close(xs[1].grad, xs[0].grad)
     assert layer.state_dict()["weight"].is_meta and layer.state_dict()["weight"].shape == (24, 64)
+
+
+class WithoutFloat8(TorchDispatchMode):
+    """A stand-in for a device that lacks fp8: it has no conversion to or from it."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kinds = {getattr(args[0], "dtype", None), (kwargs or {}).get("dtype")}
+        if func is torch.ops.aten._to_copy.default and torch.float8_e4m3fn in kinds:
+            raise NotImplementedError("_to_copy is not implemented for Float8\nin a stack of calls")
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_dtype_that_the_device_lacks_is_one_sentence():
+    task, other = Task(AdapterConfig(("q",))), Task(AdapterConfig(("q",)))
+    quantise_base(task, ["predictor.blocks.0"], "fp8")
+    quantise_base(other, ["predictor.blocks.0"], "nf4")
+    task.frozen = other.frozen = ()
+    engine = FSDP2Engine(param_dtype="bf16")
+    with WithoutFloat8(), pytest.raises(PlanError) as caught:
+        engine.plan(task, 1, 2)
+    assert str(caught.value) == (
+        "train.base_dtype: cpu cannot compute with a base in fp8: _to_copy is not implemented for Float8\n"
+        "  accepted: bf16, int8, nf4"
+    )
+    assert engine.plan(task, 1, 2).compute_dtype == "bf16", "this device has it"
+    with WithoutFloat8():
+        assert engine.plan(other, 1, 2).compute_dtype == "bf16"
 
 
 def test_the_levels_of_nf4_are_the_published_ones():
