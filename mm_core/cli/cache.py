@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from mm_core.cli.options import add_allow_code, config_of, human_size, print_json, print_table
 from mm_core.cli.ranks import add_ranks, on_ranks
-from mm_core.errors import MMError, plural
+from mm_core.errors import CacheError, MMError, plural
 
 if TYPE_CHECKING:
     from mm_core.config.sections import RunConfig
@@ -60,12 +61,19 @@ def _build(args: argparse.Namespace) -> int:
     config = config_of(args)
     with process_group(None) as ranks:
         built = build_cache(config, _show)
+        folder = (config.data.cache or CacheSection()).dir
         if ranks.rank == 0:
             found = [f"{count:,} {part}" for part, count in built.encoded.items()]
-            folder = (config.data.cache or CacheSection()).dir
             print(f"{folder}: encoded {', '.join(found) or 'nothing: everything was there'}")
             if built.unreadable:
                 print(f"{plural(built.unreadable, 'sample')} cannot be read; `mm data check` lists them")
+        if built.left_out:
+            whys = Counter(built.left_out.values()).most_common(3)
+            raise CacheError(
+                f"left out {plural(len(built.left_out), 'item')}: {'; '.join(why for why, _ in whys)}",
+                where=folder,
+                hint="run the command again: it encodes them",
+            )
     return 0
 
 

@@ -12,9 +12,11 @@ import numpy as np
 
 from mm_core.config.sections import CacheSection, RunConfig
 from mm_core.contracts import CachePart, SupportsCache, TaskModule
-from mm_core.data.cache.keys import FileHashes, component_facts, digest_of
+from mm_core.data.cache.hashes import FILES, FileHashes
+from mm_core.data.cache.keys import FEATURES, component_facts, digest_of, libraries
 from mm_core.data.cache.rows import CacheRows, PartKey, Size, keys_of_texts, rows_of_dataset
 from mm_core.data.cache.samples import CachedSamples
+from mm_core.data.cache.shards import KEY
 from mm_core.data.cache.store import Store
 from mm_core.data.loading.bucketed import BucketedSamples
 from mm_core.data.loading.plain import AnyDataset, PlainBatches, PlainSamples, rows_of
@@ -27,6 +29,7 @@ from mm_core.plan.run_cache import CachedSplit, RunCache
 from mm_core.plan.run_plan import RunPlan
 from mm_core.plugin.checks.places import place_of_object
 from mm_core.plugin.checks.values import returned
+from mm_core.runtime.ranks import Ranks
 from mm_core.schema.fields import ComponentConfig
 
 
@@ -59,8 +62,8 @@ def open_cache(
         own, variants = _own_size(config, split), section.variants if split == "train" else 1
         rows[split] = rows_of_dataset(dataset, own, variants, config.run.seed, f"data.{split}")
     folder = Path(section.dir)
-    work = partial(_write_tables, config, task, parts, rows, folder, create)
-    tables, (facts, keyed) = read_once(work)
+    tables, (facts, keyed) = read_once(partial(_begin_tables, config, task, parts, rows, folder, create))
+    _fill_tables(rows, keyed, folder, tables)
     splits = {
         name: CachedSplit(rows[name], path := tables / f"{name}.npy", np.load(path, mmap_mode="r"))
         for name in rows
@@ -111,7 +114,7 @@ def _texts(config: RunConfig, parts: Sequence[CachePart]) -> list[str]:
     return found
 
 
-def _write_tables(
+def _begin_tables(
     config: RunConfig,
     task: TaskModule,
     parts: Sequence[CachePart],
@@ -120,9 +123,8 @@ def _write_tables(
     create: bool,
     into: Path,
 ) -> tuple[list[dict[str, Any]], list[PartKey]]:
-    """Writes the keys of each split; returns the facts and digests of the parts."""
-    store = Store(folder, create=create)
-    hashes = FileHashes(store)
+    """Makes an empty table of keys for each split; returns the facts and digests of the parts."""
+    hashes = FileHashes(Store(folder, create=create).folder / FILES)
     known: dict[str, dict[str, Any]] = {}
     facts: list[dict[str, Any]] = []
     for part in parts:
@@ -131,11 +133,35 @@ def _write_tables(
                 section: ComponentConfig = config.task.options[name]
                 known[name] = component_facts(section, getattr(task, name), section.type, hashes)
         components = {name: known[name] for name in part.components}
-        facts.append({"part": part.name, "settings": dict(part.settings), "components": components})
-    keyed = [PartKey(p.name, p.of == "text", digest_of(f)) for p, f in zip(parts, facts, strict=True)]
+        about = {"version": FEATURES, "libraries": libraries(part.of == "text")}
+        about["float32_matmul"] = config.run.float32_matmul or "highest"
+        facts.append({"part": part.name, "settings": dict(part.settings), "components": components, **about})
+    hashes.save()
     for name, own in rows.items():
-        np.save(into / f"{name}.npy", own.table(keyed, hashes))
-    return facts, keyed
+        shape = (len(own), own.variants, len(parts))
+        np.lib.format.open_memmap(into / f"{name}.npy", "w+", KEY, shape).flush()
+    return facts, [PartKey(p.name, p.of == "text", digest_of(f)) for p, f in zip(parts, facts, strict=True)]
+
+
+def _fill_tables(rows: Mapping[str, CacheRows], keyed: Sequence[PartKey], folder: Path, tables: Path) -> None:
+    """Fills in the keys: the ranks share the files to be hashed, then those of a host its table."""
+    ranks = Ranks.current()
+    mates = [rank for rank, place in enumerate(ranks.gather(str(tables))) if place == str(tables)]
+    shares = [(ranks.rank, ranks.count), (mates.index(ranks.rank), len(mates))]
+    for share in dict.fromkeys(shares):
+        hashes = FileHashes(folder / FILES)
+        fault: MMError | None = None
+        try:
+            for name, own in rows.items():
+                table = np.load(tables / f"{name}.npy", mmap_mode="r+")
+                own.fill(table, keyed, hashes, share)
+                table.flush()
+        except MMError as error:
+            fault = error
+        hashes.save()
+        for found in ranks.gather(fault):
+            if found is not None:
+                raise found
 
 
 def in_cache(
@@ -154,16 +180,25 @@ def in_cache(
         return dict(datasets), [], None
     fills = config.data.cache.missing == "encode"
     cache = open_cache(config, task, datasets, create=fills)
-    lacking = {name: _lacking(cache, name) for name in ("texts", *cache.splits)}
+    mine = {name: cache.lacking(name) for name in ("texts", *cache.splits)}
+    everyone = Ranks.current().gather((mine, cache.explanations() if any(mine.values()) else []))
+    lacking = {name: set().union(*(each[name] for each, _ in everyone)) for name in mine}
     if any(lacking.values()) and not fills:
-        raise _incomplete(cache)
-    found = dict(datasets)
+        raise _incomplete(cache, next(lines for _, lines in everyone if lines))
+    filling = bool(lacking["train"] | lacking["texts"])
+    found, whole = dict(datasets), True
     for name, split in cache.splits.items():
-        if name == "train" or not lacking[name]:
-            found[name] = _cached(cache, split, datasets[name], fills and bool(lacking[name]))
+        if name == "train" or not lacking[name] | lacking["texts"]:
+            found[name] = _cached(cache, split, datasets[name], name == "train" and filling)
+        else:
+            whole = False
     samples = config.validation is not None and config.validation.samples is not None
     incomplete = set().union(*lacking.values())
-    held = [part.name for part in cache.parts if part.name in incomplete or (samples and part.of == "media")]
+    held = [
+        part.name
+        for part in cache.parts
+        if not whole or part.name in incomplete or (samples and part.of == "media")
+    ]
     covered = {name for part in cache.parts for name in part.components}
     needed = {name for part in cache.parts if part.name in held for name in part.components}
     spared = [name for name in task.frozen if name in covered - needed]
@@ -172,7 +207,7 @@ def in_cache(
         assert isinstance(task, SupportsCache)
         task.use_texts(TextFinder(cache.store, cache.keyed[cache.text_part]))
     notes = [f"features are read from {cache.section.dir}; not loaded: {', '.join(spared) or 'nothing'}"]
-    return found, notes, cache if fills and lacking["train"] else None
+    return found, notes, cache if filling else None
 
 
 def plan_with_cache(config: RunConfig, world: int, task: TaskModule) -> RunPlan:
@@ -197,17 +232,7 @@ class TextFinder:
     part: PartKey
 
     def __call__(self, text: str) -> Any:
-        place = int(self.store.find(keys_of_texts(self.part, [text]))[0])
-        return None if place < 0 else self.store.read(place)
-
-
-def _lacking(cache: RunCache, split: str) -> set[str]:
-    """Names of the parts of which a split misses something."""
-    return {
-        cache.keyed[part].name
-        for name, part, keys in cache.tables()
-        if name == split and len(cache.missing(keys))
-    }
+        return self.store.get(keys_of_texts(self.part, [text]))[0]
 
 
 def _cached(cache: RunCache, split: CachedSplit, dataset: AnyDataset, fills: bool) -> AnyDataset:
@@ -219,9 +244,9 @@ def _cached(cache: RunCache, split: CachedSplit, dataset: AnyDataset, fills: boo
     return made
 
 
-def _incomplete(cache: RunCache) -> MMError:
+def _incomplete(cache: RunCache, lines: Sequence[str]) -> MMError:
     """The error that names samples and reasons."""
-    text = "\n".join(f"  {line}" for line in cache.explanations())
+    text = "\n".join(f"  {line}" for line in lines)
     return CacheError(
         f"features of this run are not in the cache:\n{text}",
         where=str(cache.store.folder),

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,9 +15,9 @@ import numpy as np
 
 from mm_core.config.sections import CacheSection
 from mm_core.contracts import CachePart
-from mm_core.data.cache.keys import FAULTY, is_of_file
+from mm_core.data.cache.hashes import FILES, FileHashes
 from mm_core.data.cache.rows import CacheRows, PartKey
-from mm_core.data.cache.shards import Keys
+from mm_core.data.cache.shards import FAULTY, Keys
 from mm_core.data.cache.store import Store
 from mm_core.errors import CacheError, DataError
 from mm_core.files import os_reason, replace_text
@@ -25,6 +26,8 @@ _SHOWN = 5
 """How many samples of each reason are named."""
 
 NEW = "not encoded yet, or its content has changed"
+VARIANT = "other random starts or crops of it are there, not this one"
+MADE = "its frames, size or transform have changed"
 
 
 @dataclass(frozen=True)
@@ -102,19 +105,27 @@ class RunCache:
             named = f"data.{split}: row {row}"
         return named + f" (variant {variant})" * (variant > 0)
 
+    @cached_property
+    def hashes(self) -> FileHashes:
+        """Hashes of the files of samples, as they were when the keys were made."""
+        return FileHashes(self.store.folder / FILES)
+
+    def lacking(self, split: str) -> set[str]:
+        """Names of the parts of which a split misses something."""
+        tables = ((self.keyed[part].name, keys) for name, part, keys in self.tables() if name == split)
+        return {name for name, keys in tables if len(self.missing(keys))}
+
     def reasons(self, part: int, keys: Keys) -> list[str]:
         """Why keys [N] have no entry: what is there of the same content, but made or encoded differently."""
         known = self.store.keys
-        same_made = np.isin(_mixed(keys, "made"), _mixed(known, "made"))
-        same_encoder = np.isin(_mixed(keys, "encoder"), _mixed(known, "encoder"))
         found = np.full(len(keys), NEW, dtype=object)
-        if self.keyed[part].of_text:
-            same_encoder[:] = False
-        found[same_encoder & ~same_made] = "its frames, size or transform have changed"
-        if same_made.any():
-            first = keys[same_made][0]
+        if not self.keyed[part].of_text:
+            found[_alike(keys, known, "encoder")] = MADE
+        if (same := _alike(keys, known, "made")).any():
+            first = keys[same][0]
             other = known[(known["content"] == first["content"]) & (known["made"] == first["made"])][-1]
-            found[same_made] = self._encoder_change(part, int(other["encoder"]))
+            found[same] = self._encoder_change(part, int(other["encoder"]))
+        found[_alike(keys, known, "made", "encoder")] = VARIANT
         return [str(each) for each in found]
 
     def _encoder_change(self, part: int, before: int) -> str:
@@ -133,7 +144,7 @@ class RunCache:
         for split, part, keys in self.tables():
             places, wanted = self.store.find(keys), keys["high"] != 0
             reasons = self.reasons(part, keys[wanted & (places < 0)])
-            new = sum(reason == NEW for reason in reasons)
+            new = sum(reason in (NEW, VARIANT) for reason in reasons)
             there = self.store.keys[places[wanted & (places >= 0)]]
             bad = int((there["encoder"] == FAULTY).sum())
             unread = bad
@@ -163,8 +174,8 @@ class RunCache:
         ]
 
     def needed(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Which entries of the store this run needs, or are hashes of files."""
-        found = is_of_file(self.store.keys)
+        """Which entries of the store this run needs."""
+        found = np.zeros(len(self.store), bool)
         for _, _, keys in self.tables():
             places = self.store.find(keys)
             found[places[places >= 0]] = True
@@ -182,9 +193,16 @@ class RunCache:
                     raise CacheError(what, where=str(path.parent)) from None
 
 
-def _mixed(keys: Keys, other: str) -> Keys:
-    """The content of keys joined with another of their fields, uint64."""
-    return np.asarray(keys["content"] ^ (keys[other] * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1)))
+def _alike(keys: Keys, known: Keys, *fields: str) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Which keys [N] share content and other fields with a known one."""
+    factor = np.uint64(0x9E3779B97F4A7C15)
+    mixed = [keys["content"].copy(), known["content"].copy()]
+    for field in fields:
+        mixed = [
+            (old ^ each[field]) * factor + np.uint64(1)
+            for old, each in zip(mixed, (keys, known), strict=True)
+        ]
+    return np.isin(mixed[0], mixed[1])
 
 
 def _changes(old: object, new: object, key: str = "") -> Iterator[str]:

@@ -288,7 +288,7 @@ def test_the_claim_of_a_dead_process_is_taken_over(tmp_path):
 
     child = subprocess.Popen(["true"])
     child.wait()
-    (tmp_path / "a").write_text(f"{child.pid}@{socket.gethostname()}")
+    (tmp_path / "a").write_text(f"{child.pid} 5@{socket.gethostname()}")
     (tmp_path / "b").write_text("1@another-host")
     (tmp_path / "c").write_text("1@another-host")
     os.utime(tmp_path / "c", (1, 1))

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from mm_core.errors import CacheError
 from mm_core.files import os_reason
-from mm_core.processes import alive
+from mm_core.processes import alive, started
 
 SILENT = 600.0
-"""Seconds after which a process of another host that has not touched its claim counts as dead."""
+"""Seconds after which a process that has not touched its claims counts as dead, on whatever host."""
 
 
 class Claims:
@@ -49,7 +49,7 @@ class Claims:
             what = f"the cache cannot be written: {os_reason(error)}"
             raise CacheError(what, where=str(self.folder), hint="free space or change permissions") from None
         with os.fdopen(handle, "w") as file:
-            file.write(f"{os.getpid()}@{socket.gethostname()}")
+            file.write(f"{os.getpid()} {started(os.getpid())}@{socket.gethostname()}")
         self._own.add(name)
         return True
 
@@ -73,10 +73,15 @@ class Claims:
     def _held(self, path: Path) -> bool:
         """Whether a living process has this claim. One without an owner is being written."""
         try:
-            pid, _, host = path.read_text().partition("@")
+            owner, _, host = path.read_text().partition("@")
             silent = time.time() - path.stat().st_mtime
         except OSError:
             return False
-        if host == socket.gethostname() and pid.isdigit():
-            return int(pid) == os.getpid() or alive(int(pid))
+        pid, _, when = owner.partition(" ")
+        if (
+            host == socket.gethostname()
+            and pid.isdigit()
+            and not (alive(int(pid)) and when == started(int(pid)))
+        ):
+            return False  # it has ended; since a restart of the container, another may have its id
         return silent < SILENT

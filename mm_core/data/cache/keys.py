@@ -1,41 +1,26 @@
-"""Keys of the feature cache: digests of files, of components with their settings, and of samples."""
+"""What the keys of the feature cache are made of: components with their settings, files and libraries."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from mm_core.contracts import SupportsFiles, SupportsWeightsFrom
-from mm_core.data.cache.shards import KEY, Keys
-from mm_core.data.cache.store import Store
+from mm_core.data.cache.hashes import FileHashes, Span, digest
 from mm_core.errors import CacheError
 from mm_core.schema.fields import ComponentConfig
 
-_FILE = int.from_bytes(b"the file", "little")
-"""In the place of an encoder: the entry has no features, but the hash of a file in its own key."""
+FEATURES = 1
+"""Version of what readers, transforms and tasks compute: raised when the same settings give other results."""
 
-FAULTY = int.from_bytes(b"a fault.", "little")
-"""In the place of an encoder: the sample cannot be read, and the entry has the reason."""
-
-_READ_BY = ("*.json", "*.safetensors", "*.txt", "*.model", "*.tiktoken")
-"""Files of a folder that a component without `files` may read."""
-
-_RECENT = 2 * 10**9  # nanoseconds in which a file may change again without another time
-_THREADS = 8
-
-
-def digest(*parts: bytes) -> bytes:
-    """16 bytes of a hash of parts; only the last one may vary in length."""
-    return hashlib.blake2b(b"".join(parts), digest_size=16).digest()
+_UNREAD = ("README*", "LICENSE*", "*.md", "*.png", "*.jpg", "*.jpeg", "*.gif", "*.webp")
+"""Files of a component's folder that no loader reads, beside hidden ones."""
 
 
 def digest_of(value: object) -> bytes:
@@ -54,89 +39,17 @@ def plain(value: object) -> Any:
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 
-class Span(NamedTuple):
-    """A file, or `size` bytes of it from `start`."""
+def libraries(of_text: bool) -> dict[str, str]:
+    """The versions, as far as results may change beyond rounding, of libraries that compute features."""
+    found = {}
+    for name, parts in {"diffusers": 2, "transformers": 2, **({} if of_text else {"Pillow": 1})}.items():
+        with suppress(PackageNotFoundError):
+            found[name] = ".".join(version(name).split(".")[:parts])
+    if not of_text:
+        import av
 
-    path: Path
-    start: int = 0
-    size: int = -1
-
-
-class FileHashes:
-    """Hashes of the bytes of files; those of known files (path, size, time of change) are not read again.
-
-    Args:
-        store: remembers the hashes.
-    """
-
-    def __init__(self, store: Store) -> None:
-        self.store = store
-        self.read = 0
-        """Number of files that were read."""
-
-    def of(self, spans: Sequence[Span]) -> list[bytes | None]:
-        """The 16 bytes of the hash of each file; None where there is no file."""
-        known = np.zeros(len(spans), KEY)
-        changed = [_identified(span, known[place : place + 1]) for place, span in enumerate(spans)]
-        places = self.store.find(known)
-        content = self.store.keys[places] if len(self.store) else known
-        joined = np.stack([content["content"], content["made"]], axis=1) if len(spans) else np.empty((0, 2))
-        found: list[bytes | None] = [row.tobytes() for row in joined]
-        unknown = [n for n in range(len(spans)) if changed[n] is None or places[n] < 0]
-        with ThreadPoolExecutor(_THREADS) as pool:
-            for place, read in zip(unknown, pool.map(_hashed, (spans[n] for n in unknown)), strict=True):
-                found[place] = read
-        self.read += sum(changed[n] is not None for n in unknown)
-        now = time.time_ns()
-        new = [n for n in unknown if found[n] is not None and now - (changed[n] or now) > _RECENT]
-        for place in new:
-            known[["content", "made"]][place] = tuple(np.frombuffer(found[place] or b"", "<u8"))
-        self._remember(known[new])
-        return found
-
-    def _remember(self, known: Keys) -> None:
-        known["encoder"] = _FILE
-        try:
-            self.store.add(known, [{}] * len(known))
-        except CacheError:
-            return  # a cache that is only read works too: the files are read again
-        self.store.refresh()
-
-
-def is_of_file(keys: Keys) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Which keys are those of remembered hashes of files, not of features."""
-    return np.asarray(keys["encoder"] == _FILE)
-
-
-def _identified(span: Span, into: Keys) -> int | None:
-    """Fills in the key of a file's path, size and time of change; the time, or None without a file."""
-    try:
-        found = span.path.stat()
-    except OSError:
-        return None
-    name = f"{span.path.absolute()}\0{found.st_size}\0{found.st_mtime_ns}\0{span.start}\0{span.size}"
-    fill(into, digest(os.fsencode(name)))
-    return found.st_mtime_ns
-
-
-def fill(into: Keys, key: bytes) -> None:
-    """Sets the 128 bits of a key."""
-    into["high"], into["low"] = np.frombuffer(key, "<u8")
-
-
-def _hashed(span: Span) -> bytes | None:
-    found, left = hashlib.blake2b(digest_size=16), span.size
-    try:
-        with span.path.open("rb") as file:
-            file.seek(span.start)
-            while piece := file.read(1 << 20 if left < 0 else min(left, 1 << 20)):
-                found.update(piece)
-                left -= len(piece) if left > 0 else 0
-                if not left:
-                    break
-    except OSError:
-        return None
-    return found.digest()
+        found["FFmpeg"] = av.ffmpeg_version_info.split(".")[0]
+    return found
 
 
 def component_facts(
@@ -150,16 +63,16 @@ def component_facts(
         name: the qualified name of its type.
         hashes: of files.
     """
-    files = sorted(_files(section, component))
-    inside = {place for file in files for place in (file, *file.parents)}
-    found = hashes.of([Span(file) for file in files])
-    missing = [str(file) for file, known in zip(files, found, strict=True) if known is None]
+    files = _files(section, component)
+    found = hashes.of([Span(file) for file in files.values()])
+    missing = [str(file) for file, known in zip(files.values(), found, strict=True) if known is None]
     if missing:
         raise CacheError(f"files of {name} cannot be read: {', '.join(missing)}")
+    inside = {place for file in files.values() for place in (file, *file.parents)}
     return {
         "type": name,
         "options": _without_paths(section.options, inside),
-        "files": sorted([file.name, (known or b"").hex()] for file, known in zip(files, found, strict=True)),
+        "files": sorted([own, (known or b"").hex()] for own, known in zip(files, found, strict=True)),
     }
 
 
@@ -172,7 +85,7 @@ def _without_paths(value: object, inside: set[Path]) -> Any:
         return {name: one for name, one in kept.items() if one is not _PATH}
     if isinstance(value, (list, tuple)):
         return [one for each in value if (one := _without_paths(each, inside)) is not _PATH]
-    if isinstance(value, (str, Path)) and value and Path(value).resolve() in inside:
+    if isinstance(value, (str, Path)) and value and _absolute(value) in inside:
         return _PATH
     return plain(value)
 
@@ -180,28 +93,50 @@ def _without_paths(value: object, inside: set[Path]) -> Any:
 _PATH = object()
 
 
-def _files(section: ComponentConfig, component: object) -> set[Path]:
-    """Absolute paths of the files that a component reads."""
-    if isinstance(component, SupportsFiles):
-        return {file.resolve() for file in component.files()}
+def _files(section: ComponentConfig, component: object) -> dict[str, Path]:
+    """The files that a component reads, by names that stay when all of them are moved: the number of the
+    path in its options that they are below, and their place among the others there."""
     texts = [*_texts(section.options)]
     if isinstance(component, SupportsWeightsFrom) and component.weights_from is not None:
         texts.append(component.weights_from.path)
-    found: set[Path] = set()
-    for path in (Path(text).resolve() for text in texts if text):
-        if path.is_dir():
-            found |= {file for pattern in _READ_BY for file in path.rglob(pattern) if file.is_file()}
-        elif path.is_file():
-            found.add(path)
+    paths = [_absolute(text) for text in dict.fromkeys(text for text in texts if text)]
+    listed = component.files() if isinstance(component, SupportsFiles) else None
+    files = {_absolute(file) for file in listed} if listed is not None else set().union(*map(_below, paths))
+    groups: dict[int, list[Path]] = {}
+    for file in sorted(files):
+        above = [n for n, path in enumerate(paths) if file.is_relative_to(path)]
+        groups.setdefault(max(above, key=lambda n: len(paths[n].parts), default=-1), []).append(file)
+    found: dict[str, Path] = {}
+    for number, group in groups.items():
+        shared = os.path.commonpath([file.parent for file in group])
+        found |= {f"{number}/{file.relative_to(shared).as_posix()}": file for file in group}
     return found
 
 
+def _absolute(path: str | Path) -> Path:
+    """Without following links: those of a download's cache have names, and lead to files without."""
+    return Path(os.path.normpath(Path(path).absolute()))
+
+
+def _below(path: Path) -> set[Path]:
+    """A file, or the files below a folder that a loader may read."""
+    if not path.is_dir():
+        return {path} if path.is_file() else set()
+    return {
+        file
+        for file in path.rglob("*")
+        if not any(part.startswith(".") for part in file.relative_to(path).parts)
+        and not any(file.match(pattern) for pattern in _UNREAD)
+        and file.is_file()
+    }
+
+
 def _texts(value: object) -> list[str]:
+    """All texts in a value of a config, in an order that does not depend on that of mappings."""
     if isinstance(value, (str, Path)):
         return [str(value)]
     if is_dataclass(value) and not isinstance(value, type):
         value = [getattr(value, field.name) for field in fields(value)]
-    items = (
-        value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    )
-    return [text for item in items for text in _texts(item)]
+    if isinstance(value, Mapping):
+        value = [value[name] for name in sorted(value)]
+    return [text for item in value for text in _texts(item)] if isinstance(value, (list, tuple)) else []

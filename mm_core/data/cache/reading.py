@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,11 +26,17 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Read:
-    """What a worker has read: batches of equal samples with their numbers, and reasons of bad rows."""
+    """What there is to encode: batches of equal samples, or texts, with their numbers.
+
+    Attributes:
+        chunk: as wanted.
+        batches: with the numbers of their samples.
+        faults: numbers of bad rows, the reason, and whether it may pass: the content is not known to be bad.
+    """
 
     chunk: str
-    batches: list[tuple[Batch, list[int]]]
-    faults: list[tuple[int, str]]
+    batches: list[tuple[Batch | list[str], list[int]]]
+    faults: list[tuple[int, str, bool]]
 
 
 class Reading(TorchDataset[Any]):
@@ -47,7 +54,7 @@ class Reading(TorchDataset[Any]):
                 return Fault.of(error)
 
     def _read(self, wanted: Wanted) -> Read:
-        faults: list[tuple[int, str]] = []
+        faults: list[tuple[int, str, bool]] = []
         found: dict[Any, list[tuple[int, dict[str, Any]]]] = {}
         split = wanted.rows[0][0]
         rows, code = self._rows[split], self._code[split]
@@ -58,16 +65,30 @@ class Reading(TorchDataset[Any]):
             except CodeError:
                 raise
             except DataError as error:
-                faults.append((number, error.what))
+                faults.append((number, error.what, _may_pass(error)))
                 continue
             shapes = tuple(getattr(value, "shape", None) for value in sample.values())
             found.setdefault(shapes, []).append(
                 (number, {**sample, "key": SampleKey(variant, row), "weight": 1.0})
             )
-        batches = []
+        batches: list[tuple[Batch | list[str], list[int]]] = []
         for samples in found.values():
             with code.guarded("the dataset's collate"):
                 collated = rows.dataset.collate([sample for _, sample in samples])
             batch = code.finished(collated, [0], "what collate returns")
             batches.append((batch, [number for number, _ in samples]))
         return Read(wanted.chunk, batches, faults)
+
+
+def _may_pass(error: BaseException | None) -> bool:
+    """Whether the system refused something, such as a file on a network share, and no decoder the content."""
+    while error is not None:
+        number = getattr(error, "errno", None)
+        if isinstance(error, MemoryError) or (
+            isinstance(error, OSError) and number not in (None, errno.EPERM)
+        ):
+            return (
+                True  # EPERM is what decoders return for damaged content, and Pillow's errors have no number
+            )
+        error = error.__cause__ or error.__context__
+    return False

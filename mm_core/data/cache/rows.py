@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,14 +21,17 @@ from mm_core.contracts import (
     SupportsSources,
     seed_generators,
 )
-from mm_core.data.cache.keys import FileHashes, Span, digest, digest_of
+from mm_core.data.cache.hashes import FileHashes, Span, digest
+from mm_core.data.cache.keys import digest_of
 from mm_core.data.cache.shards import KEY, Keys
 from mm_core.data.loading.bucketed import BucketedSamples
-from mm_core.errors import DataError, PlanError
+from mm_core.errors import DataError, PlanError, RunWarning, plural
 
 Size = tuple[int, int, int]
 
-_BLOCK = 1 << 14
+_BLOCK = 1 << 10
+_EVERY = 10.0
+"""Seconds between two messages about files that are hashed."""
 
 
 class PartKey(NamedTuple):
@@ -101,36 +107,65 @@ class CacheRows:
         random = isinstance(self.dataset, SupportsSampleAt)
         return Randomness(self.seed).at("data", variant, row) if random else None
 
-    def table(self, parts: Sequence[PartKey], hashes: FileHashes) -> Keys:
-        """The keys [R,V,P] of all samples; zeros for rows that are not used or cannot be read."""
-        count = len(self)
-        table = np.zeros((count, self.variants, len(parts)), KEY)
-        for first in range(0, count, _BLOCK):
-            places, found = [], []
-            for row in range(first, min(first + _BLOCK, count)):
-                if self.sizes is not None and not self.sizes[row, 0]:
-                    continue
-                for variant in range(self.variants):
-                    try:
-                        found.append(self.source(row, variant))
-                    except DataError:
-                        continue  # training reads it, and lists it with the reason
-                    places.append((row, variant))
-            for place, keys in zip(places, self._keys(found, parts, hashes), strict=True):
-                table[place] = keys
-        return table
+    def fill(self, table: Keys, parts: Sequence[PartKey], hashes: FileHashes, share: tuple[int, int]) -> None:
+        """Fills in a share of the keys [R,V,P] of all samples; zeros for rows that are not used or readable.
 
-    def _keys(self, sources: Sequence[Source], parts: Sequence[PartKey], hashes: FileHashes) -> Keys:
+        Args:
+            table: of zeros.
+            parts: of the features.
+            hashes: of files.
+            share: number of the share, and how many there are.
+        """
+        used, began, shown = self.used(), time.monotonic(), time.monotonic()
+        for first in range(share[0] * _BLOCK, len(self), share[1] * _BLOCK):
+            rows = range(first, min(first + _BLOCK, len(self)))
+            places = [(row, variant) for row in rows if used[row] for variant in range(self.variants)]
+            if places:
+                table[tuple(np.transpose(places))] = self.keys(places, parts, hashes)
+            if time.monotonic() - shown > _EVERY:
+                shown = time.monotonic()
+                hashes.save()
+                if share[0] == 0:
+                    what = f"{rows.stop:,} of {plural(len(self), 'row')} hashed in {shown - began:.0f} s"
+                    warnings.warn(f"{what}; later starts read only what has changed", RunWarning, 2)
+
+    def keys(
+        self,
+        places: Sequence[tuple[int, int]],
+        parts: Sequence[PartKey],
+        hashes: FileHashes,
+        fresh: bool = False,
+    ) -> Keys:
+        """The keys [N,P] of samples (row, variant); zeros for those that cannot be read.
+
+        Args:
+            places: of the samples.
+            parts: of the features.
+            hashes: of files.
+            fresh: whether files are read again.
+        """
+        found = np.zeros((len(places), len(parts)), KEY)
+        sources, known = [], []
+        for number, (row, variant) in enumerate(places):
+            with suppress(DataError):  # training reads it, and lists it with the reason
+                sources.append(self.source(row, variant))
+                known.append(number)
+        found[known] = self.keys_of(sources, parts, hashes, fresh)
+        return found
+
+    def keys_of(
+        self, sources: Sequence[Source], parts: Sequence[PartKey], hashes: FileHashes, fresh: bool = False
+    ) -> Keys:
+        """The keys [N,P] of sources; zeros for media that cannot be read."""
         spans = [Span(each.path, *(each.span or ())) for each in sources if each.path is not None]
-        contents = iter(hashes.of(spans))
+        contents = iter(hashes.of(spans, fresh))
         rows: list[bytes] = []
         for source in sources:
             content = next(contents) if source.path is not None else digest(b"drawn")
             made, drawn = self._made_digest(source.made), repr(source.drawn).encode()
             for part in parts:
                 if part.of_text:
-                    text = None if source.caption is None else text_key(part, source.caption)
-                    rows.append(text or bytes(KEY.itemsize))
+                    rows.append(text_key(part, source.caption or ""))
                 elif content is None:  # no file: training without the cache lists it, with the reason
                     rows.append(bytes(KEY.itemsize))
                 else:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mm_core.contracts import Batch, FailureRecord, FeatureBatch, Features, Randomness, SampleKey
+from mm_core.data.cache.hashes import FILES, FileHashes
 from mm_core.data.cache.rows import CacheRows, PartKey, Size
 from mm_core.data.cache.shards import Keys
 from mm_core.data.cache.store import Store
@@ -20,8 +21,6 @@ from mm_core.errors import CacheError, ContractError, DataError
 
 FAULT = "fault"
 """The feature of a sample that cannot be read: the reason, UTF-8."""
-
-_PATIENCE = 2.0  # seconds between two looks for entries that other processes have added
 
 
 @dataclass
@@ -31,13 +30,13 @@ class PartlyCached(FeatureBatch):
     Attributes:
         rows: the features of each sample that are cached, by part.
         captions: of each sample.
-        keys_of: [B,P], the keys of all its features.
+        keys_of: [B,P], the keys of all its features; zeros for what is not to be added to the cache.
         media: the samples whose media are not cached, as the dataset collates them; None: all are.
         places: their numbers in this batch.
     """
 
     rows: list[dict[str, Features]]
-    captions: list[str | None]
+    captions: list[str]
     keys_of: Keys
     media: Batch | None
     places: list[int]
@@ -67,10 +66,11 @@ class CachedSamples:
     _store: Store | None = field(default=None, init=False, repr=False)
     _table: Keys | None = field(default=None, init=False, repr=False)
     _fixed: dict[str, dict[str, Any]] | None = field(default=None, init=False, repr=False)
-    _looked: float = field(default=0.0, init=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_store": None, "_table": None, "_fixed": None}
+        state = {**self.__dict__, "_store": None, "_table": None, "_fixed": None}
+        state.pop("_hashes", None)
+        return state
 
     @property
     def dataset(self) -> Any:
@@ -115,33 +115,30 @@ class CachedSamples:
         if self._table is None:
             self._table = np.load(self.table, mmap_mode="r")
         keys = np.asarray(self._table[row, variant])
-        if not keys["high"].any():
+        if not keys["high"].all():
             self.rows.read(row, variant)  # raises its DataError
             raise DataError("it could not be read when the run started", where=f"row {row}")
-        source = self.rows.source(row, variant)
-        places = self._find(keys)
-        found: dict[str, Features] = {}
-        for part, place, key in zip(self.parts, places.tolist(), keys, strict=True):
-            if place >= 0:
-                found[part.name] = features = self.store.read(place)
-                if FAULT in features:
-                    raise DataError(bytes(features[FAULT].tolist()).decode(), where=source.id)
-            elif not self.fills:
-                raise _gone(self.folder, source.id, part.name)
-            elif not key["high"]:
-                continue
-        sample = {"id": source.id, "features": found, "caption": source.caption, "keys": keys}
-        if any(part.name not in found and not part.of_text for part in self.parts):
+        source, found = self.rows.source(row, variant), self.store.get(keys)
+        named = zip(self.parts, found, strict=True)
+        features = {part.name: entry for part, entry in named if entry is not None}
+        for entry in features.values():
+            if FAULT in entry:
+                raise DataError(bytes(entry[FAULT].tolist()).decode(), where=source.id)
+        lacking = [part for part in self.parts if part.name not in features]
+        if lacking and not self.fills:
+            raise _gone(self.folder, source.id, lacking[0].name)
+        sample = {"id": source.id, "features": features, "caption": source.caption or "", "keys": keys}
+        if not all(part.of_text for part in lacking):
             sample["raw"] = self.rows.read(row, variant)
+        if lacking and (self.rows.keys_of([source], self.parts, self._hashes)[0] != keys).any():
+            # Its file or caption has changed since the start: it is encoded for this batch alone.
+            raw = sample["raw"] if "raw" in sample else self.rows.read(row, variant)
+            sample |= {"features": {}, "keys": np.zeros_like(keys), "raw": raw}
         return sample
 
-    def _find(self, keys: Keys) -> np.ndarray[Any, np.dtype[np.int64]]:
-        places = self.store.find(keys)
-        if (places < 0).any() and time.monotonic() - self._looked > _PATIENCE:
-            self._looked = time.monotonic()
-            if self.store.refresh():
-                places = self.store.find(keys)
-        return places
+    @cached_property
+    def _hashes(self) -> FileHashes:
+        return FileHashes(self.folder / FILES)
 
     def collate(self, samples: Sequence[dict[str, Any]]) -> Batch:
         """A `FeatureBatch`; a `PartlyCached` batch if a feature of a sample is not cached."""
@@ -169,19 +166,18 @@ class CachedSamples:
 
     def _fixed_text(self, text: str, keys: Keys) -> dict[str, Any]:
         (part,) = (part.name for part in self.parts if part.of_text)
-        place = int(self.store.find(keys)[0])
-        if place < 0 and self.fills:
-            return {}
-        if place < 0:
+        (features,) = self.store.get(keys)
+        if features is None and not self.fills:
             raise _gone(self.folder, repr(text), part)
-        return stacked([{part: self.store.read(place)}])
+        return {} if features is None else stacked([{part: features}])
 
 
 def _gone(folder: Path, what: str, part: str) -> CacheError:
     return CacheError(
         f"the {part} of {what} are no longer in the cache",
         where=str(folder),
-        hint="was it pruned while this run was training? run `mm cache build` again",
+        hint="`mm cache prune` removes what the configs that it is given do not need: name this run's config"
+        " too; run `mm cache build` again",
     )
 
 

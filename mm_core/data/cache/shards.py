@@ -26,6 +26,12 @@ Keys = np.ndarray[Any, np.dtype[np.void]]
 KEY = np.dtype([(name, "<u8") for name in ("high", "low", "content", "made", "encoder")])
 """The key of an entry (128 bits), and parts of it that show why another key is not there."""
 
+FAULTY = int.from_bytes(b"a fault.", "little")
+"""In the place of an encoder: the sample cannot be read, and the entry has the reason."""
+
+SHARD_BYTES = 256 * 2**20
+"""Features of more bytes are not collected for a shard."""
+
 _VERSION = "mm_core feature cache 1"
 _INDEX = "index"
 _DTYPES = {
@@ -62,10 +68,17 @@ class Shard:
     groups: tuple[tuple[int, tuple[_Column, ...]], ...]
 
     def mapped(self) -> mmap.mmap:
-        """The bytes of the file, mapped into memory. CacheError if it is not there."""
+        """The bytes of the file, mapped into memory.
+
+        Raises:
+            FileNotFoundError: it has been removed.
+            CacheError: it cannot be read.
+        """
         try:
             with self.path.open("rb") as file:
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except FileNotFoundError:
+            raise
         except (OSError, ValueError) as error:
             raise _unreadable(self.path, str(error)) from None
 
@@ -95,6 +108,7 @@ def open_shard(path: Path) -> Shard:
     """Reads the header and the keys of a shard; a hostile header cannot do more than be refused.
 
     Raises:
+        FileNotFoundError: it has been removed.
         CacheError: the file is damaged, or none of a feature cache of this version.
     """
     try:
@@ -110,6 +124,8 @@ def open_shard(path: Path) -> Shard:
                 raise ValueError("it has no index")
             file.seek(index.start)
             keys = np.fromfile(file, KEY, index.shape[0])
+    except FileNotFoundError:
+        raise
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise error if isinstance(error, CacheError) else _unreadable(path, str(error)) from None
     named: dict[int, list[_Column]] = {}
@@ -143,6 +159,11 @@ def _columns(header: object, first: int, size: int) -> dict[str, _Column]:
             raise ValueError(f"it is cut off: it declares {plural(first + end, 'byte')} and has {size}")
         found[name] = _Column(name, dtype, shape, first + start)
     return found
+
+
+def size_of(features: Mapping[str, Tensor]) -> int:
+    """Bytes of the features of an entry."""
+    return sum(tensor.nbytes for tensor in features.values())
 
 
 def _unreadable(path: Path, why: str) -> CacheError:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import mmap
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from mm_core.contracts import Features
-from mm_core.data.cache.shards import KEY, Keys, Shard, open_shard, write_shard
+from mm_core.data.cache.shards import FAULTY, KEY, Keys, Shard, open_shard, write_shard
 from mm_core.errors import CacheError
 from mm_core.files import os_reason, remove_stale_stages, replace_text
 
@@ -21,9 +23,44 @@ _MOST_OPEN = 512
 
 _ABANDONED = 24 * 3600.0
 
+_PATIENCE = 10.0  # seconds between two looks for entries that other processes have added
+
 _FORMAT = "mm_core feature cache, format 1\n"
 
 Places = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Lookup:
+    """Finds keys of 128 bits among others by binary search.
+
+    Args:
+        keys: structured array [N] with `high` and `low`.
+        last: bool [N], those that are found only where no other has the same key.
+    """
+
+    def __init__(self, keys: Keys, last: np.ndarray[Any, np.dtype[np.bool_]] | None = None) -> None:
+        self._low = keys["low"]
+        self._order = np.argsort(keys["high"], kind="stable")
+        if last is not None and last.any():
+            first = np.argsort(last, kind="stable")
+            self._order = first[np.argsort(keys["high"][first], kind="stable")]
+        self._high = keys["high"][self._order]
+
+    def find(self, keys: Keys) -> Places:
+        """The place of each key, int64 of the keys' shape; -1 where it is not among the others."""
+        flat = np.ascontiguousarray(keys).reshape(-1)
+        found = np.full(len(flat), -1, dtype=np.int64)
+        left = np.searchsorted(self._high, flat["high"])
+        for _ in range(8):  # entries written twice, and 64 bits that are equal by chance
+            there = np.flatnonzero((found < 0) & (left < len(self._high)))
+            there = there[self._high[left[there]] == flat["high"][there]]
+            if not len(there):
+                break
+            places = self._order[left[there]]
+            same = self._low[places] == flat["low"][there]
+            found[there[same]] = places[same]
+            left[there] += 1
+        return found.reshape(keys.shape)
 
 
 class Store:
@@ -42,7 +79,7 @@ class Store:
         self._shards: dict[str, Shard] = {}
         self._list: list[Shard] = []
         self._open: OrderedDict[str, mmap.mmap] = OrderedDict()
-        self._ready = False
+        self._ready, self._looked = False, 0.0
         self._check_format(create)
         self.refresh()
 
@@ -90,33 +127,42 @@ class Store:
             return False
         self._ready = True
         kept = {name: shard for name, shard in self._shards.items() if name in names}
-        new = {name: open_shard(self.folder / "shards" / name) for name in sorted(names - kept.keys())}
-        self._shards = {**kept, **new}
+        for name in sorted(names - kept.keys()):
+            with suppress(FileNotFoundError):  # another process has removed it since
+                kept[name] = open_shard(self.folder / "shards" / name)
+        self._shards = kept
         self._list = [*self._shards.values()]
         self._ends = np.cumsum([len(shard.keys) for shard in self._list], dtype=np.int64)
         self.keys: Keys = np.concatenate([np.empty(0, KEY), *(shard.keys for shard in self._list)])
-        self._order = np.argsort(self.keys["high"], kind="stable")
-        self._high = self.keys["high"][self._order]
+        self._lookup = Lookup(self.keys, self.keys["encoder"] == FAULTY)
+        for name in self._open.keys() - self._shards.keys():
+            del self._open[name]
         return True
 
     def find(self, keys: Keys) -> Places:
         """The place of each key's entry, int64 of the keys' shape; -1 where there is none."""
-        flat = np.ascontiguousarray(keys).reshape(-1)
-        found = np.full(len(flat), -1, dtype=np.int64)
-        left = np.searchsorted(self._high, flat["high"])
-        for _ in range(8):  # entries written twice, and 64 bits that are equal by chance
-            there = np.flatnonzero((found < 0) & (left < len(self._high)))
-            there = there[self._high[left[there]] == flat["high"][there]]
-            if not len(there):
-                break
-            places = self._order[left[there]]
-            same = self.keys["low"][places] == flat["low"][there]
-            found[there[same]] = places[same]
-            left[there] += 1
-        return found.reshape(keys.shape)
+        return self._lookup.find(keys)
+
+    def get(self, keys: Keys) -> list[Features | None]:
+        """The features of keys [N], in memory that is mapped from files; None where there are none.
+
+        It looks for what other processes have added; what they move, as `keep` does, is found again.
+        """
+        for _ in range(3):
+            places = self.find(keys)
+            lacking = bool(((places < 0) & (keys["high"] != 0)).any())
+            if lacking and time.monotonic() - self._looked > _PATIENCE:
+                self._looked = time.monotonic()
+                if self.refresh():
+                    places = self.find(keys)
+            try:
+                return [None if place < 0 else self.read(place) for place in places.tolist()]
+            except FileNotFoundError:
+                self.refresh()
+        return [None] * len(keys)
 
     def read(self, place: int) -> Features:
-        """The features of the entry at a place, in memory that is mapped from the file."""
+        """The features of the entry at a place. FileNotFoundError: another process has removed its shard."""
         number = int(np.searchsorted(self._ends, place, side="right"))
         shard = self._list[number]
         data = self._open.get(shard.path.name)
@@ -142,13 +188,14 @@ class Store:
         for shard, own in zip(self._list, np.split(needed, self._ends[:-1]), strict=True):
             if own.all():
                 continue
-            freed += shard.path.stat().st_size
-            if own.any():
-                data, kept = shard.mapped(), np.flatnonzero(own)
-                entries = [shard.entry(data, place) for place in kept.tolist()]
-                written = write_shard(shard.path.parent, shard.keys[kept], entries)
-                freed -= written.stat().st_size
-            shard.path.unlink()
+            with suppress(FileNotFoundError):  # another process has removed it
+                freed += shard.path.stat().st_size
+                if own.any():
+                    data, kept = shard.mapped(), np.flatnonzero(own)
+                    entries = [shard.entry(data, place) for place in kept.tolist()]
+                    written = write_shard(shard.path.parent, shard.keys[kept], entries)
+                    freed -= written.stat().st_size
+                shard.path.unlink()
         self.refresh()
         return freed
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +163,8 @@ def made_of(
 def _settings(component: object) -> dict[str, Any]:
     """A built component's class and settings: its attributes, of which long or strange ones as a hash."""
     found: dict[str, Any] = {"type": f"{type(component).__module__}.{type(component).__qualname__}"}
+    with suppress(PackageNotFoundError, AttributeError):
+        found["version"] = version(component.package)  # type: ignore[attr-defined]
     for name, value in (getattr(component, "__dict__", None) or {}).items():
         if isinstance(value, str | int | float | None):
             found[name] = value

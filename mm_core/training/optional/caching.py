@@ -19,7 +19,7 @@ from mm_core.contracts import (
     TaskModule,
 )
 from mm_core.data.cache.samples import PartlyCached, joined, on_host, stacked
-from mm_core.data.cache.shards import Keys
+from mm_core.data.cache.shards import SHARD_BYTES, Keys, size_of
 from mm_core.errors import CacheError, PlanError
 from mm_core.plan import RunCache
 
@@ -62,7 +62,7 @@ class FilledBatches(Iterator[FeatureBatch], Callback):
         self._batches, self._task, self._cache, self._device, self._note = batches, task, cache, device, note
         self._new: dict[bytes, tuple[Keys, Features]] = {}
         self._texts: dict[str, dict[str, Any]] = {}
-        self._writes = True
+        self._writes, self._bytes = True, 0
 
     def __next__(self) -> FeatureBatch:
         batch = next(self._batches)
@@ -79,29 +79,23 @@ class FilledBatches(Iterator[FeatureBatch], Callback):
     @torch.no_grad()
     def _completed(self, batch: PartlyCached) -> FeatureBatch:
         rows = [dict(row) for row in batch.rows]
-        places = self._cache.store.find(batch.keys_of)  # this process may have added some since
-        for place, number in np.argwhere(places >= 0).tolist():
-            name = self._cache.parts[number].name
-            if name not in rows[place]:
-                rows[place][name] = self._cache.store.read(int(places[place, number]))
+        for row, keys in zip(rows, batch.keys_of, strict=True):
+            if len(row) < len(keys):  # this process may have added some since
+                for part, features in zip(self._cache.parts, self._cache.store.get(keys), strict=True):
+                    if features is not None and part.name not in row:
+                        row[part.name] = features
         media = None if batch.media is None else batch.media.to(self._device)
         for number, part in enumerate(self._cache.parts):
             lacking = [place for place, row in enumerate(rows) if part.name not in row]
             if not lacking:
                 continue
-            if part.of == "text":
-                found = self._task.features(part.name, [batch.captions[place] or "" for place in lacking])
-                encoded = dict(zip(lacking, found, strict=True))
-            else:
-                assert media is not None
-                found = self._task.features(part.name, media)
-                encoded = dict(zip(batch.places, found, strict=True))
+            given = [batch.captions[place] for place in lacking] if part.of == "text" else media
+            assert given is not None
+            found = self._task.features(part.name, given)
+            encoded = dict(zip(lacking if part.of == "text" else batch.places, found, strict=True))
             for place in lacking:
                 rows[place][part.name] = features = on_host(encoded[place])
-                key = batch.keys_of[place, number : number + 1]
-                self._new[key.tobytes()] = (key, features)
-        if len(self._new) >= _FLUSH:
-            self._flush()
+                self._add(batch.keys_of[place, number : number + 1], features)
         return joined(batch.keys, batch.sample_weights, batch.ids, rows, batch.texts, batch.failures)
 
     @torch.no_grad()
@@ -112,10 +106,16 @@ class FilledBatches(Iterator[FeatureBatch], Callback):
             assert number is not None
             name = self._cache.parts[number].name
             features = on_host(self._task.features(name, [text])[0])
-            key = self._cache.texts[text]
-            self._new[key.tobytes()] = (key, features)
+            self._add(self._cache.texts[text], features)
             self._texts[text] = stacked([{name: features}])
         return self._texts[text]
+
+    def _add(self, key: Keys, features: Features) -> None:
+        if key["high"].all():  # else the sample has changed since the run started
+            self._new[key.tobytes()] = (key, features)
+        self._bytes += size_of(features)
+        if len(self._new) >= _FLUSH or self._bytes >= SHARD_BYTES:
+            self._flush()
 
     def _flush(self) -> None:
         if self._new and self._writes:
@@ -128,6 +128,7 @@ class FilledBatches(Iterator[FeatureBatch], Callback):
                 self._writes = False
                 self._note(f"warning: nothing is added to the cache any more: {error.what}")
         self._new.clear()
+        self._bytes = 0
 
 
 def filled(

@@ -20,7 +20,8 @@ import mm_core
 from mm_core.builtin.configs.diffusion import HFTextConfig
 from mm_core.cli.main import main
 from mm_core.config.load import load_config
-from mm_core.data.cache.keys import FileHashes, component_facts, digest_of
+from mm_core.data.cache.hashes import FILES, FileHashes
+from mm_core.data.cache.keys import component_facts, digest_of
 from mm_core.data.cache.store import Store
 from mm_core.loading.caching import Built, build_cache
 from mm_core.loading.frozen import load_frozen
@@ -100,7 +101,7 @@ def key(config, store: Store, name: str) -> bytes:
     """The digest of a component."""
     section = config.task.options[name]
     component = config.registry.build(section.kind, section)
-    return digest_of(component_facts(section, component, section.type, FileHashes(store)))
+    return digest_of(component_facts(section, component, section.type, FileHashes(store.folder / FILES)))
 
 
 def output(config, name: str) -> list[torch.Tensor]:
