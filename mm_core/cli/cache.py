@@ -11,9 +11,7 @@ from mm_core.cli.ranks import add_ranks, on_ranks
 from mm_core.errors import CacheError, MMError, plural
 
 if TYPE_CHECKING:
-    from mm_core.config.sections import RunConfig
     from mm_core.loading.caching import Progress
-    from mm_core.plan import RunCache
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -86,21 +84,10 @@ def _clock(seconds: float) -> str:
     return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d}"
 
 
-def _opened(config: RunConfig) -> RunCache:
-    from mm_core.data.loading.seeding import build_split
-    from mm_core.plan import build_task, check_data, in_buckets, open_cache
-
-    task = build_task(config)
-    check_data(config, task)
-    datasets = {
-        name: build_split(config.registry, section, config.run.seed, config.data.loader.mode, name)
-        for name, section in config.data.splits.items()
-    }
-    return open_cache(config, task, in_buckets(config, task, datasets))
-
-
 def _status(args: argparse.Namespace) -> int:
-    cache = _opened(config_of(args))
+    from mm_core.plan import cache_of
+
+    _, cache = cache_of(config_of(args))
     rows = cache.status()
     unused = int((~cache.needed()).sum())
     size = sum(shard.path.stat().st_size for shard in cache.store.shards)
@@ -119,9 +106,10 @@ def _status(args: argparse.Namespace) -> int:
 
 def _prune(args: argparse.Namespace) -> int:
     from mm_core.config.load import load_config
+    from mm_core.plan import cache_of
 
     configs = [load_config(path, args.overrides, allow_code=args.allow_code) for path in args.config]
-    caches = [_opened(config) for config in configs]
+    caches = [cache_of(config)[1] for config in configs]
     if len({cache.store.folder.resolve() for cache in caches}) > 1:
         raise MMError("the configs name different caches", where="--config", hint="prune one cache at a time")
     first = caches[0]

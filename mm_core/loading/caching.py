@@ -24,7 +24,6 @@ from mm_core.data.cache.rows import keys_of_texts
 from mm_core.data.cache.samples import FAULT, on_host
 from mm_core.data.cache.shards import FAULTY, SHARD_BYTES, Keys, size_of
 from mm_core.data.loading.loader import Fault, WorkerTraceback
-from mm_core.data.loading.seeding import build_split
 from mm_core.data.loading.workers import (
     StartWorker,
     deaths_explained,
@@ -35,7 +34,7 @@ from mm_core.data.loading.workers import (
 from mm_core.device import current_device, set_numerics
 from mm_core.errors import CacheError, DataError
 from mm_core.loading.frozen import load_frozen
-from mm_core.plan import RunCache, build_task, check_data, in_buckets, open_cache
+from mm_core.plan import RunCache, cache_of
 from mm_core.runtime.ranks import Ranks
 
 _MEDIA, _TEXTS = 128, 1024
@@ -84,14 +83,7 @@ def build_cache(config: RunConfig, show: Callable[[Progress], None]) -> Built:
         What all ranks have encoded.
     """
     set_numerics(config.run.deterministic, config.run.float32_matmul)
-    task = build_task(config)
-    check_data(config, task)
-    loader = config.data.loader
-    datasets = {
-        name: build_split(config.registry, section, config.run.seed, loader.mode, name)
-        for name, section in config.data.splits.items()
-    }
-    cache = open_cache(config, task, in_buckets(config, task, datasets), create=True)
+    task, cache = cache_of(config, create=True)
     cache.store.tidy()
     cache.record_facts()
     own, ranks = Built(), Ranks.current()

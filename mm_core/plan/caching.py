@@ -24,7 +24,7 @@ from mm_core.data.loading.seeding import build_split
 from mm_core.data.rows.mapped_rows import read_once
 from mm_core.errors import CacheError, MMError, PlanError
 from mm_core.plan.bucketing import in_buckets
-from mm_core.plan.planning import check_data, make_plan
+from mm_core.plan.planning import build_task, check_data, make_plan
 from mm_core.plan.run_cache import CachedSplit, RunCache
 from mm_core.plan.run_plan import RunPlan
 from mm_core.plugin.checks.places import place_of_object
@@ -210,18 +210,29 @@ def in_cache(
     return found, notes, cache if filling else None
 
 
+def cache_of(config: RunConfig, create: bool = False) -> tuple[TaskModule, RunCache]:
+    """The task of a run, built, and its cache, for commands; see `open_cache`."""
+    task = build_task(config)
+    return task, open_cache(config, task, _datasets(config, task), create=create)
+
+
 def plan_with_cache(config: RunConfig, world: int, task: TaskModule) -> RunPlan:
     """The plan of a run whose data are cached, for a number of ranks; see `in_cache` and `make_plan`."""
-    check_data(config, task)
-    datasets = {
-        name: build_split(config.registry, section, config.run.seed, config.data.loader.mode, name)
-        for name, section in config.data.splits.items()
-    }
-    datasets, notes, _ = in_cache(config, task, in_buckets(config, task, datasets))
+    datasets, notes, _ = in_cache(config, task, _datasets(config, task))
     train = datasets["train"]
     samples = train if isinstance(train, BucketedSamples) else None
     plan = make_plan(config, world, task, None, rows_of(train), samples)
     return replace(plan, notes=(*plan.notes, *notes))
+
+
+def _datasets(config: RunConfig, task: TaskModule) -> dict[str, AnyDataset]:
+    check_data(config, task)
+    mode = config.data.loader.mode
+    datasets = {
+        name: build_split(config.registry, section, config.run.seed, mode, name)
+        for name, section in config.data.splits.items()
+    }
+    return in_buckets(config, task, datasets)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ import json
 import os
 import resource
 import shutil
+import socket
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,10 +22,11 @@ from safetensors import safe_open
 
 from mm_core.data.cache.claims import Claims
 from mm_core.data.cache.samples import stacked
-from mm_core.data.cache.shards import KEY, Keys, open_shard
+from mm_core.data.cache.shards import FAULTY, KEY, Keys, open_shard
 from mm_core.data.cache.store import Store
 from mm_core.data.datasets.video_text import made_of
 from mm_core.errors import CacheError, ContractError
+from mm_core.processes import started
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8)
 
@@ -112,6 +115,30 @@ def test_keys_that_share_64_bits_are_told_apart(store):
     assert [int(store.read(int(place))["size"][0]) for place in store.find(twins)] == [0, 1, 2]
     twins["low"] = 8
     assert store.find(twins).tolist() == [-1] * 3
+
+
+def test_what_another_process_moves_is_found_again_and_what_it_removes_is_not_there(store):
+    shard_of(store, *range(8))
+    reader = Store(store.folder)
+    store.keep(np.isin(store.keys["high"], keys_of(1, 2)["high"]))
+    kept, gone = reader.get(keys_of(2, 3))
+    assert gone is None and same(kept, features(2, length=3))
+    (held,) = Store(store.folder).get(keys_of(1))
+    store.keep(np.zeros(len(store), bool))
+    assert same(held, features(1, length=2)) and reader.get(keys_of(1)) != [None]  # mapped already
+    assert Store(store.folder).get(keys_of(1)) == [None]
+
+
+def test_real_features_win_over_a_fault_of_the_same_sample(store):
+    bad = keys_of(0, 1, 2)
+    bad["encoder"] = FAULTY
+    reasons = [{"fault": torch.zeros(3, dtype=torch.uint8)}] * 3
+    store.add(bad[:2], reasons[:2])
+    shard_of(store, 1, 2)
+    store.add(bad[2:], reasons[2:])
+    store.refresh()
+    found = [[*entry] for entry in store.get(keys_of(0, 1, 2))]
+    assert found[0] == ["fault"] and "states" in found[1] and "states" in found[2]
 
 
 def test_what_is_not_needed_is_removed_and_the_rest_is_kept(store):
@@ -283,17 +310,20 @@ def test_a_claim_is_one_process_alone_until_it_is_released(tmp_path):
 
 
 def test_the_claim_of_a_dead_process_is_taken_over(tmp_path):
-    import socket
-    import subprocess
-
     child = subprocess.Popen(["true"])
     child.wait()
-    (tmp_path / "a").write_text(f"{child.pid} 5@{socket.gethostname()}")
-    (tmp_path / "b").write_text("1@another-host")
-    (tmp_path / "c").write_text("1@another-host")
-    os.utime(tmp_path / "c", (1, 1))
+    host = socket.gethostname()
+    own = f"{os.getpid()} {started(os.getpid())}"
+    (tmp_path / "a").write_text(f"{child.pid} 5@{host}")
+    (tmp_path / "b").write_text("1 5@another-host")
+    (tmp_path / "c").write_text("1 5@another-host")
+    (tmp_path / "d").write_text(f"{os.getpid()} 5@{host}")  # its id is another's since a restart
+    (tmp_path / "e").write_text(f"{own}@{host}")
+    (tmp_path / "f").write_text(f"{own}@{host}")
+    for name in "cf":  # silent for too long
+        os.utime(tmp_path / name, (1, 1))
     claims = Claims(tmp_path)
-    assert [claims.take(name) for name in "abc"] == [True, False, True]
+    assert [claims.take(name) for name in "abcdef"] == [True, False, True, True, False, True]
 
 
 # -- what goes with media ---------------------------------------------------------------------------

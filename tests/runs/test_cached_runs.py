@@ -25,6 +25,7 @@ from mm_core.config.sections import RunConfig
 from mm_core.contracts import Randomness
 from mm_core.data.cache.store import Store
 from mm_core.errors import CacheError, PlanError
+from mm_core.loading import caching
 from mm_core.loading.caching import build_cache
 from mm_core.runtime.process_group import process_group
 from mm_core.training.assembly import Assembly, assemble
@@ -33,6 +34,7 @@ from support.logs import losses
 
 pytestmark = pytest.mark.slow
 
+SMALL = {"height": 16, "width": 16, "num_frames": 1}
 SHAPES = [(16, 24), (24, 16), (20, 20)]
 PREDICTOR = {"type": "custom_dit", "in_channels": 12, "out_channels": 12, "freq_dim": 16, "ffn_dim": 32}
 PREDICTOR |= {"num_layers": 1, "num_heads": 1, "head_dim": 16, "patch_size": [1, 2, 2], "text_dim": 16}
@@ -110,14 +112,18 @@ def assembled(config: RunConfig) -> Iterator[Assembly]:
         made.reporter.close("stopped")
 
 
+def photos_of(place: Place) -> dict[str, Any]:
+    """The photos as a dataset of their own."""
+    photos = {"type": "media_text", "sources": [{"annotations": f"{place.folder}/photos/"}]}
+    return photos | {"num_frames": 1, "max_height": 16, "max_width": 24}
+
+
 def train(config: RunConfig) -> list[float]:
     return losses(mm_core.train(config).run_dir)
 
 
 def test_buckets_variants_and_dropout_give_the_losses_without_a_cache(place):
-    photos = {"type": "media_text", "sources": [{"annotations": f"{place.folder}/photos/"}]}
-    photos |= {"num_frames": 1, "max_height": 16, "max_width": 24}
-    held = ["validation={every: 20, timesteps: [0.5]}", f"data.validation={json.dumps(photos)}"]
+    held = ["validation={every: 20, timesteps: [0.5]}", f"data.validation={json.dumps(photos_of(place))}"]
     drawn = {"random_start": True}
     for row in place.rows:
         row["cap"] = [row["cap"], f"the {row['cap']}, which has a longer caption"]
@@ -237,6 +243,104 @@ def test_a_sample_that_cannot_be_read_is_replaced_as_without_a_cache(place, caps
     assert reasons[0] == reasons[1] and len(reasons[0]) > 0
 
 
+def changed_after_the_keys(monkeypatch, change):
+    """Has files changed by someone else once a build knows what it is to encode."""
+    real = caching.cache_of
+
+    def opened(*given, **more):
+        found = real(*given, **more)
+        change()
+        return found
+
+    monkeypatch.setattr(caching, "cache_of", opened)
+
+
+def test_what_changes_or_cannot_be_read_during_a_build_is_left_out(place, monkeypatch, capsys):
+    photos = place.folder / "photos"
+
+    def change():
+        Image.new("RGB", (24, 16), (1, 2, 3)).save(photos / "0.png")
+        (photos / "3.txt").write_text("another caption")
+        for name in ("4.png", "5.png"):
+            (photos / name).unlink()
+        (photos / "5.png").symlink_to("5.png")  # the system refuses to open it
+        path = place.folder / "3.mp4"
+        path.write_bytes(path.read_bytes()[:60])  # damaged, but not what the keys are of
+
+    before = (photos / "5.png").read_bytes()
+    changed_after_the_keys(monkeypatch, change)
+    config = place.config("cached", *place.cached(), **SMALL)
+    built = build_cache(config, note)
+    assert built.encoded == {"latents": 19, "text states": 22} and built.unreadable == 0
+    whys = sorted(built.left_out.values())
+    assert len(whys) == 6 and whys.count("its file or caption was changed") == 2, whys
+    monkeypatch.undo()
+
+    (photos / "5.png").unlink()
+    (photos / "5.png").write_bytes(before)  # the share is there again
+    built = build_cache(config, note)
+    assert built.encoded == {"latents": 2, "text states": 2} and built.unreadable == 1 and not built.left_out
+
+    (photos / "6.txt").write_text("yet another")
+    changed_after_the_keys(monkeypatch, lambda: (photos / "6.txt").write_text("and again"))
+    assert main(["cache", "build", "--config", f"{place.folder}/cached.yaml", *place.cached()]) == 1
+    assert "left out 1 item: its file or caption was changed" in capsys.readouterr().err
+
+
+def test_what_changes_while_a_run_fills_the_cache_is_trained_on_and_not_kept(place):
+    config = place.config("first", *place.cached("data.cache.missing=encode"), **SMALL)
+    with assembled(config) as made:
+        for number in range(9):
+            (place.folder / f"photos/{number}.txt").write_text("another caption")
+            Image.new("RGB", (24, 16), (1, 2, number)).save(place.folder / f"photos/{number}.png")
+        for _ in range(40):
+            next(made.training.batches)
+        made.between.callbacks.run_ended(20, None)
+    place.config("again", *place.cached(), **SMALL)
+    built = build_cache(place.config("again", *place.cached(), **SMALL), note)
+    assert built.encoded == {"latents": 9, "text states": 1}
+
+
+def test_only_the_empty_caption_may_be_missing(place):
+    build_cache(place.config("built", *place.cached("task.caption_dropout=0")), note)
+    held = ["validation={every: 20, timesteps: [0.5]}", f"data.validation={json.dumps(photos_of(place))}"]
+    online = train(place.config("online", *held))
+    with pytest.raises(CacheError, match=r"text states: 1 not cached: not encoded yet.*''"):
+        train(place.config("cached", *place.cached()))
+    fills = place.cached("data.cache.missing=encode")
+    assert train(place.config("cached", *held, *fills)) == pytest.approx(online, abs=1e-6)
+    with assembled(place.config("again", *fills)) as made:
+        assert made.training.task.frozen == ()
+
+
+def test_reasons_tell_a_variant_from_another_autoencoder(place):
+    drawn = {"random_start": True}
+    build_cache(place.config("built", *place.cached(), **drawn), note)
+    with pytest.raises(CacheError) as caught:
+        mm_core.train(place.config("more", *place.cached("data.cache.variants=2"), **drawn))
+    assert "latents: 14 not cached: other random starts or crops of it are there" in str(caught.value)
+    assert "has changed (" not in str(caught.value)
+
+
+def test_a_file_without_a_hash_is_replaced_as_without_a_cache(place):
+    (place.folder / "3.mp4").unlink()
+    (place.folder / "3.mp4").mkdir()
+    more = ["data.loader.max_failed_share=0.5"]
+    online = train(place.config("online", *more, **SMALL))
+    build_cache(place.config("cached", *place.cached(), **SMALL), note)
+    assert train(place.config("cached", *more, *place.cached(), **SMALL)) == pytest.approx(online, abs=1e-6)
+
+
+def test_a_prune_for_two_configs_leaves_a_running_one_what_it_needs(place):
+    config = place.config("cached", *place.cached())
+    build_cache(config, note)
+    build_cache(place.config("other", *place.cached(), fps=7), note)
+    with assembled(config) as made:
+        assert main(["cache", "prune", "--config", f"{place.folder}/cached.yaml", *place.cached()]) == 0
+        for _ in range(20):
+            next(made.training.batches)
+
+
 def test_a_task_of_a_plugin_takes_part(place):
     plugin = [f"plugins.path=[{Path(__file__).with_name('cached_task.py')}]", "train.micro_batch_size=2"]
     task = {"task": {"type": "local/letters", "text_encoder": TASK["text_encoder"]}}
@@ -284,7 +388,7 @@ def test_a_cache_that_was_pruned_under_a_run_ends_it_with_a_sentence(place):
     with assembled(config) as made:
         for shard in (place.folder / "cache/shards").iterdir():
             shard.unlink()
-        with pytest.raises(CacheError, match="no longer in the cache"):
+        with pytest.raises(CacheError, match=r"no longer in the cache(.|\n)*`mm cache prune` removes"):
             next(made.training.batches)
 
 
