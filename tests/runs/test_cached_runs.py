@@ -31,6 +31,7 @@ from mm_core.runtime.process_group import process_group
 from mm_core.training.assembly import Assembly, assemble
 from support import warm
 from support.logs import losses
+from support.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -152,6 +153,18 @@ def test_two_ranks_with_workers_read_one_cache(place):
     assert found["cached"] == pytest.approx(found["online"], abs=1e-6)
 
 
+@pytest.mark.parametrize("missing", ["encode", "error"])
+def test_ranks_that_look_at_different_moments_do_the_same(place, missing):
+    build_cache(place.config("cached", *place.cached(), **SMALL), note)
+    cache, aside = place.folder / "cache", place.folder / "aside"
+    holding = next(s.path for s in Store(cache).shards if len(s.groups[0][1]) == 2)  # of texts: states, mask
+    holding.rename(aside)
+    given = (place.folder / "cached.yaml", cache, aside, missing)
+    first, second = run_ranks(Path(__file__).with_name("cached_ranks.py"), 2, *given)
+    assert first == second
+    assert ("['text_encoder'] True" if missing == "encode" else "text states: 8 not cached") in first
+
+
 def test_two_ranks_build_a_cache_and_one_that_is_complete_encodes_nothing(place):
     place.config("built", *place.cached())
     command = ["cache", "build", "--config", f"{place.folder}/built.yaml", *place.cached()]
@@ -228,16 +241,15 @@ def test_a_sample_that_cannot_be_read_is_replaced_as_without_a_cache(place, caps
     for name in ("photos/4.png", "3.mp4"):
         path = place.folder / name
         path.write_bytes(path.read_bytes()[:60])
-    size = {"height": 16, "width": 16, "num_frames": 1}
-    built = build_cache(place.config("cached", *place.cached(), **size), note)
+    built = build_cache(place.config("cached", *place.cached(), **SMALL), note)
     assert built.unreadable == 2 and built.encoded["latents"] == 21
-    assert build_cache(place.config("cached", *place.cached(), **size), note).unreadable == 0
+    assert build_cache(place.config("cached", *place.cached(), **SMALL), note).unreadable == 0
     assert main(["cache", "status", "--config", f"{place.folder}/cached.yaml", *place.cached()]) == 0
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "latents" in line)
     assert line.split() == ["train", "latents", "21", "0", "0", "2"]
     more = ["data.loader.max_failed_share=0.5"]
-    online = train(place.config("online", *more, **size))
-    assert train(place.config("cached", *more, *place.cached(), **size)) == pytest.approx(online, abs=1e-6)
+    online = train(place.config("online", *more, **SMALL))
+    assert train(place.config("cached", *more, *place.cached(), **SMALL)) == pytest.approx(online, abs=1e-6)
     listed = [(place.folder / f"runs/{name}/skipped.jsonl").read_text() for name in ("online", "cached")]
     reasons = [[json.loads(line)["reason"] for line in each.splitlines()] for each in listed]
     assert reasons[0] == reasons[1] and len(reasons[0]) > 0
@@ -345,13 +357,12 @@ def test_a_task_of_a_plugin_takes_part(place):
     plugin = [f"plugins.path=[{Path(__file__).with_name('cached_task.py')}]", "train.micro_batch_size=2"]
     task = {"task": {"type": "local/letters", "text_encoder": TASK["text_encoder"]}}
     of = [*plugin, f"task={json.dumps(task['task'])}"]
-    size = {"height": 16, "width": 16, "num_frames": 1}
-    online = train(place.config("online", *of, **size))
-    assert build_cache(place.config("built", *of, *place.cached(), **size), note).encoded == {"means": 23}
-    assert train(place.config("cached", *of, *place.cached(), **size)) == pytest.approx(online, abs=1e-6)
+    online = train(place.config("online", *of, **SMALL))
+    assert build_cache(place.config("built", *of, *place.cached(), **SMALL), note).encoded == {"means": 23}
+    assert train(place.config("cached", *of, *place.cached(), **SMALL)) == pytest.approx(online, abs=1e-6)
     trained = json.dumps(task["task"] | {"type": "local/trained"})
     with pytest.raises(PlanError, match="the text_encoder is trained"):
-        mm_core.train(place.config("trained", *plugin, f"task={trained}", *place.cached(), **size))
+        mm_core.train(place.config("trained", *plugin, f"task={trained}", *place.cached(), **SMALL))
 
 
 def test_data_that_describe_no_sample_are_refused(place):
