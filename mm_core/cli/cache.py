@@ -88,7 +88,7 @@ def _status(args: argparse.Namespace) -> int:
     from mm_core.plan import cache_of
 
     _, cache = cache_of(config_of(args))
-    rows = cache.status()
+    rows, lines = cache.survey()
     unused = int((~cache.needed()).sum())
     size = sum(shard.path.stat().st_size for shard in cache.store.shards)
     lacking = any(row.missing or row.stale for row in rows)
@@ -97,7 +97,7 @@ def _status(args: argparse.Namespace) -> int:
         return int(lacking)
     head = ("SPLIT", "FEATURES", "PRESENT", "STALE", "MISSING", "UNREADABLE")
     print_table([head, *((row.split, row.part, *(f"{number:,}" for number in row[2:])) for row in rows)])
-    for line in cache.explanations():
+    for line in lines:
         print(line)
     shards, entries = plural(len(cache.store.shards), "shard"), plural(unused, "entry")
     print(f"{human_size(size)} in {shards}; {entries} that this run does not need")

@@ -181,7 +181,7 @@ def in_cache(
     fills = config.data.cache.missing == "encode"
     cache = open_cache(config, task, datasets, create=fills)
     mine = {name: cache.lacking(name) for name in ("texts", *cache.splits)}
-    everyone = Ranks.current().gather((mine, cache.explanations() if any(mine.values()) else []))
+    everyone = Ranks.current().gather((mine, cache.survey()[1] if any(mine.values()) else []))
     lacking = {name: set().union(*(each[name] for each, _ in everyone)) for name in mine}
     if any(lacking.values()) and not fills:
         raise _incomplete(cache, next(lines for _, lines in everyone if lines))

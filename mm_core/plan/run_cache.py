@@ -91,10 +91,6 @@ class RunCache:
         if self.text_part is not None and self.texts:
             yield "texts", self.text_part, np.stack([*self.texts.values()])
 
-    def missing(self, keys: Keys) -> np.ndarray[Any, Any]:
-        """Places [N,2] of the keys that are wanted and not there."""
-        return np.argwhere((self.store.find(keys) < 0) & (keys["high"] != 0))
-
     def name(self, split: str, row: int, variant: int) -> str:
         """The name of a sample, for reports."""
         if split == "texts":
@@ -112,8 +108,11 @@ class RunCache:
 
     def lacking(self, split: str) -> set[str]:
         """Names of the parts of which a split misses something."""
-        tables = ((self.keyed[part].name, keys) for name, part, keys in self.tables() if name == split)
-        return {name for name, keys in tables if len(self.missing(keys))}
+        return {
+            self.keyed[part].name
+            for name, part, keys in self.tables()
+            if name == split and ((self.store.find(keys) < 0) & (keys["high"] != 0)).any()
+        }
 
     def reasons(self, part: int, keys: Keys) -> list[str]:
         """Why keys [N] have no entry: what is there of the same content, but made or encoded differently."""
@@ -138,36 +137,28 @@ class RunCache:
         shown = f" ({'; '.join(changes[:3])})" if changes else ""
         return f"the {names} has changed{shown}"
 
-    def status(self) -> list[PartStatus]:
-        """What is there of each part of each split, and what is not."""
-        found = []
-        for split, part, keys in self.tables():
-            places, wanted = self.store.find(keys), keys["high"] != 0
-            reasons = self.reasons(part, keys[wanted & (places < 0)])
-            new = sum(reason in (NEW, VARIANT) for reason in reasons)
-            there = self.store.keys[places[wanted & (places >= 0)]]
-            bad = int((there["encoder"] == FAULTY).sum())
-            unread = bad
-            if not self.keyed[part].of_text:
-                unread += int((~wanted)[self.splits[split].rows.used()].sum())
-            name = self.keyed[part].name
-            found.append(PartStatus(split, name, len(there) - bad, len(reasons) - new, new, unread))
-        return found
-
-    def explanations(self) -> list[str]:
-        """What is not there: for each part and reason the number, and the first samples by name."""
+    def survey(self) -> tuple[list[PartStatus], list[str]]:
+        """What is there of each part of each split; and of what is not, a line for each part and reason with
+        the number, and the first samples by name."""
+        rows: list[PartStatus] = []
         counts: Counter[tuple[str, str]] = Counter()
         named: dict[tuple[str, str], list[str]] = {}
         for split, part, keys in self.tables():
-            places = self.missing(keys)
-            reasons = self.reasons(part, keys[tuple(places.T)])
-            for (row, variant), reason in zip(places.tolist(), reasons, strict=True):
-                kind = (self.keyed[part].name, reason)
-                counts[kind] += 1
-                shown = named.setdefault(kind, [])
+            name, places, wanted = self.keyed[part].name, self.store.find(keys), keys["high"] != 0
+            there = self.store.keys[places[wanted & (places >= 0)]]
+            bad = unreadable = int((there["encoder"] == FAULTY).sum())
+            if not self.keyed[part].of_text:
+                unreadable += int((~wanted)[self.splits[split].rows.used()].sum())
+            lacking = np.argwhere(wanted & (places < 0))
+            reasons = self.reasons(part, keys[tuple(lacking.T)])
+            new = sum(reason in (NEW, VARIANT) for reason in reasons)
+            rows.append(PartStatus(split, name, len(there) - bad, len(reasons) - new, new, unreadable))
+            for (row, variant), reason in zip(lacking.tolist(), reasons, strict=True):
+                counts[name, reason] += 1
+                shown = named.setdefault((name, reason), [])
                 if len(shown) < _SHOWN:
                     shown.append(self.name(split, row, variant))
-        return [
+        return rows, [
             f"{part}: {count:,} not cached: {reason}: {'; '.join(named[part, reason])}"
             + "; ..." * (count > _SHOWN)
             for (part, reason), count in counts.items()
