@@ -48,11 +48,15 @@ COMMANDS = MappingProxyType(
             "explain keys, write a schema for editors, copy YAML files of plugins",
         ),
         "plugins": ("mm_core.cli.plugins", "list, show and check plugins and their components"),
+        "doctor": (
+            "mm_core.cli.installation.doctor",
+            "check this installation and machine, and name the command that fixes what is wrong",
+        ),
     }
 )
 """Subcommand -> (module with `configure(parser)` and `execute(args) -> int`, one-line summary)."""
 
-PRINTING = frozenset({"weights", "validate", "config", "plugins", "chat", "data"})
+PRINTING = frozenset({"weights", "validate", "config", "plugins", "chat", "data", "doctor"})
 """Subcommands whose only result is what they print. The others also write files."""
 
 ALIASES = MappingProxyType({"evaluate": "eval"})

@@ -56,6 +56,8 @@ PAGES: dict[str, Page] = {
             "mm align recorder": "",
         },
     ),
+    # tests/cli/test_doctor.py runs the rest of the deep part.
+    "docs/when-something-is-wrong.md": Page({" --deep": ""}, {"mm doctor": "shared memory"}),
     "docs/sampling.md": Page(
         {"--nproc 8": "--nproc 2", "@2000": "@2", "--steps 30": "--steps 2"},
         {

@@ -1,0 +1,1 @@
+"""`mm doctor`: what is wrong with an installation, and the command that fixes it."""

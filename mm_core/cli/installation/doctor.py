@@ -1,0 +1,49 @@
+"""`mm doctor`: checks an installation, and names the command that fixes what is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from pathlib import Path
+
+from mm_core import __version__
+from mm_core.cli.installation.findings import Report
+from mm_core.cli.options import print_json, print_table
+from mm_core.errors import plural
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--dir", default="runs", metavar="DIR", help="folder that runs are written to (default runs)")
+    add("--deep", action="store_true", help="also multiply matrices, let two ranks communicate, save a file")
+    add("--json", action="store_true", help="print JSON")
+    add("--two-ranks", action="store_true", help=argparse.SUPPRESS)  # what --deep starts
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Runs `mm doctor`; the exit code is 1 if there is an error."""
+    if args.two_ranks:
+        from mm_core.cli.installation.deep import two_ranks
+
+        return two_ranks()
+    from mm_core.cli.installation.machine import check_machine
+    from mm_core.cli.installation.packages import check_packages
+
+    report = Report({"python": platform.python_version(), "mm-core": __version__})
+    check_packages(report, os.environ)
+    check_machine(report, os.environ, Path(args.dir))
+    if args.deep:
+        from mm_core.cli.installation.deep import check_deep
+
+        check_deep(report, Path(args.dir))
+    if args.json:
+        findings = [vars(finding) for finding in report.findings]
+        print_json({"ok": not report.errors, "facts": report.facts, "findings": findings})
+    else:
+        print_table(list(report.facts.items()))
+        for finding in report.findings:
+            print(f"\n{finding.severity}: {finding.sentence}\n  fix: {finding.fix}")
+        warnings = len(report.findings) - report.errors
+        print(f"\n{plural(report.errors, 'error')}, {plural(warnings, 'warning')}")
+    return 1 if report.errors else 0
