@@ -108,7 +108,7 @@ class ForwardFlops:
             return
         self._encode = 0
         try:
-            with _Counter(_formulas(self._faults.append)) as self._mode:
+            with _Counter(formulas(self._faults.append)) as self._mode:
                 yield
                 total = self._mode.total
             self._counted = (self._encode, total - self._encode)
@@ -147,7 +147,7 @@ def _row(encode: int, forward: int, known: bool) -> Tensor:
     return torch.tensor([encode, forward, known], dtype=torch.float64)
 
 
-def _formulas(fault: Callable[[str], None]) -> dict[object, Callable[..., int]]:
+def formulas(fault: Callable[[str], None]) -> dict[object, Callable[..., int]]:
     """FLOP formulas of torch and the missing ones; a formula that fails does not end the forward."""
 
     def tolerant(operator: object, formula: Callable[..., int]) -> Callable[..., int]:

@@ -54,6 +54,7 @@ PAGES: dict[str, Page] = {
             "mm align checklist": "config.task.scheduler.shift",
             "mm align record --config x.yaml --steps 2 --like": "fed from A",
             "mm align recorder": "",
+            "mm-train --config x.yaml --dry-run": "aten::mm",
         },
     ),
     # tests/cli/test_doctor.py runs the rest of the deep part.

@@ -11,13 +11,14 @@ import re
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, NoReturn
 
-from mm_core.cli.options import config_of, count, print_json
+from mm_core.cli.options import config_of, count, print_json, print_table
 from mm_core.cli.ranks import rank_command, refuse_among_ranks
 from mm_core.errors import MMError, plural
 
 if TYPE_CHECKING:
     from mm_core.config.sections import RunConfig
     from mm_core.runtime.launch.signals import StopFlag
+    from mm_core.telemetry.operators import Operator
 
 _OF_LAUNCH = ("nproc", "nnodes", "rdzv_endpoint", "rdzv_id", "node_rank")
 """Options that set how many ranks run, and on which hosts."""
@@ -42,6 +43,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add("--dry-run", action="store_true", help="print the plan of the run and stop")
     add("--json", action="store_true", help="with --dry-run: print the plan as JSON")
+    add(
+        "--ops", action="store_true", help="with --dry-run: also list the operators of a forward and backward"
+    )
+    add("--device", metavar="KIND", help="with --ops: how a kind of device runs each, where it is installed")
     add(
         "--resume",
         default="auto",
@@ -103,7 +108,7 @@ def execute(args: argparse.Namespace) -> int:
         nproc = max(1, device_count())
     world = nproc * most
     if args.dry_run:
-        return _dry_run(config, world, args.json)
+        return _dry_run(config, world, args)
     if args.verify_resume is not None:
         return _verify_resume(args, config, nproc, most)
     if world == 1:
@@ -164,7 +169,7 @@ def _verify_resume(args: argparse.Namespace, config: RunConfig, nproc: int, host
     return 0 if same else 1
 
 
-def _dry_run(config: RunConfig, world: int, as_json: bool) -> int:
+def _dry_run(config: RunConfig, world: int, args: argparse.Namespace) -> int:
     from mm_core.loading.run_adapters import adapters_begun
     from mm_core.plan import (
         base_choices,
@@ -182,11 +187,25 @@ def _dry_run(config: RunConfig, world: int, as_json: bool) -> int:
     rows, spec = config.train.micro_batch_size, config.data.train.options
     plan = replace(plan, activations=shared_activations(task, plan.engine, spec, rows))
     choices = base_choices(config, world, adapters)
-    if as_json:
-        print_json({**plan.to_mapping(), "base_choices": [asdict(choice) for choice in choices]})
-    else:
-        print("\n".join([plan.render(), *(["", *table_of(choices)] if choices else [])]))
+    operators = _operators(config, args.device) if args.ops else None
+    if args.json:
+        found = {} if operators is None else {"operators": [asdict(each) for each in operators]}
+        print_json({**plan.to_mapping(), "base_choices": [asdict(choice) for choice in choices], **found})
+        return 0
+    print("\n".join([plan.render(), *(["", *table_of(choices)] if choices else [])]))
+    if operators is not None:
+        from mm_core.telemetry.operators import table
+
+        print("\noperators of a forward and backward of one micro-batch, as the CPU runs them")
+        print_table(table(operators))
     return 0
+
+
+def _operators(config: RunConfig, device: str | None) -> list[Operator]:
+    from mm_core.telemetry.operators import listed
+    from mm_core.training.optional.operators import operators_of
+
+    return listed(operators_of(config), device)
 
 
 def _dry_run_of_rank(args: argparse.Namespace) -> int:
@@ -195,7 +214,7 @@ def _dry_run_of_rank(args: argparse.Namespace) -> int:
 
     world = environment_world()
     config = config_of(args)
-    return _dry_run(config, world.world_size, args.json) if world.rank == 0 else 0
+    return _dry_run(config, world.world_size, args) if world.rank == 0 else 0
 
 
 def _refuse_contradictions(args: argparse.Namespace) -> None:
@@ -226,6 +245,12 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
             "--json works only with --dry-run, whose plan it prints as JSON",
             where="command line",
             hint="add --dry-run or remove --json",
+        )
+    if (args.ops and not args.dry_run) or (args.device and not args.ops):
+        raise MMError(
+            "--ops works only with --dry-run, and --device with --ops",
+            where="command line",
+            accepted="--dry-run --ops --device KIND",
         )
 
 

@@ -1,0 +1,50 @@
+"""Which kernel of a device an operator runs."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from mm_core.device.kind import device_type
+from mm_core.errors import MMError
+
+Kernel = Literal["native", "decomposed", "fallback", "missing", "unknown"]
+
+_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
+_FUSED = {
+    "cuda": "aten::_scaled_dot_product_flash_attention",
+    "npu": "aten::_scaled_dot_product_fused_attention_overrideable",
+}
+"""Device -> its operator in the place of the CPU's attention."""
+
+
+def kernel_on(operator: str, device: str) -> Kernel:
+    """How a device runs an operator.
+
+    Args:
+        operator: its name with the overload, such as `aten::add.Tensor`, as the CPU runs it.
+        device: `cpu`, or the kind of this host's device.
+
+    Returns:
+        native: a kernel of the device's own. decomposed: other operators compute it, on the device.
+        fallback: it is computed on the host, and its tensors are copied. missing: it fails. unknown: the
+        device's kernels are not loaded here.
+
+    Raises:
+        MMError: the name of a device that there is not.
+    """
+    if device not in ("cpu", *_FUSED):
+        accepted = ", ".join(("cpu", *_FUSED))
+        raise MMError(f"{device!r} is no kind of device", where="--device", accepted=accepted)
+    if device not in ("cpu", device_type()):
+        return "unknown"
+    if device in _FUSED and operator.startswith(_ATTENTION):
+        operator = operator.replace(_ATTENTION, _FUSED[device])
+    key = torch._C._dispatch_key_for_device(device)
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    if has(operator, key):
+        return "native"
+    if has(operator, "CompositeExplicitAutograd") or has(operator, "CompositeImplicitAutograd"):
+        return "decomposed"
+    return "fallback" if torch._C._dispatch_has_backend_fallback(key) else "missing"
