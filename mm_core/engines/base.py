@@ -9,10 +9,10 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from mm_core.contracts import DataRanks, Loss, Randomness, Shard, WeightPlan
 from mm_core.device import current_device
+from mm_core.engines.local_shards import GlobalNorm, LocalSteps, addresses, local_gradients
 from mm_core.errors import ContractError
 from mm_core.modules.initialise import initialise
 from mm_core.modules.quantised import fill_state, scale_names
@@ -36,7 +36,7 @@ class EngineBase:
         _trained: the trained components, by path in the task.
         _tied: their tied weights (`tied_names`) before memory is allocated, by path in the task.
         _parameters: their parameters as the optimizer gets them, by path in the task.
-        _optimizer: the optimizer; None if nothing is trained.
+        _optimizer: the optimizer; None if nothing is trained. Where it can, it has plain views of the shards.
     """
 
     def __init__(self) -> None:
@@ -46,6 +46,11 @@ class EngineBase:
         self._tied: dict[str, dict[str, str]] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         self._optimizer: torch.optim.Optimizer | None = None
+        self._updated: dict[str, nn.Parameter] = {}
+        self._steps: LocalSteps | None = None
+        self._norm: GlobalNorm | None = None
+        self._shards: list[Shard] = []
+        self._memory: list[int] | None = None
         self._base_lrs: list[float] = []
         self.base_lr = 0.0
 
@@ -87,9 +92,12 @@ class EngineBase:
         self._parameters = dict(named) | self._parameters  # what the engine has set already takes precedence
         if weights is not None:
             fill_state(weights, self._model_state(), self._trained)
+        self._updated = {name: p for name, p in self._parameters.items() if p.requires_grad}
+        self._norm = GlobalNorm([*self._updated.values()])
         if optimizer is None:
             return
-        self._optimizer = optimizer({n: p for n, p in self._parameters.items() if p.requires_grad})
+        self._optimizer = optimizer({**self._updated})
+        self._steps = LocalSteps(self._optimizer)
         groups = self._optimizer.param_groups
         scales = [float(group.get("lr_scale", 1.0)) for group in groups]
         self._base_lrs = [float(group["lr"]) * scale for group, scale in zip(groups, scales, strict=True)]
@@ -106,8 +114,8 @@ class EngineBase:
 
     def grad_norm(self) -> float:
         """The global L2 norm of the engine's averaged gradients, equal on all ranks. Waits for the device."""
-        total = torch.nn.utils.get_total_norm(self._gradients())
-        return float(total.full_tensor() if isinstance(total, DTensor) else total)
+        assert self._norm is not None
+        return float(self._norm())
 
     def step(self, norm: float, clip_grad_norm: float | None) -> None:
         """The engine's update: clips gradients, steps the optimizer over the shards, clears the gradients.
@@ -128,7 +136,7 @@ class EngineBase:
         self._optimizer.zero_grad()
 
     def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self._parameters.values() if p.grad is not None]
+        return local_gradients(self._updated.values())
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -164,9 +172,12 @@ class EngineBase:
 
     def shards(self) -> Iterator[Shard]:
         """This rank's shards of the trained parameters, plain tensors and DTensors alike."""
-        for name, parameter in self._parameters.items():
-            if parameter.requires_grad:
-                yield Shard(name, local(parameter), tuple(parameter.shape), partial(like, parameter))
+        named = self._updated.items()
+        memory = addresses(self._updated.values())
+        if memory != self._memory:
+            self._memory = memory
+            self._shards = [Shard(name, local(p), tuple(p.shape), partial(like, p)) for name, p in named]
+        return iter(self._shards)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """The training state for a checkpoint: {"model": {path: tensor}, "optimizer": {path.state: tensor}}.
@@ -176,7 +187,7 @@ class EngineBase:
         Raises:
             ContractError: the optimizer has state that is not a tensor.
         """
-        assert self._optimizer is not None
+        assert self._optimizer is not None and self._steps is not None
         state = self._optimizer.state
         lost = {key for values in state.values() for key, v in values.items() if not isinstance(v, Tensor)}
         if lost:
@@ -184,7 +195,7 @@ class EngineBase:
         optimizer = {
             f"{path}.{key}": value
             for path, parameter in self._parameters.items()
-            for key, value in state.get(parameter, {}).items()
+            for key, value in self._steps.state_of(parameter).items()
         }
         return {"model": self._model_state(), "optimizer": optimizer}
 

@@ -30,13 +30,17 @@ class EMA:
         self._settings = settings
         device = "cpu" if settings.device == "cpu" else None
         self._averages = {s.name: s.master.to(device, torch.float32, copy=True) for s in shards()}
+        weights = [shard.master for shard in shards()]
+        self._same = all(w.dtype == torch.float32 and (device is None or w.is_cpu) for w in weights)
 
     def update(self, step: int) -> None:
         """Updates the average of the weights after `step` steps, if an update is due."""
         if step % self._settings.every:
             return
-        weights = [s.master.to(self._averages[s.name].device, torch.float32) for s in self._shards()]
-        torch._foreach_lerp_([*self._averages.values()], weights, 1.0 - self.decay)
+        averages, weights = [*self._averages.values()], [shard.master for shard in self._shards()]
+        if not self._same:
+            weights = [w.to(a.device, torch.float32) for w, a in zip(weights, averages, strict=True)]
+        torch._foreach_lerp_(averages, weights, 1.0 - self.decay)
         self.updates += 1
 
     @property
