@@ -23,15 +23,16 @@ from mm_core.data import moving_shapes
 SATURATED = 0.35  # max - min channel, of 1, above which a pixel counts as coloured
 AREA = (0.01, 0.35)  # share of a frame that a shape may cover
 AGREEMENT = 0.7  # share of coloured pixels, weighted by saturation, that must have one colour
-TRAVEL = 0.15  # share of the frame's side that a shape must move
-STRAIGHT = 2.0  # times that the motion along its axis must exceed the motion across it
+TRAVEL = 0.15  # share of the frame's side that a shape must move, or in a photo be off the middle
+STRAIGHT = 2.0  # times that this must exceed the same across the axis
 STEADY = 0.7  # share of the motion along its axis that a straight line over time must explain
 ROUND = 0.89  # covered share of the bounding box: a square fills 1, a circle pi / 4
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """Colour, shape and direction of a clip of moving shapes; None where unclear."""
+    """Colour, shape and direction of a clip of moving shapes; None where unclear. A photo's direction is the
+    side of the frame where its shape is."""
 
     colour: str | None
     shape: str | None
@@ -136,28 +137,37 @@ def _cover(clip: np.ndarray, colour: str) -> np.ndarray:
 
 
 def _direction(cover: np.ndarray) -> str | None:
-    """Direction of the centre's motion along a straight line over the frames; None if unclear."""
+    """Direction of the centre's motion along a straight line over the frames, or of a photo's shape from the
+    middle; None if unclear."""
     frames, height, width = cover.shape
     mass = cover.sum(axis=(1, 2))
     if (mass <= 0).any():
         return None
     x = (cover.sum(1) @ np.arange(width)) / mass / width
     y = (cover.sum(2) @ np.arange(height)) / mass / height
+    if frames == 1:
+        return _axis_of(np.array([x[0], y[0]]) + 0.5 / np.array([width, height]) - 0.5)[1]
     when = np.arange(frames)
     lines = [np.polyfit(when, path, 1) for path in (x, y)]
     moved = np.array([line[0] for line in lines]) * (frames - 1)
-    axis = int(abs(moved).argmax())
-    if abs(moved[axis]) < TRAVEL or abs(moved[axis]) < STRAIGHT * abs(moved[1 - axis]):
-        return None
+    axis, name = _axis_of(moved)
     path = (x, y)[axis]
     if (
         np.square(path - np.polyval(lines[axis], when)).sum()
         > (1 - STEADY) * np.square(path - path.mean()).sum()
     ):
         return None
+    return name
+
+
+def _axis_of(way: np.ndarray) -> tuple[int, str | None]:
+    """The axis of a way (x, y), in shares of the frame, and its direction; None if too short or slanted."""
+    axis = int(abs(way).argmax())
+    if abs(way[axis]) < TRAVEL or abs(way[axis]) < STRAIGHT * abs(way[1 - axis]):
+        return axis, None
     step = [0, 0]
-    step[axis] = 1 if moved[axis] > 0 else -1
-    return next(name for name, vector in moving_shapes.DIRECTIONS.items() if vector == tuple(step))
+    step[axis] = 1 if way[axis] > 0 else -1
+    return axis, next(name for name, vector in moving_shapes.DIRECTIONS.items() if vector == tuple(step))
 
 
 def _shape(cover: np.ndarray) -> str:

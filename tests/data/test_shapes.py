@@ -103,6 +103,15 @@ def test_the_judge_is_right_about_held_out_combinations_and_tensors(shapes) -> N
         assert judge.judge_clip(pixels) == judge.Judgement(*combination)
 
 
+def test_the_direction_of_a_photo_is_the_side_where_its_shape_is(shapes) -> None:
+    _, judge = shapes
+    sides = {(5.0, 12.0): "left", (27.0, 13.0): "right", (15.0, 4.0): "up", (17.0, 20.0): "down"}
+    for (x, y), side in {**sides, (16.0, 12.0): None, (4.0, 4.0): None}.items():
+        scene = moving.Scene("red", "square", "left", 6.0, 0.0, x, y)
+        pixels = moving.draw(scene, (24, 32), 1).transpose(3, 0, 1, 2) / 127.5 - 1
+        assert judge.judge_clip(pixels) == judge.Judgement("red", "square", side)
+
+
 def test_what_shows_nothing_scores_nothing(shapes) -> None:
     _, judge = shapes
     rng = np.random.default_rng(0)
