@@ -101,6 +101,7 @@ def _as_json(buckets: Mapping[str, Bucketed]) -> dict[str, object]:
         split: {
             "buckets": [{**asdict(bucket), "samples": samples} for bucket, samples in each.buckets],
             "unfit": each.unfit,
+            "pictures": each.pictures,
         }
         for split, each in buckets.items()
     }
@@ -133,8 +134,8 @@ def _print_buckets(buckets: Mapping[str, Bucketed]) -> None:
         print()
         print_table([head, *((split, *row) for split, each in buckets.items() for row in each.table())])
     for split, each in buckets.items():
-        for reason in each.unfit:
-            print(f"data.{split}: {reason}")
+        for remark in each.remarks():
+            print(f"data.{split}: {remark}")
 
 
 def _sizes(sizes: Mapping[str, int]) -> str:

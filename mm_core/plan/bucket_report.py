@@ -10,7 +10,14 @@ from mm_core.contracts import TaskModule
 from mm_core.data.datasets.media_report import Bucketed
 from mm_core.data.datasets.media_text import MediaTextDataset
 from mm_core.errors import plural
-from mm_core.plan.bucketing import check_buckets, check_sizes_set, filled, size_named, why_unused
+from mm_core.plan.bucketing import (
+    check_buckets,
+    check_sizes_set,
+    filled,
+    single_pictures,
+    size_named,
+    why_unused,
+)
 
 
 def report_buckets(config: RunConfig, task: TaskModule, dataset: MediaTextDataset, split: str) -> Bucketed:
@@ -48,4 +55,5 @@ def report_buckets(config: RunConfig, task: TaskModule, dataset: MediaTextDatase
             for why, (count, first) in reasons.items()
         ]
         + ([f"{plural(unread, 'file')} cannot be read; `mm data check` lists them"] if unread else []),
+        single_pictures(rows, offered, numbers),
     )

@@ -159,6 +159,8 @@ def bucketed(
         what = f"no bucket fits {plural(len(lost), 'row')} of data.{split}, such as {first}, so they are not"
         what += f" used: {why_unused(lost, offered, loader.upscale)}"
         warnings.warn(what, RunWarning, stacklevel=2)
+    if pictures := single_pictures(rows, offered, numbers):
+        warnings.warn(f"data.{split}: {pictures}", RunWarning, stacklevel=2)
     kept = counts.nonzero().flatten().tolist()
     empty = [size_named(size) for n, size in enumerate(offered.sizes) if n not in kept]
     if loader.buckets != "auto" and empty:
@@ -203,6 +205,23 @@ def why_unused(rows: Tensor, offered: OfferedBuckets, upscale: bool) -> str:
     if upscale:
         return "it has another shape than every bucket"
     return "too small in height or width; data.loader.upscale: true enlarges them"
+
+
+def single_pictures(rows: Tensor, offered: OfferedBuckets, numbers: Tensor) -> str:
+    """How many clips are in buckets of one frame, in words; empty if none is.
+
+    Args:
+        rows: frames, height and width of each row, int64 [R,3].
+        offered: the buckets.
+        numbers: that of each row's bucket, int64 [R]; -1: none fits.
+    """
+    frames = torch.tensor([size[0] for size in offered.sizes])[numbers]
+    clips = rows[(numbers >= 0) & (frames == 1) & (rows[:, 0] > 1)]
+    if not len(clips):
+        return ""
+    such, one = size_named(clips[0].tolist()), len(clips) == 1
+    reads = f"{plural(len(clips), 'clip')} {'is a single picture' if one else 'are single pictures'}"
+    return f"{reads}, such as {such}: no bucket of more frames fits {'it' if one else 'them'}"
 
 
 def _shown(rows: Tensor) -> str:

@@ -102,6 +102,7 @@ def test_a_plan_shows_buckets_with_counts_and_batch_sizes(plan: Plan) -> None:
     assert "samples per step" not in dropped
 
 
+@pytest.mark.filterwarnings("default")  # clips of 5 frames are single pictures
 def test_buckets_of_frames_alone_or_of_sizes_alone(plan: Plan) -> None:
     frames = plan("data.loader.group_frame=true", "data.loader.upscale=true")
     assert [line.split()[:3] for line in table(frames)] == [
@@ -110,7 +111,7 @@ def test_buckets_of_frames_alone_or_of_sizes_alone(plan: Plan) -> None:
         ["1", "16", "24"],
     ]
     sizes = plan("data.loader.group_resolution=true")
-    assert {line.split()[0] for line in table(sizes)} == {"9", "1"}  # clips of 5 frames give one
+    assert {line.split()[0] for line in table(sizes)} == {"9", "1"}
 
 
 def test_one_bucket_has_the_flops_of_one_size(run: Path, media: Path, capsys) -> None:
@@ -222,6 +223,24 @@ def test_photos_are_not_used_where_the_predictor_takes_no_single_frame(run: Path
     assert {line.split()[0] for line in table(printed.out)} == {"8", "4"}
     assert "no bucket fits 9 rows of data.train, such as 1 x 16 x 24, so they are not used" in printed.err
     assert "the shortest bucket has 2 frames, too many for images, which have one frame" in printed.err
+
+
+@pytest.mark.filterwarnings("default")
+def test_clips_that_become_single_pictures_are_counted(run: Path, capsys) -> None:
+    listed = "{num_frames: 9, height: 16, width: 24}, {num_frames: 1, height: 16, width: 16}"
+    limits = (
+        f"data.{split}.max_{side}=null" for split in ("train", "validation") for side in ("height", "width")
+    )
+    overrides = [f"data.loader.buckets=[{listed}]", *limits]
+    counted = "12 clips are single pictures, such as 5 x 16 x 24: no bucket of more frames fits them"
+    assert main(["train", "--dry-run", "--config", str(run), *overrides]) == 0
+    assert capsys.readouterr().err == f"warning: data.train: {counted}\n"
+    inspected = ["data", "inspect", "--config", str(run)]
+    assert main([*inspected, *overrides]) == 0
+    assert capsys.readouterr().out.endswith(f"\ndata.train: {counted}\ndata.validation: {counted}\n")
+    assert main([*inspected, "--json", *overrides]) == 0
+    assert json.loads(capsys.readouterr().out)["buckets"]["train"]["pictures"] == counted
+    assert main(inspected) == 0 and "single" not in capsys.readouterr().out
 
 
 @pytest.mark.filterwarnings("default")

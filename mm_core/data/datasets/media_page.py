@@ -42,7 +42,7 @@ def render(
         parts.append(f"<h2>data.{escape(split)}</h2>{_table(_SOURCES, _sources(found))}")
         if (bucketed := buckets.get(split)) is not None:
             parts.append(_table(BUCKET_COLUMNS, bucketed.table()))
-            parts += [f'<p class="remark">{escape(each)}</p>' for each in bucketed.unfit]
+            parts += [f'<p class="remark">{escape(each)}</p>' for each in bucketed.remarks()]
         for number, source in enumerate(found):
             parts.append(f'<p class="prompt">{escape(source.source)}</p>')
             for reason, count in source.left_out.items():

@@ -46,10 +46,16 @@ class Bucketed(NamedTuple):
     Attributes:
         buckets: those in use, the largest first, with their samples in an epoch.
         unfit: which rows are in none and why, in words.
+        pictures: how many clips are in buckets of one frame, in words; empty: none.
     """
 
     buckets: Sequence[tuple[Bucket, int]]
     unfit: Sequence[str]
+    pictures: str
+
+    def remarks(self) -> list[str]:
+        """What the table does not show, a sentence each."""
+        return [*self.unfit, *filter(None, [self.pictures])]
 
     def table(self) -> list[tuple[str, ...]]:
         """Cells of a row for each bucket, under `BUCKET_COLUMNS`."""
