@@ -52,7 +52,8 @@ class GlobalNorm:
         squares = torch.stack(torch._foreach_norm(gradients, 2.0)) ** 2.0
         if dist.get_world_size(self._group) > 1:
             dist.all_reduce(squares, group=self._group)
-        return torch.linalg.vector_norm(squares**0.5, 2.0)
+        total: Tensor = torch.linalg.vector_norm(squares**0.5, 2.0)
+        return total
 
 
 def _group_of(parameters: Sequence[nn.Parameter]) -> dist.ProcessGroup | None:
