@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from mm_custom_dit.model import CustomDiT
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from mm_core.loading.checkpoint_source import CheckpointSource
@@ -154,6 +157,35 @@ def test_samples_and_merged_weights_have_the_values_of_the_base(run, base, tmp_p
         assert done.code == 0, done.err
         clips.append(out)
     assert same_clips(clips[0], clips[1]) and same_clips(clips[0], clips[2])
+
+
+def test_evaluations_and_samples_are_those_of_the_merged_weights(run, tiny, base, tmp_path, mm):
+    clips = "data.validation={type: shapes, num_frames: 8, height: 16, width: 16, clips: 4}"
+    exact = tmp_path / "exact.safetensors"  # what is not quantised is bf16 in the run, not in the export
+    save_file({name: tensor.bfloat16().float() for name, tensor in load_file(base).items()}, exact)
+    kept = ("train.base_dtype=nf4", "validation={every: 4}", clips, f"init_from.path={exact}")
+    run("run", *kept, steps=4)
+    done = mm("export", "--run", tmp_path / "run", "--to", "safetensors", "--merge-lora",
+              "--dtype", "fp32", "--out", tmp_path / "merged")  # fmt: skip
+    assert done.code == 0, done.err
+    plain = ("train.adapters=[]", "train.base_dtype=null", "init_from=null")
+    words = command(tiny, base, tmp_path, "whole", 4, *kept, *plain)[1:]
+    done = mm("import", "--from", tmp_path / "merged", *words)
+    assert done.code == 0, done.err
+    losses, sheets = [], []
+    for name in ("run", "whole"):
+        done = mm("eval", "--run", tmp_path / name, "--json")
+        assert done.code == 0, done.err
+        losses.append(json.loads(done.out)["metrics"]["loss"])
+        words = ("--prompt", "a circle", "--steps", 2, "--out", tmp_path / f"{name}-clip")
+        done = mm("sample", "--run", tmp_path / name, *words)
+        assert done.code == 0, done.err
+        with Image.open(tmp_path / f"{name}-clip/contact_sheet.png") as image:
+            sheets.append(np.asarray(image).astype(int))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert np.abs(sheets[0] - sheets[1]).max() <= 1
+    done = mm("eval", "--run", tmp_path / "run", "--json", "train.base_dtype=bf16")
+    assert abs(json.loads(done.out)["metrics"]["loss"] - losses[0]) > 1e-4 * losses[0], "another base"
 
 
 @pytest.mark.parametrize(
