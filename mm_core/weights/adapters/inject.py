@@ -97,10 +97,7 @@ def add_adapters(
         component = task.get_submodule(root)
         _check_tied(root, component, {name: adapter.name for adapter, held in given for name in held})
         for adapter, held in given:
-            _inject(component, adapter.name, held, adapter.init, adapter.dropout)
-            if starts_as_part(adapter.init):
-                _check_ranks(root, component, held)
-                _inject(component, start_of(adapter.name), held, adapter.init)
+            _add(root, component, adapter, held)
         for layer in adapted_layers(component).values():
             layer.set_adapter(list(layer.adapter_scales))
         for name, parameter in component.named_parameters():
@@ -224,6 +221,14 @@ def _check_tied(root: str, component: nn.Module, adapters: Mapping[str, str]) ->
                     where=KEY,
                     hint="leave it out of the adapter's targets, or build the model with untied weights",
                 )
+
+
+def _add(root: str, component: nn.Module, adapter: AdapterConfig, held: Mapping[str, AdapterScale]) -> None:
+    """Adds an adapter to a component, a PiSSA with its start."""
+    _inject(component, adapter.name, held, adapter.init, adapter.dropout)
+    if starts_as_part(adapter.init):
+        _check_ranks(root, component, held)
+        _inject(component, start_of(adapter.name), held, adapter.init)
 
 
 def _check_ranks(root: str, component: nn.Module, scales: Mapping[str, AdapterScale]) -> None:
