@@ -15,8 +15,10 @@ import pytest
 import torch
 
 from mm_core.data.datasets import shapes as moving
+from mm_core.data.datasets.media_text import MediaSource, MediaTextDataset
 from mm_core.data.datasets.video_text import VideoTextDataset
 from mm_core.data.media.readers import PyAVReader
+from support.scripts import script
 
 SHAPES = Path(__file__).parents[2] / "examples" / "shapes"
 
@@ -110,6 +112,22 @@ def test_the_direction_of_a_photo_is_the_side_where_its_shape_is(shapes) -> None
         scene = moving.Scene("red", "square", "left", 6.0, 0.0, x, y)
         pixels = moving.draw(scene, (24, 32), 1).transpose(3, 0, 1, 2) / 127.5 - 1
         assert judge.judge_clip(pixels) == judge.Judgement("red", "square", side)
+
+
+def test_what_the_benchmark_of_buckets_draws_shows_its_captions_in_every_bucket(tmp_path) -> None:
+    benchmark = script("benchmarks/data_buckets.py")
+    benchmark.render(tmp_path, rows=5)
+    sources = [MediaSource(annotations=str(tmp_path / name)) for name in ("photos", "clips.jsonl")]
+    media = MediaTextDataset(sources)
+    found = Counter()
+    for row, (frames, height, width) in enumerate(media.row_sizes().tolist()):
+        size = (frames, height // 2, width // 2)
+        sample = media.sample_of(row, size, None)
+        shown = benchmark.judge_clip(sample["pixels"].float().numpy() / 127.5 - 1)
+        asked = benchmark.judge_prompt(sample["caption"])
+        assert (shown.colour, shown.direction) == (asked.colour, asked.direction)
+        found[size] += 1
+    assert found == dict.fromkeys(benchmark.sizes(), 5)
 
 
 def test_what_shows_nothing_scores_nothing(shapes) -> None:

@@ -125,6 +125,17 @@ def test_the_others_heartbeats_decide_and_torn_ones_do_not(tmp_path):
     assert "rank_2.log" in str(watched.said[0].hint)
 
 
+def test_a_heartbeat_names_the_line_of_the_main_thread_without_its_frame_objects(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "_current_frames", None)  # to walk them while the thread runs ended processes
+    watched = Watched(tmp_path)
+    watched.dog.start()
+    time.sleep(0.3)
+    watched.close()
+    beat = json.loads((tmp_path / "logs/heartbeat_0.json").read_text())
+    path, _, rest = beat["place"].rpartition(":")
+    assert path == __file__ and rest.endswith("_without_its_frame_objects") and not beat["waits"]
+
+
 def test_a_heartbeat_of_an_earlier_process_is_replaced_at_once(tmp_path):
     watched = Watched(tmp_path)
     stale = tmp_path / "logs/heartbeat_0.json"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import re
 import socket
-import sys
+import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -28,6 +28,8 @@ _ORDER = ("start", *PHASES)
 _MM_CORE = str(Path(__file__).parents[2])
 _INSTALLED = ("site-packages", "dist-packages", get_path("stdlib"), "<frozen ")
 """Parts of the paths of library files, which are not reported as the line where a rank hangs."""
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+"""A line of faulthandler."""
 _DOING = {
     "start": "starting up",
     "data": "loading data",
@@ -150,15 +152,23 @@ class Watchdog:
         return Heartbeat(self._rank, self._at, self._phase, self._moves, moved, place, waits, process)
 
     def _place(self) -> tuple[str, bool]:
-        """The innermost line of the main thread outside installed libraries; whether it waits there."""
-        frame = sys._current_frames().get(self._main)
-        if frame is None:
+        """The innermost line of the main thread outside installed libraries; whether it waits there.
+
+        The frames of a thread that runs on must not be walked in Python: runs that decode videos in the main
+        thread ended by SIGSEGV (Python 3.11). What faulthandler does creates no objects.
+        """
+        text = ""
+        with suppress(OSError), tempfile.TemporaryFile() as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            text = file.read().decode(errors="replace")
+        stack = text.partition(f"hread 0x{self._main:016x}")[2].partition("\n\n")[0]
+        frames: list[tuple[str, str, str]] = _FRAME.findall(stack)  # the innermost first
+        if not frames:
             return "unknown", False
-        frames = traceback.extract_stack(frame)
-        waits = any("torch/distributed" in f.filename for f in frames[-6:])
-        own = [f for f in frames if not _installed(f.filename)]
-        last = (own or list(frames))[-1]
-        return f"{last.filename}:{last.lineno} in {last.name}", waits
+        waits = any("torch/distributed" in path for path, _, _ in frames[:6])
+        path, line, name = next((frame for frame in frames if not _installed(frame[0])), frames[0])
+        return f"{path}:{line} in {name}", waits
 
     def _write(self) -> None:
         with suppress(OSError):
