@@ -40,7 +40,7 @@ from mm_core.contracts import (
 from mm_core.engines.base import EngineBase
 from mm_core.engines.loss_scale import LossScale
 from mm_core.modules.casting import cast_inputs, check_dtypes, uncast_inputs
-from mm_core.modules.quantised import check_device
+from mm_core.modules.quantised import check_device, codes_as_parameters
 from mm_core.modules.tying import tied_names
 from mm_core.parallel.activation_checkpointing import offload_activations, recompute, selective, together
 from mm_core.parallel.attention import decide_attention, set_attention
@@ -279,11 +279,12 @@ class FSDP2Engine(EngineBase):
             offload_policy=CPUOffloadPolicy(pins) if config.offloads_parameters() else OffloadPolicy(),
         )
         inner = sorted(plan.wrapped, key=lambda path: -path.count("."))
-        for path in inner:
-            shard(task.get_submodule(path), mp_policy=policy, reshard_after_forward=path in plan.resharded)
         last = replace(policy, output_dtype=_dtype(config.output_dtype))
-        for path, root in self._trained.items():
-            shard(root, mp_policy=last, reshard_after_forward=path in plan.resharded)
+        with codes_as_parameters():
+            for path in inner:
+                shard(task.get_submodule(path), mp_policy=policy, reshard_after_forward=path in plan.resharded)
+            for path, root in self._trained.items():
+                shard(root, mp_policy=last, reshard_after_forward=path in plan.resharded)
         for path in plan.cast_inputs:
             assert param_dtype is not None
             cast_inputs(task.get_submodule(path), param_dtype)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from statistics import NormalDist
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -155,6 +157,18 @@ class QuantisedLinear(nn.Linear):
         destination[f"{prefix}weight"] = torch.empty(shape, dtype=torch.bfloat16, device="meta")
         if self.bias is not None:
             destination[f"{prefix}bias"] = self.bias if keep_vars else self.bias.detach()
+
+
+@contextmanager
+def codes_as_parameters() -> Iterator[None]:
+    """Lets `fully_shard` shard integers: before torch 2.12 it makes all parameters require gradients first."""
+    make = nn.Parameter.__new__
+
+    def new(cls: type[nn.Parameter], data: Tensor | None = None, requires_grad: bool = True) -> Any:
+        return make(cls, data, requires_grad and (data is None or data.is_floating_point()))
+
+    with patch.object(nn.Parameter, "__new__", new):
+        yield
 
 
 def quantise_base(task: TaskModule, blocks: Iterable[str], kind: str) -> None:
