@@ -185,11 +185,11 @@ def in_cache(
     lacking = {name: set().union(*(each[name] for each, _ in everyone)) for name in mine}
     if any(lacking.values()) and not fills:
         raise _incomplete(cache, next(lines for _, lines in everyone if lines))
-    filling = bool(lacking["train"] | lacking["texts"])
+    filling = lacking["train"] | lacking["texts"]
     found, whole = dict(datasets), True
     for name, split in cache.splits.items():
         if name == "train" or not lacking[name] | lacking["texts"]:
-            found[name] = _cached(cache, split, datasets[name], name == "train" and filling)
+            found[name] = _cached(cache, split, datasets[name], filling if name == "train" else set())
         else:
             whole = False
     samples = config.validation is not None and config.validation.samples is not None
@@ -246,7 +246,7 @@ class TextFinder:
         return self.store.get(keys_of_texts(self.part, [text]))[0]
 
 
-def _cached(cache: RunCache, split: CachedSplit, dataset: AnyDataset, fills: bool) -> AnyDataset:
+def _cached(cache: RunCache, split: CachedSplit, dataset: AnyDataset, fills: set[str]) -> AnyDataset:
     needed = dict.fromkeys(text for part in cache.parts for text in part.texts)
     texts = {text: cache.texts[text] for text in needed}
     made = CachedSamples(split.rows, cache.keyed, cache.store.folder, split.path, texts, fills)

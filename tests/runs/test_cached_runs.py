@@ -393,13 +393,15 @@ def test_data_that_describe_no_sample_are_refused(place):
         mm_core.train(place.config("base", *base, *place.cached("data.cache.missing=encode")))
 
 
-def test_a_cache_that_was_pruned_under_a_run_ends_it_with_a_sentence(place):
-    config = place.config("cached", *place.cached())
-    build_cache(config, note)
+@pytest.mark.parametrize("missing", ["error", "encode"])
+def test_a_cache_that_was_pruned_under_a_run_ends_it_with_a_sentence(place, missing):
+    config = place.config("cached", *place.cached(f"data.cache.missing={missing}"))
+    without_empty = ["task.caption_dropout=0"] * (missing == "encode")  # so that texts alone are encoded
+    build_cache(place.config("built", *place.cached(*without_empty)), note)
     with assembled(config) as made:
         for shard in (place.folder / "cache/shards").iterdir():
             shard.unlink()
-        with pytest.raises(CacheError, match=r"no longer in the cache(.|\n)*`mm cache prune` removes"):
+        with pytest.raises(CacheError, match=r"latents of .* no longer in the cache(.|\n)*`mm cache prune`"):
             next(made.training.batches)
 
 

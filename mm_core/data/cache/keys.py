@@ -95,7 +95,7 @@ _PATH = object()
 
 def _files(section: ComponentConfig, component: object) -> dict[str, Path]:
     """The files that a component reads, by names that stay when all of them are moved: the number of the
-    path in its options that they are below, and their place among the others there."""
+    path in its options that they are below, if there are several, and their place among the others there."""
     texts = [*_texts(section.options)]
     if isinstance(component, SupportsWeightsFrom) and component.weights_from is not None:
         texts.append(component.weights_from.path)
@@ -107,9 +107,10 @@ def _files(section: ComponentConfig, component: object) -> dict[str, Path]:
         above = [n for n, path in enumerate(paths) if file.is_relative_to(path)]
         groups.setdefault(max(above, key=lambda n: len(paths[n].parts), default=-1), []).append(file)
     found: dict[str, Path] = {}
-    for number, group in groups.items():
-        shared = os.path.commonpath([file.parent for file in group])
-        found |= {f"{number}/{file.relative_to(shared).as_posix()}": file for file in group}
+    for place, number in enumerate(sorted(groups)):
+        shared = os.path.commonpath([file.parent for file in groups[number]])
+        before = f"{place}/" if len(groups) > 1 else ""
+        found |= {f"{before}{file.relative_to(shared).as_posix()}": file for file in groups[number]}
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -54,7 +54,7 @@ class CachedSamples:
         folder: of the cache.
         table: file of the keys [R,V,P].
         texts: of the texts that every batch needs, their keys.
-        fills: whether a sample that is not cached is read, and encoded in training; else it is an error.
+        fills: parts that are encoded in training where they are not cached; of others that is an error.
     """
 
     rows: CacheRows
@@ -62,7 +62,7 @@ class CachedSamples:
     folder: Path
     table: Path
     texts: Mapping[str, Keys]
-    fills: bool = False
+    fills: Collection[str] = ()
     _store: Store | None = field(default=None, init=False, repr=False)
     _table: Keys | None = field(default=None, init=False, repr=False)
     _fixed: dict[str, dict[str, Any]] | None = field(default=None, init=False, repr=False)
@@ -125,15 +125,15 @@ class CachedSamples:
             if FAULT in entry:
                 raise DataError(bytes(entry[FAULT].tolist()).decode(), where=source.id)
         lacking = [part for part in self.parts if part.name not in features]
-        if lacking and not self.fills:
-            raise _gone(self.folder, source.id, lacking[0].name)
+        for part in lacking:
+            if part.name not in self.fills:
+                raise _gone(self.folder, source.id, part.name)
         sample = {"id": source.id, "features": features, "caption": source.caption or "", "keys": keys}
         if not all(part.of_text for part in lacking):
             sample["raw"] = self.rows.read(row, variant)
-        if lacking and (self.rows.keys_of([source], self.parts, self._hashes)[0] != keys).any():
-            # Its file or caption has changed since the start: it is encoded for this batch alone.
-            raw = sample["raw"] if "raw" in sample else self.rows.read(row, variant)
-            sample |= {"features": {}, "keys": np.zeros_like(keys), "raw": raw}
+        if lacking:  # what has changed since the start is encoded for this batch alone
+            now = self.rows.keys_of([source], self.parts, self._hashes)[0]
+            sample["keys"] = np.where(now == keys, keys, np.zeros_like(keys))
         return sample
 
     @cached_property
@@ -167,7 +167,7 @@ class CachedSamples:
     def _fixed_text(self, text: str, keys: Keys) -> dict[str, Any]:
         (part,) = (part.name for part in self.parts if part.of_text)
         (features,) = self.store.get(keys)
-        if features is None and not self.fills:
+        if features is None and part not in self.fills:
             raise _gone(self.folder, repr(text), part)
         return {} if features is None else stacked([{part: features}])
 
