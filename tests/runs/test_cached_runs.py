@@ -299,6 +299,20 @@ def test_what_changes_or_cannot_be_read_during_a_build_is_left_out(place, monkey
     assert "left out 1 item: its file or caption was changed" in capsys.readouterr().err
 
 
+def test_a_build_computes_as_training_does_and_closes_shards_by_their_bytes(place, monkeypatch):
+    monkeypatch.setattr(caching, "SHARD_BYTES", 1)
+    before = torch.get_float32_matmul_precision()
+    try:
+        build_cache(place.config("built", *place.cached("run.float32_matmul=high"), **SMALL), note)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    sizes = [len(shard.keys) for shard in Store(place.folder / "cache").shards]
+    assert sizes.count(1) == 23 and sum(sizes) == 23 + 24
+    with pytest.raises(CacheError, match=r"has changed \(float32_matmul: high -> highest\)"):
+        mm_core.train(place.config("cached", *place.cached(), **SMALL))
+
+
 def test_what_changes_while_a_run_fills_the_cache_is_trained_on_and_not_kept(place):
     config = place.config("first", *place.cached("data.cache.missing=encode"), **SMALL)
     with assembled(config) as made:
