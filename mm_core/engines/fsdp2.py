@@ -282,7 +282,9 @@ class FSDP2Engine(EngineBase):
         last = replace(policy, output_dtype=_dtype(config.output_dtype))
         with codes_as_parameters():
             for path in inner:
-                shard(task.get_submodule(path), mp_policy=policy, reshard_after_forward=path in plan.resharded)
+                shard(
+                    task.get_submodule(path), mp_policy=policy, reshard_after_forward=path in plan.resharded
+                )
             for path, root in self._trained.items():
                 shard(root, mp_policy=last, reshard_after_forward=path in plan.resharded)
         for path in plan.cast_inputs:

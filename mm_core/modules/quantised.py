@@ -161,7 +161,7 @@ class QuantisedLinear(nn.Linear):
 
 @contextmanager
 def codes_as_parameters() -> Iterator[None]:
-    """Lets `fully_shard` shard integers: before torch 2.12 it makes all parameters require gradients first."""
+    """Lets `fully_shard` shard integers: before torch 2.12 it first makes all require gradients."""
     make = nn.Parameter.__new__
 
     def new(cls: type[nn.Parameter], data: Tensor | None = None, requires_grad: bool = True) -> Any:
