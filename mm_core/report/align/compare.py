@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mm_core.report.align.records import Call, Record, Row, order_of
+from mm_core.report.align.records import PHASES, Call, Record, Row, order_of
 
 TOLERANCES = {"float64": 1e-12, "float32": 1e-6, "float16": 1e-3, "bfloat16": 4e-3}
 """Largest relative L2 difference that counts as equal, by the coarser dtype; others must be equal."""
@@ -77,12 +77,15 @@ class Comparison:
         pairs: every tensor in both records, in order.
         unmatched: modules of the first record that the second one lacks, and the reverse.
         settings: facts that differ: key -> (first, second).
+        laid_otherwise: steps whose samples are in rows of other shapes (packed, padded), and whose gradients
+            agree; of these only what is of the step as a whole is compared.
     """
 
     findings: list[Finding] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)
     unmatched: tuple[list[str], list[str]] = field(default_factory=lambda: ([], []))
     settings: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    laid_otherwise: list[int] = field(default_factory=list)
 
 
 def compare(a: Record, b: Record, tolerance: float | None = None) -> Comparison:
@@ -101,7 +104,13 @@ def compare(a: Record, b: Record, tolerance: float | None = None) -> Comparison:
     for pair in result.pairs:
         calls.setdefault(pair.row.of, {}).setdefault(pair.row.kind, []).append(pair)
     for step in sorted({pair.row.step for pair in result.pairs}):
-        result.findings = _findings([pair for pair in result.pairs if pair.row.step == step], calls)
+        pairs = [pair for pair in result.pairs if pair.row.step == step]
+        result.findings = _findings(pairs, calls)
+        if _laid_otherwise(pairs):
+            whole = [pair for pair in pairs if pair.row.kind in PHASES]
+            result.laid_otherwise.append(step)
+            result.findings = _findings(whole, calls)
+            result.pairs = [p for p in result.pairs if p.row.step != step or p.row.kind in PHASES]
         if result.findings:
             break  # what follows is its consequence
     return result
@@ -133,6 +142,13 @@ def _findings(pairs: Sequence[Pair], calls: Mapping[Call, Mapping[str, Sequence[
         if row.kind != "in" or begins:
             kinds.add(row.kind)
     return findings
+
+
+def _laid_otherwise(pairs: Sequence[Pair]) -> bool:
+    """Whether the samples of a step are in rows of other shapes (packed, padded), with the same gradients."""
+    reshaped = any(p.row.kind == "input" and p.row.facts["shape"] != p.other.facts["shape"] for p in pairs)
+    whole = [pair for pair in pairs if pair.row.kind in ("parameter", "gradient", "grad_norm")]
+    return reshaped and any(pair.row.kind == "gradient" for pair in whole) and _agree(whole)
 
 
 def _agree(pairs: Iterable[Pair]) -> bool:

@@ -86,6 +86,11 @@ def text(result: Comparison, elements: str | None = None) -> str:
             lines.append(
                 f"only the {which} record has {plural(len(names), 'module')}: {', '.join(names[:3])}{more}"
             )
+    if result.laid_otherwise:
+        lines.append(
+            f"rows of other shapes in {plural(len(result.laid_otherwise), 'step')} (packed or padded),"
+            " with the same gradients: compared without modules"
+        )
     if result.findings:
         lines += ["", "FIRST DIFFERENCE", finding_text(result.findings[0])]
         lines += [f"    {elements}"] * (elements is not None)

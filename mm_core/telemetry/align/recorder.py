@@ -59,7 +59,9 @@ def statistics(tensor: Tensor) -> tuple[Tensor, Tensor]:
 def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     """The tensors in nested lists, tuples, mappings and dataclasses, with their paths."""
     if isinstance(value, Tensor):
-        yield path or "0", value
+        own = type(value).__torch_dispatch__ != Tensor.__torch_dispatch__  # it may hold no numbers
+        if not own or hasattr(value, "full_tensor"):
+            yield path or "0", value
     elif hasattr(value, "__dataclass_fields__"):
         value = {name: getattr(value, name) for name in value.__dataclass_fields__}
     listed = enumerate(value) if isinstance(value, list | tuple) else ()
