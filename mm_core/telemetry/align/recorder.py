@@ -13,55 +13,54 @@ import inspect
 import json
 import weakref
 from collections.abc import Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-CHUNK, SKETCH = 1 << 20, 8
-_TABLES: dict[torch.device, tuple[Tensor, Tensor]] = {}
+WIDTH, SKETCH = 4096, 8
 
 
+@cache
 def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Fixed random signs [CHUNK / SKETCH, SKETCH] and odd factors [CHUNK], the same on every machine."""
-    if device not in _TABLES:
-        fixed = torch.Generator().manual_seed(20)
-        factors = torch.randint(-(1 << 62), 1 << 62, (CHUNK,), generator=fixed) * 2 + 1
-        _TABLES[device] = (factors.sign().float().view(-1, SKETCH).to(device), factors.to(device))
-    return _TABLES[device]
+    """Fixed random signs and odd factors of rows, and from the end of columns; the same on every machine."""
+    fixed = torch.Generator().manual_seed(20)
+    factors = torch.randint(-(1 << 62), 1 << 62, (1 << 20,), generator=fixed) * 2 + 1
+    return factors.sign().float().to(device), factors.to(device)
 
 
 def statistics(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Statistics [5 + SKETCH] of a tensor, on its device, and an int64 hash of its bits.
-
-    Minimum, maximum, mean and L2 norm of the finite elements, the share of the others, and sums with
-    random signs: the L2 norm of the difference of two tensors' sums estimates that of their difference.
-    """
+    """Minimum, maximum, mean and L2 norm of the finite elements, share of the others, and SKETCH sums with
+    random signs, whose distance estimates that of two tensors; second, an int64 hash of the bits."""
     flat = (tensor.byte() if tensor.dtype == torch.bool else tensor).detach().reshape(-1)
-    signs, factors = _tables(flat.device)
-    values = flat if flat.dtype == torch.float64 else flat.float()
-    wrong = (~torch.isfinite(values)).to(values.dtype).sum() / max(1, len(values))
-    values = torch.nan_to_num(values, 0.0, 0.0, 0.0)
-    raw = flat.view(getattr(torch, f"int{8 * flat.element_size()}"))
-    sketch, hashed = values.new_zeros(SKETCH), factors.new_zeros(())
-    for number, start in enumerate(range(0, len(values), CHUNK)):
-        part, bits = values[start : start + CHUNK], raw[start : start + CHUNK].long()
-        hashed = hashed * 1_000_003 + ((bits + 1) * factors[: len(bits)]).sum()
-        rows = nn.functional.pad(part, (0, -len(part) % SKETCH)).view(-1, SKETCH)
-        sketch = sketch + (rows * signs[: len(rows)].to(rows.dtype)).sum(0).roll(number)
-    edges = torch.aminmax(values) if len(values) else (wrong, wrong)
-    mean, norm = values.sum() / max(1, len(values)), torch.linalg.vector_norm(values)
-    return torch.cat([torch.stack([*edges, mean, norm, wrong]), sketch]), hashed
+    flat = flat.clone() if flat.storage_offset() % 8 else flat
+    values, count = flat if flat.dtype == torch.float64 else flat.float(), max(1, flat.numel())
+    norm, wrong = torch.linalg.vector_norm(values), values.new_zeros(())
+    if not (norm.is_cpu and norm.isfinite()):  # elsewhere, asking would wait for the device
+        wrong = (~torch.isfinite(values)).to(values.dtype).sum() / count
+        values = torch.nan_to_num(values, 0.0, 0.0, 0.0)
+        norm = torch.linalg.vector_norm(values)
+    edges = torch.aminmax(values) if flat.numel() else (wrong, wrong)
+    figures = torch.stack([*edges, values.sum() / count, norm, wrong])
+    width, size = min(WIDTH, max(8, count // 8 * 8)), flat.element_size()
+    rows, (signs, factors) = flat.numel() // width, _tables(flat.device)
+    grid, rest = values[: rows * width].view(rows, width), values[rows * width :]
+    columns = signs[:rows].to(values.dtype) @ grid
+    columns[: len(rest)] += rest * signs[rows]
+    bits = flat[: rows * width].view(torch.int64).view(rows, width * size // 8)  # 64 at once are added fast
+    rest = flat[rows * width :].view(getattr(torch, f"int{8 * size}"))
+    hashed = (bits.sum(1) * factors[:rows]).sum() * 3 + (rest * factors[: len(rest)]).sum() * 5
+    sketch = (columns * signs[-width:]).view(-1, SKETCH).sum(0)
+    return torch.cat([figures, sketch]), hashed + (bits.sum(0) * factors[-bits.shape[1] :]).sum()
 
 
 def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     """The tensors in nested lists, tuples, mappings and dataclasses, with their paths."""
     if isinstance(value, Tensor):
-        own = type(value).__torch_dispatch__ != Tensor.__torch_dispatch__  # it may hold no numbers
-        if not own or hasattr(value, "full_tensor"):
-            yield path or "0", value
+        if type(value).__torch_dispatch__ == Tensor.__torch_dispatch__ or hasattr(value, "full_tensor"):
+            yield path or "0", value  # others may hold no numbers
     elif hasattr(value, "__dataclass_fields__"):
         value = {name: getattr(value, name) for name in value.__dataclass_fields__}
     listed = enumerate(value) if isinstance(value, list | tuple) else ()
@@ -94,9 +93,8 @@ class Recorder:
         self.out.mkdir(parents=True, exist_ok=True)
         self._file = (self.out / f"rows_{rank}.jsonl").open("w")
         self._hooks = [hook for root in roots for hook in self._watch(root, roots[root])]
-        if rank == 0:
-            known = {"versions": {"torch": torch.__version__}, **(facts or {})}
-            (self.out / "record.json").write_text(json.dumps(known, indent=1, default=str))
+        known = json.dumps({"versions": {"torch": torch.__version__}} | dict(facts or {}), default=str)
+        (self.out / "record.json").write_text(known) if rank == 0 else None
         self._named("parameter", self.parameters())
         if weights:
             held = {name: self.gather(tensor).cpu() for name, tensor in self.parameters().items()}
@@ -178,7 +176,7 @@ class Recorder:
                 tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
 
     def _gradient(self, kind: str, facts: dict[str, Any], grad: Tensor) -> None:
-        self._row(kind, grad * self.grad_scale, **facts)
+        self._row(kind, grad if self.grad_scale == 1 else grad * self.grad_scale, **facts)
 
     def _named(self, kind: str, named: Mapping[str, Tensor]) -> None:
         for name, tensor in named.items():
