@@ -29,6 +29,7 @@ _SUMMARIES = {
     "torchcodec": "torchcodec with the machine's FFmpeg (extra: torchcodec; does not detect corrupt frames)",
     "adamw": "torch.optim.AdamW (decoupled weight decay)",
     "adam": "torch.optim.Adam (L2 decay)",
+    "adamw_bf16": "AdamW with moments in bfloat16, rounded at random",
     "adamw_8bit": "torchao's AdamW with 8-bit moments (extra: low-bit)",
     "muon": "torch.optim.Muon for matrices, AdamW for the rest (torch >= 2.9)",
     "constant": "linear warm-up, then constant",
@@ -62,6 +63,7 @@ _PAPERS = {
     "flow_match": "https://arxiv.org/abs/2209.03003",
     "adamw": "https://arxiv.org/abs/1711.05101",
     "adam": "https://arxiv.org/abs/1412.6980",
+    "adamw_bf16": "https://arxiv.org/abs/1502.02551",
     "adamw_8bit": "https://arxiv.org/abs/2110.02861",
     "muon": "https://arxiv.org/abs/2502.16982",
     "cosine": "https://arxiv.org/abs/1608.03983",
@@ -197,6 +199,7 @@ def mm_optimizers() -> list[Component]:
     return [
         _core("adamw", "optim.adamw:adamw", "training:AdamWConfig", state_tensors=2),
         _core("adam", "optim.adamw:adam", "training:AdamConfig", state_tensors=2),
+        _core("adamw_bf16", "optim.adamw_bf16:adamw_bf16", "training:AdamWBF16Config", state_tensors=1),
         _core("adamw_8bit", "optim.adamw_8bit:adamw_8bit", "training:AdamW8bitConfig", state_tensors=1),
         _core("muon", "optim.muon:muon", "training:MuonConfig", state_tensors=1),
     ]

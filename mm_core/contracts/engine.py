@@ -93,6 +93,8 @@ class EnginePlan:
             None for none.
         offloaded_bytes: the part of `parameter_bytes` in host memory; above 0, all gradients and optimizer
             states are there too.
+        optimizer_on_host: whether the state of the optimizer, with copies of the trained parameters and their
+            gradients, is in host memory, and `parameter_bytes` are not.
         gathered_bytes: largest size of gathered copies of parameters on the device at a time.
         compute_dtype: dtype in which trained modules compute; None for that of their weights.
         cast_inputs: paths of modules whose floating-point inputs are cast to `compute_dtype`.
@@ -112,6 +114,7 @@ class EnginePlan:
     frozen: tuple[FrozenPlan, ...] = ()
     base: FrozenPlan | None = None
     offloaded_bytes: int = 0
+    optimizer_on_host: bool = False
     gathered_bytes: int = 0
     compute_dtype: str | None = None
     cast_inputs: tuple[str, ...] = ()

@@ -50,6 +50,7 @@ from mm_core.parallel.context.layout import decide_context
 from mm_core.parallel.context.spreading import Spreading
 from mm_core.parallel.frozen_placement import place, plan_frozen
 from mm_core.parallel.gloo_averaging import average_by_sum, check_replicas
+from mm_core.parallel.host_optimizer import HostOptimizer
 from mm_core.parallel.layout import (
     Layout,
     ShardedPlan,
@@ -132,6 +133,7 @@ class FSDP2Engine(EngineBase):
             frozen=plan_frozen(task, config.frozen, layout.ignored, shards),
             base=base,
             offloaded_bytes=own - left_alone if config.offloads_parameters() else 0,
+            optimizer_on_host=config.offloads_optimizer(),
             gathered_bytes=gathered_bytes(task, layout, dtype, reshards, streamed),
             compute_dtype=config.param_dtype,
             cast_inputs=(*layout.wrapped, *task.trainable) if casts else (),
@@ -219,6 +221,8 @@ class FSDP2Engine(EngineBase):
         if scalars_of(self._trained):
             self._scalars = ScalarParameters(self._trained, self._sharding_mesh(plan), self.device)
             self._parameters |= self._scalars.replicated
+        if optimizer is not None and self.config.offloads_optimizer():
+            optimizer = partial(HostOptimizer, optimizer, pin_memory=self.config.pin_memory)
         self._begin(optimizer, weights)
         if self._base is not None:
             self._base.begin()

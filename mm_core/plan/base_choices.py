@@ -74,9 +74,13 @@ def _choice(
     engine: Engine = config.registry.build("engine", settings)
     plan: EnginePlan = engine.plan(task, world, state_tensors(config))
     ours = plan.parameter_bytes - plan.offloaded_bytes
-    states = plan.gradient_bytes + plan.optimizer_bytes
-    device = ours + (0 if plan.offloaded_bytes else states) + plan.gathered_bytes
-    host = plan.offloaded_bytes + (states if plan.offloaded_bytes else 0)
+    device, host = ours + plan.gathered_bytes, plan.offloaded_bytes
+    if plan.offloaded_bytes:
+        host += plan.gradient_bytes + plan.optimizer_bytes
+    elif plan.optimizer_on_host:
+        device, host = device + plan.gradient_bytes, plan.optimizer_bytes + 2 * plan.gradient_bytes
+    else:
+        device += plan.gradient_bytes + plan.optimizer_bytes
     calls = [part.call_bytes for part in plan.frozen]
     device += sum(part.device_bytes for part in plan.parts) + max(calls, default=0)
     device += plan.base.call_bytes if plan.base is not None else 0

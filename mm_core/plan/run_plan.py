@@ -74,7 +74,8 @@ class RunPlan:
         engine = self.engine
         found = {"parameters": engine.parameter_bytes - engine.offloaded_bytes}
         if not engine.offloaded_bytes:
-            found |= {"gradients": engine.gradient_bytes, "optimizer": engine.optimizer_bytes}
+            found |= {"gradients": engine.gradient_bytes}
+            found |= {} if engine.optimizer_on_host else {"optimizer": engine.optimizer_bytes}
         if self.ema_bytes and not self.ema_on_host:
             found["average"] = self.ema_bytes
         return found | {part.name: part.device_bytes for part in engine.parts}
@@ -89,6 +90,8 @@ class RunPlan:
                 "gradients": engine.gradient_bytes,
                 "optimizer": engine.optimizer_bytes,
             }
+        elif engine.optimizer_on_host:
+            found = {"optimizer": engine.optimizer_bytes, "copies": 2 * engine.gradient_bytes}
         return found | ({"average": self.ema_bytes} if self.ema_bytes and self.ema_on_host else {})
 
     def to_mapping(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from mm_core.builtin.configs.engines import OffloadConfig
 from mm_core.config.sections import EMASection
 from mm_core.contracts import Loss, Randomness
 from mm_core.engines.fsdp2 import FSDP2Engine
@@ -16,6 +17,7 @@ from mm_core.optim.ema import EMA
 from mm_core.plan import RunPlan
 from mm_core.runtime.process_group import process_group
 from support.ranks import run_ranks
+from support.tensors import whole
 from support.tiny_models import Task
 
 WIDTHS = (16, 32, 24, 8)
@@ -103,6 +105,37 @@ def test_offloaded_state_is_counted_in_host_memory_to_the_byte():
     # In a forward the widest block is whole beside the stem and the head; in bf16, half of its bytes.
     assert max(whole) == (REST + max(BLOCKS)) // 2
     assert plan.gathered_bytes == (REST + BLOCKS[1] + BLOCKS[2]) // 2
+
+
+def test_an_optimizer_in_host_memory_updates_as_on_the_device_and_is_counted_there():
+    found = []
+    with process_group():
+        for where in (None, "cpu"):
+            task, plan = prepared(engine := FSDP2Engine(offload=OffloadConfig(optimizer=where)))
+            engine.load_state_dict(engine.state_template({name for name, _ in engine.named_parameters()}))
+            x = torch.linspace(-1, 1, 8)[None]
+            for _ in range(3):
+
+                def compute(task: Task = task, x: torch.Tensor = x) -> Loss:
+                    return Loss(task.predictor(x).square().sum(), 1.0)
+
+                engine.micro_step(compute, last=True, scale=1.0)
+                engine.step(engine.grad_norm(), 0.1)
+            assert all(p.grad is None for _, p in engine.named_parameters())
+            found.append({part: {k: t.clone() for k, t in named.items()}
+                          for part, named in engine.state_dict().items()})  # fmt: skip
+            held = {p.to_local().data_ptr() for _, p in engine.named_parameters()}
+            stepped = [p for group in engine._optimizer.param_groups for p in group["params"]]
+            assert held.isdisjoint(p.to_local().data_ptr() for p in stepped) == (where == "cpu")
+    alone, ours = found
+    assert alone["optimizer"].keys() == ours["optimizer"].keys()
+    for part, named in alone.items():
+        assert all(torch.equal(whole(ours[part][key]), whole(tensor)) for key, tensor in named.items())
+    shown_host = RunPlan("a", plan, (), (), 1, 1, 1, 1).host_bytes
+    copies = [*stepped, *(p.grad for p in stepped)]
+    states = [v for k, v in ours["optimizer"].items() if not k.endswith(".step")]
+    assert shown_host == {"optimizer": local_bytes(states), "copies": local_bytes(copies)}
+    assert "optimizer" not in RunPlan("a", plan, (), (), 1, 1, 1, 1).device_bytes
 
 
 def test_the_dry_run_distinguishes_both_memories():

@@ -55,6 +55,7 @@ def fp32(tmp_path_factory):
         (2, {"accumulate": "reduced"}),
         (3, {"accumulate": "reduced"}),
         (4, {"accumulate": "reduced", "sharding_size": 2}),
+        (2, {"offload": {"optimizer": "cpu"}}),
         (2, {"offload": {"parameters": "cpu"}}),
         (2, {"offload": {"activations": "cpu"}}),
         (2, {"offload": {"activations": "cpu"}, "recompute_modules": "auto"}),
@@ -466,3 +467,22 @@ def test_a_run_in_fp16_resumes_to_the_bit_with_its_loss_scale(tiny, tmp_path, mm
     done = mm("train", "--config", tiny, "--nproc", 2, "--verify-resume", 2, *keys, timeout=600)
     assert done.code == 0, done.out + done.err
     assert "loss_scale" in done.out and "bit-equal" in done.out
+
+
+@pytest.mark.slow
+def test_moments_in_bf16_on_the_host_resume_to_the_bit(tiny, tmp_path, mm):
+    keys = ("optimizer.type=adamw_bf16", "engine.offload={optimizer: cpu}", "train.steps=4")
+    done = mm(
+        "train",
+        "--config",
+        tiny,
+        "--nproc",
+        2,
+        "--verify-resume",
+        2,
+        *keys,
+        f"run.dir={tmp_path}",
+        timeout=600,
+    )
+    assert done.code == 0, done.out + done.err
+    assert "bit-equal" in done.out

@@ -62,6 +62,7 @@ class CompileConfig:
 class OffloadConfig:
     """What is kept in host memory while it is not used."""
 
+    optimizer: Literal["cpu"] | None = None  # the state of the optimizer, which then updates there
     parameters: Literal["cpu"] | None = None  # shards, with their gradients and the state of the optimizer
     activations: Literal["cpu"] | None = None  # what the wrapped modules keep for the backward
 
@@ -133,6 +134,10 @@ class FSDP2Config:
     def offloads_parameters(self) -> bool:
         """Whether shards, gradients and the state of the optimizer are in host memory."""
         return self.offload_to_cpu or self.offload.parameters == "cpu"
+
+    def offloads_optimizer(self) -> bool:
+        """Whether the optimizer alone is in host memory, and its parameters are on the device."""
+        return self.offload.optimizer == "cpu" and not self.offloads_parameters()
 
     def sharding(self) -> int | Literal["auto"]:
         """Ranks per shard group: what the config sets, else of the preset."""

@@ -33,6 +33,13 @@ class AdamW8bitConfig(AdamWConfig):
 
 
 @dataclass(frozen=True)
+class AdamWBF16Config(AdamWConfig):
+    """Config of the optimizer `adamw_bf16`: AdamW with bfloat16 moments, rounded at random."""
+
+    rounding_seed: int = 0  # seed of the rounding
+
+
+@dataclass(frozen=True)
 class MuonConfig:
     """Config of the optimizer `muon`: orthogonalised momentum (Jordan et al. 2024), AdamW for the rest."""
 

@@ -44,8 +44,9 @@ from mm_deepspeed.settings import Settings, completed
 _SHAPED = {
     "core/muon": "orthogonalises whole matrices",
     "core/adamw_8bit": "quantises blocks of each parameter",
+    "core/adamw_bf16": "rounds the state of each shard with numbers of its own",
 }
-"""Optimizers that need the shapes of parameters -> why."""
+"""Optimizers that need the shapes of parameters, or their shards -> why."""
 
 
 class DeepSpeedEngine(EngineBase):

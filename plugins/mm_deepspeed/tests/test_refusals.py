@@ -36,7 +36,7 @@ def config(folder: Path, engine: dict[str, Any], **sections: Any) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("kind", ["core/muon", "core/adamw_8bit"])
+@pytest.mark.parametrize("kind", ["core/muon", "core/adamw_8bit", "core/adamw_bf16"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_an_optimizer_that_needs_shapes_is_refused(kind: str, stage: int) -> None:
     facts = replace(facts_of(), optimizer=ComponentConfig("optimizer", kind, {}))
