@@ -127,7 +127,7 @@ def _row(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _put(targets: Sequence[Tensor], row: Tensor) -> None:
-    parts = row.split([target.numel() for target in targets])
+    parts = torch.split(row, [target.numel() for target in targets])
     for target, part in zip(targets, parts, strict=True):
         target.copy_(part.view(target.shape))
 

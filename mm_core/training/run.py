@@ -15,6 +15,7 @@ from mm_core.runtime.launch.signals import StopFlag, leaving_at_signals
 from mm_core.runtime.process_group import process_group
 from mm_core.training.assembly import Assembly, assemble
 from mm_core.training.loop import run_steps
+from mm_core.training.optional.memory import advise
 
 UNREADY = 10.0
 """Seconds after a signal within which a run that is being prepared can stop normally."""
@@ -98,6 +99,7 @@ def running(run: Assembly) -> Iterator[None]:
             run.reporter.note(f"{what}; see {run.ledger.path} for the list")
     except BaseException as raised:
         error = raised
+        advise(error, between.saving.config, run.training.plan)
         raise
     finally:
         try:

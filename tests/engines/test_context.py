@@ -47,6 +47,7 @@ CASES = {
         **UNEVEN,
     },
     "experts": {"predictor": "two_expert"},
+    "experts, many rows": {"predictor": "two_expert", "weights": [0.5, 2, 1, 3, 0, 1, 1, 2, 1, 0.5, 4, 1]},
 }
 BARS = {"ulysses": 1e-6, "ring": 1e-5}
 pytestmark = pytest.mark.slow
@@ -78,7 +79,7 @@ def close(found: dict, wanted: dict, bar: float) -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_all_ranks_share_each_sample(one, tmp_path, world):
-    kinds = {f"{kind} {name}": (kind, name) for kind in BARS for name in CASES}
+    kinds = {f"{kind} {name}": (kind, name) for kind in BARS for name in CASES if "many" not in name}
     del kinds["ulysses one head"]
     cases = {key: {**CASES[name], "size": world, "kind": kind} for key, (kind, name) in kinds.items()}
     found = ranks(world, tmp_path, cases)
@@ -94,6 +95,12 @@ def test_groups_of_ranks_have_samples_of_their_own_and_shards_or_replicas(one, t
     }
     for key, found in ranks(4, tmp_path, cases).items():
         close(found, one["weighted"], BARS[key.split()[0]])
+
+
+@pytest.mark.parametrize(("world", "fields"), [(3, {}), (4, {"sharding_size": 2})])
+def test_two_experts_train_on_ranks_with_samples_of_their_own(one, tmp_path, world, fields):
+    name = "experts, many rows"
+    close(ranks(world, tmp_path, {name: {**CASES[name], **fields}})[name], one[name], 1e-5)
 
 
 def test_a_wrong_scale_is_seen_in_gradients(one, tmp_path):

@@ -49,6 +49,7 @@ def fp32(tmp_path_factory):
         (2, {"recompute_modules": "auto", "recompute": ["attention"]}),
         pytest.param(2, {**SELECTIVE, "compile": {"modules": "auto"}}, id="compiled"),
         (2, {"recompute_modules": "auto", "attention": "math"}),
+        (3, {}),
         (2, {"preset": "ddp"}),
         (2, {"preset": "zero2"}),
         (2, {"reshard_after_forward": ["predictor.blocks.{0}"]}),

@@ -35,6 +35,7 @@ _NO_MEMORY = re.compile(r"can't allocate memory|out of memory|Cannot allocate me
 _REQUEST = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMGT]iB)")
 _CAPACITY = re.compile(r"total capacity of ([\d.]+) ([KMGT]iB)|; ([\d.]+) ([KMGT]iB) total capacity")
 _OF_HOST = "DefaultCPUAllocator"
+_SMALLER = "use a smaller train.micro_batch_size, engine.recompute_modules=auto, or shard over more ranks"
 _UNITS = "bKMGT"
 
 
@@ -154,10 +155,9 @@ def out_of_memory(error: BaseException) -> MMError | None:
         return None
     if (too_large := _too_large(error)) is not None:
         return too_large
-    return MMError(
-        f"out of memory: {_first_line(error)}",
-        hint="use a smaller train.micro_batch_size, engine.recompute_modules=auto, or shard over more ranks",
-    )
+    # A training run notes on its error which setting to try next.
+    hint = next(iter(getattr(error, "__notes__", ())), _SMALLER)
+    return MMError(f"out of memory: {_first_line(error)}", hint=hint)
 
 
 def _too_large(error: BaseException) -> MMError | None:
