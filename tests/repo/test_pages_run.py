@@ -137,6 +137,15 @@ PAGES: dict[str, Page] = {
         {"mm sample": "1 clip in"},
     ),
     "docs/long-clips.md": Page({"run.yaml": "x.yaml"}, {"mm-train": "a rank computes 32 of the 64 tokens"}),
+    "docs/scale-out.md": Page(
+        {"run.yaml": "x.yaml train.micro_batch_size=1", "--nproc 8": "--nproc 4", "size=4": "size=2"},
+        {
+            "mm-train --config run.yaml --nproc 8 --dry-run engine.preset=ddp": "replicate 4 x shard 1",
+            "mm-train --config run.yaml --nproc 8 --dry-run engine.preset=ddp e": "replicate 2 x shard 2",
+            "mm-train --config run.yaml --nproc 8 --dry-run engine.preset=zero2": "replicate 1 x shard 4",
+            "mm-train --config run.yaml --nproc 8 --dry-run engine.offload": "copies",
+        },
+    ),
     "docs/launching.md": Page(
         {
             "run.yaml": "x.yaml",
