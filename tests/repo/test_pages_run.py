@@ -138,7 +138,11 @@ PAGES: dict[str, Page] = {
     ),
     "docs/long-clips.md": Page({"run.yaml": "x.yaml"}, {"mm-train": "a rank computes 32 of the 64 tokens"}),
     "docs/scale-out.md": Page(
-        {"run.yaml": "x.yaml train.micro_batch_size=1", "--nproc 8": "--nproc 4", "size=4": "size=2"},
+        {
+            "run.yaml": "x.yaml train.micro_batch_size=1 engine.sharding_size=null",
+            "--nproc 8": "--nproc 4",
+            "sharding_size=4": "sharding_size=2",
+        },
         {
             "mm-train --config run.yaml --nproc 8 --dry-run engine.preset=ddp": "replicate 4 x shard 1",
             "mm-train --config run.yaml --nproc 8 --dry-run engine.preset=ddp e": "replicate 2 x shard 2",
