@@ -1,13 +1,18 @@
 """Measures a training step of the 1.3B custom DiT at 49 x 480 x 832: time, memory, MFU, time per phase.
 
     python benchmarks/dit_step.py [--size 1_3b|small] [--steps 10] [--recompute auto|N] [--out FILE.md]
+    python benchmarks/dit_step.py --ladder [--seconds 60] [--attention cudnn] [--rungs shipped,cache,...]
     torchrun --nproc-per-node 8 benchmarks/dit_step.py
 
 Engine, task, optimizer and clocks are those of a run. Latents and text are random and generated in each
 step (16 x 13 x 60 x 104 for a 4 x 8 x 8 autoencoder, 512 x 4096), so no data or download is needed.
 Without an accelerator, a small model is used. `--recompute auto` recomputes as few blocks as memory
-allows: none, half, all. The limit is the time for a step's FLOPs (without recomputation) at the device's
-published peak; the rate of one large matrix product on this device is printed for comparison.
+allows: none, half, all. `--ladder` measures a step as the shipped configs have it (all blocks recomputed,
+clips encoded by Wan's autoencoder with random weights; text encoding, some 20 ms, is left out), and then,
+each with those before it: cached latents, compiled blocks, selective recomputation, another attention
+kernel. Each stops after `--seconds` of steps; compiling takes a minute more.
+The limit is the time for a step's FLOPs (without recomputation) at the device's published peak; the rate of
+one large matrix product on this device is printed for comparison.
 """
 
 from __future__ import annotations
@@ -19,13 +24,15 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from mm_custom_dit.model import CustomDiT
 
+from mm_core.builtin.configs.engines import CompileConfig
 from mm_core.builtin.configs.training import AdamWConfig
 from mm_core.config.sections import TrainSection
 from mm_core.contracts import Loss, Randomness, SampleKey, VideoTextBatch
@@ -116,6 +123,54 @@ class RandomText:
         return self._hidden.expand(len(ids), *self._hidden.shape), mask
 
 
+class EncodedLatents(RandomLatents):
+    """Wan 2.1's autoencoder with random weights, made on the device."""
+
+    def __init__(self, shape: tuple[int, int, int, int], device: torch.device, small: bool) -> None:
+        from diffusers import AutoencoderKLWan
+
+        super().__init__(shape, device)
+        with torch.device(device):
+            sizes = {"base_dim": 8, "num_res_blocks": 1} if small else {}
+            self.model = AutoencoderKLWan(**sizes).to(torch.float32 if small else torch.bfloat16)
+        self.model.eval().requires_grad_(False)
+
+    def encode(self, pixels: torch.Tensor) -> RandomLatents:
+        """Encodes the clips; `mode` returns their latents."""
+        self._rows = len(pixels)
+        encoded = self.model.encode(pixels.to(next(self.model.parameters()).dtype)).latent_dist.mode()
+        self.moments = encoded[0].float()
+        return self
+
+
+@dataclass(frozen=True)
+class Rung:
+    """Settings of a measurement.
+
+    Attributes:
+        name: for the table.
+        encodes: whether clips are encoded in the step.
+        fields: of the engine.
+    """
+
+    name: str = ""
+    encodes: bool = False
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+def ladder(attention: str) -> list[Rung]:
+    """As shipped, and what helps, each with those before it."""
+    compiled: dict[str, Any] = {"compile": CompileConfig(modules="auto")}
+    selective = compiled | {"recompute": "selective"}
+    return [
+        Rung("shipped", encodes=True),
+        Rung("cache"),
+        Rung("compile", fields=compiled),
+        Rung("selective", fields=selective),
+        Rung("attention", fields=selective | {"attention": attention}),
+    ]
+
+
 @dataclass(frozen=True)
 class Measured:
     """Measurements of training steps.
@@ -154,12 +209,21 @@ def main() -> int:
     parser.add_argument("--micro-batch-size", type=int, default=1)
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--recompute", default="auto", help="number of blocks to recompute, or auto")
+    parser.add_argument(
+        "--ladder", action="store_true", help="measure the settings that help, one after another"
+    )
+    parser.add_argument("--rungs", help="names of the settings of --ladder, with commas; all by default")
+    parser.add_argument("--attention", help="kernel of the last setting; cudnn on an accelerator by default")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="most for the steps of a setting")
     parser.add_argument("--out", type=Path, help="Markdown table to which a row is appended")
     args = parser.parse_args()
     start_process_group()
     stack = device_stack()
     args.size = args.size or ("small" if stack["device"] == "cpu" else "1_3b")
     size, dtype = SIZES[args.size], "fp32" if stack["device"] == "cpu" else "bf16"
+    if args.ladder:
+        climb(size, dtype, args)
+        return 0
     measured = measure_what_fits(size, dtype, args)
     reached = matrix_rate(torch.float32 if dtype == "fp32" else torch.bfloat16)
     memory = torch.tensor([measured.memory], dtype=torch.float64)
@@ -168,6 +232,36 @@ def main() -> int:
         report(args, stack, dtype, measured, int(memory), reached)
     dist.barrier()
     return 0
+
+
+def climb(size: Size, dtype: str, args: argparse.Namespace) -> None:
+    """Measures the settings of `ladder`, and prints a line for each as soon as it is known."""
+    attention = args.attention or ("sdpa" if dtype == "fp32" else "cudnn")
+    rungs = [rung for rung in ladder(attention) if not args.rungs or rung.name in args.rungs.split(",")]
+    first = dist.get_rank() == 0
+    for rung in rungs:
+        gc.collect()
+        reset_peak_memory()
+        try:
+            m = measure(size, dtype, args, size.layers, rung)
+        except torch.OutOfMemoryError:
+            if dist.get_world_size() > 1:
+                raise
+            print(f"{rung.name:<10}out of memory", flush=True)
+            continue
+        step, peak = statistics.median(m.seconds), peak_flops()
+        rate = m.flops.trained / step / dist.get_world_size()
+        mfu = f"MFU {rate / peak:.1%}" if peak else "peak unknown"
+        split = ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in m.split.items())
+        if first:
+            print(
+                f"{rung.name:<10}{step:.4g} s a step ({min(m.seconds):.4g} to {max(m.seconds):.4g} in"
+                f" {len(m.seconds)}), {mfu}, {m.memory / 2**30:.2f} GiB; {split}"
+            )
+            print(
+                f"RESULT dit_step_{rung.name} {step:.4g} - {'ok' if math.isfinite(m.loss) else 'short'}",
+                flush=True,
+            )
 
 
 def measure_what_fits(size: Size, dtype: str, args: argparse.Namespace) -> Measured:
@@ -189,19 +283,25 @@ def measure_what_fits(size: Size, dtype: str, args: argparse.Namespace) -> Measu
     raise AssertionError("the last choice returns or raises")
 
 
-def measure(size: Size, dtype: str, args: argparse.Namespace, recomputed: int) -> Measured:
+def measure(
+    size: Size, dtype: str, args: argparse.Namespace, recomputed: int, rung: Rung | None = None
+) -> Measured:
     """Trains warm-up steps and measured steps with the engine, task and optimizer of a run."""
-    rng, rows = Randomness(0), args.micro_batch_size
+    rng, rows, rung = Randomness(0), args.micro_batch_size, rung or Rung()
     blocks = (f"predictor.blocks.{{0-{recomputed - 1}}}",) if recomputed else ()
     engine = FSDP2Engine(
         sub_modules_to_wrap=("predictor.blocks.{*}",),
         recompute_modules=blocks,
         param_dtype=None if dtype == "fp32" else dtype,
+        **rung.fields,
     )
     device = engine.device
+    latents = RandomLatents(size.latents, device)
+    if rung.encodes:
+        latents = EncodedLatents(size.latents, device, small=size is SIZES["small"])
     task = TextToVideo(
         size.model(),
-        RandomLatents(size.latents, device),  # type: ignore[arg-type]
+        latents,  # type: ignore[arg-type]
         RandomText(size.text, device),  # type: ignore[arg-type]
         FlowMatch(shift=5.0),
     )
@@ -213,14 +313,18 @@ def measure(size: Size, dtype: str, args: argparse.Namespace, recomputed: int) -
     scale = 1.0 / (rows * args.accumulation)
     seconds: list[float] = []
     tokens = 0
+    deadline = time.monotonic() + args.seconds
     for step in range(WARM_UP + args.steps):
         if step == WARM_UP:
             phases.take()
+        if step > WARM_UP and time.monotonic() > deadline:
+            break
         synchronize()
         began = time.perf_counter()
         tokens = 0
         for micro in range(args.accumulation):
-            batch = make_batch(size, rows, (step * args.accumulation + micro) * dist.get_world_size())
+            number = (step * args.accumulation + micro) * dist.get_world_size()
+            batch = make_batch(size, rows, number, rung.encodes)
 
             def compute(batch: VideoTextBatch = batch) -> Loss:
                 with flops.counting():
@@ -239,7 +343,7 @@ def measure(size: Size, dtype: str, args: argparse.Namespace, recomputed: int) -
         synchronize()
         if step >= WARM_UP:
             seconds.append(time.perf_counter() - began)
-    spent = {name: total / args.steps for name, total in phases.take().items() if name != "log"}
+    spent = {name: total / len(seconds) for name, total in phases.take().items() if name != "log"}
     counted = flops.of_step(args.accumulation)
     assert counted is not None, flops.faults
     return Measured(
@@ -254,15 +358,17 @@ def measure(size: Size, dtype: str, args: argparse.Namespace, recomputed: int) -
     )
 
 
-def make_batch(size: Size, rows: int, first: int) -> VideoTextBatch:
-    """A batch of dummy clips and captions: only their number matters."""
+def make_batch(size: Size, rows: int, first: int, pixels: bool) -> VideoTextBatch:
+    """A batch of dummy clips and captions: only their number matters, and their size with `pixels`."""
+    frames, height, width = ((n - 1) * 4 + 1 if i == 0 else n * 8 for i, n in enumerate(size.latents[1:]))
+    clip = (frames, height, width) if pixels else (1, 1, 1)
     numbers = [first + dist.get_rank() + row for row in range(rows)]
     length = size.text[0]
     return VideoTextBatch(
         keys=[SampleKey(0, number) for number in numbers],
         sample_weights=torch.ones(rows),
         ids=[str(number) for number in numbers],
-        pixels=torch.zeros(rows, 3, 1, 1, 1),
+        pixels=torch.zeros(rows, 3, *clip),
         captions=[""] * rows,
         text_ids=torch.zeros(rows, length, dtype=torch.int64),
         text_mask=torch.ones(rows, length, dtype=torch.bool),

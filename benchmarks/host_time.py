@@ -8,7 +8,7 @@
   Norms, weights and averages of the three must be equal to the bit.
 - script: a step of configs/wan/t2v_tiny.yaml in one process, against a script in the style of Accelerate's
   documentation with the classes of Diffusers and Transformers; both read the same clips, without workers, and
-  neither recomputes nor drops captions.
+  neither recomputes, nor drops captions or gathered weights.
 
 The loop against a hand-written FSDP2 loop is in loop_overhead.py.
 """
@@ -282,6 +282,7 @@ def script(args: argparse.Namespace) -> int:
         "data.validation.annotations": folder / "clips/data.json",
         "data.loader.workers": 0,
         "engine.recompute_modules": "[]",
+        "engine.reshard_after_forward": "false",
         "validation.every": 1_000_000,
         "validation.at_start": "false",
         "train.steps": (args.rounds + 1) * args.steps,
@@ -323,7 +324,10 @@ class Script:
         from torch.utils.data import DataLoader
         from transformers import AutoTokenizer, UMT5EncoderModel
 
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # it runs in one process, so without DDP
+            os.environ.pop(name, None)
         self.accelerator = Accelerator(cpu=True)
+        assert self.accelerator.distributed_type == "NO"
         model = WanTransformer3DModel.from_pretrained(folder / "wan/transformer").train()
         self.vae = AutoencoderKLWan.from_pretrained(folder / "wan/vae").requires_grad_(False)
         self.text = UMT5EncoderModel.from_pretrained(folder / "wan/text_encoder").requires_grad_(False)

@@ -1,11 +1,12 @@
 """Compares a training step of mm_core with a hand-written FSDP2 loop on the same model, data and arithmetic.
 
-    python benchmarks/loop_overhead.py [--ranks 2] [--rounds 20] [--steps 10]
+    python benchmarks/loop_overhead.py [--ranks 2] [--rounds 40] [--steps 4] [--workers 0]
 
 Both train in the same process (of each rank) in turn: a round is `steps` steps of one, then of the other.
-Ratios are computed per round, so a change of the machine's speed affects both. The hand-written loop reads
-the same clips through torch's DataLoader with the same number of workers, encodes with the same
-components, clips gradients, steps, and reads its loss as often as mm_core logs.
+Ratios are computed per round, so a change of the machine's speed affects both: of processor time, all ranks
+together, which a shared machine disturbs less, and of wall time. Without workers, reading counts.
+The hand-written loop reads the same clips through torch's DataLoader with the same number of workers, encodes
+with the same components, clips gradients, steps, and reads its loss as often as mm_core logs.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-BAR = 1.03
+BAR = 1.02
 
 
 def main() -> int:
     """Starts the ranks; in a child process, runs as one of them."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--workers", type=int, default=0)
     args = parser.parse_args()
     if "RANK" in os.environ:
-        return run_rank(args.rounds, args.steps)
+        return run_rank(args.rounds, args.steps, args.workers)
     with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -64,7 +66,7 @@ def main() -> int:
         return max(abs(process.wait()) for process in ranks)
 
 
-def run_rank(rounds: int, steps: int) -> int:
+def run_rank(rounds: int, steps: int, workers: int) -> int:
     """Times both training loops in turn; rank 0 prints."""
     import torch
     import torch.distributed as dist
@@ -86,6 +88,7 @@ def run_rank(rounds: int, steps: int) -> int:
             f"train.micro_batch_size={16 // world}",
             "train.global_batch_size=16",
             "checkpoint.every=1000000",
+            f"data.loader.workers={workers}",
         ],
     )
     run = assemble(config, "never")
@@ -94,22 +97,26 @@ def run_rank(rounds: int, steps: int) -> int:
     run.between.steps = 1 << 30  # far away: the last step of a run would save
     manual = HandWritten(config, training.task, run)
     times: dict[str, list[float]] = {"mm_core": [], "hand": []}
+    busy: dict[str, list[float]] = {"mm_core": [], "hand": []}
     for round_ in range(rounds + 1):
         first = round_ * steps
         for name in ("mm_core", "hand") if round_ % 2 else ("hand", "mm_core"):
             dist.barrier()
-            began = time.perf_counter()
+            began, processor = time.perf_counter(), time.process_time()
             if name == "mm_core":
                 training.plan = dataclasses.replace(whole, steps=first + steps)
                 run_steps(training, first)
             else:
                 manual.run(steps, config.log.every)
-            dist.barrier()
+            spent = torch.tensor((time.process_time() - processor) / steps)
+            dist.all_reduce(spent)
+            busy[name].append(float(spent))
             times[name].append((time.perf_counter() - began) / steps)
     run.reporter.close("done")
     ok = True
     if dist.get_rank() == 0:
-        ok = report({name: values[1:] for name, values in times.items()}, world)  # the first round is warm-up
+        for kind, measured in (("wall", times), ("processor", busy)):  # the first round is warm-up
+            ok = report(kind, {name: values[1:] for name, values in measured.items()}, world)
     dist.barrier()
     torch.distributed.destroy_process_group()
     sys.stdout.flush()
@@ -198,17 +205,17 @@ class HandWritten:
                 self.losses.append(loss.item())
 
 
-def report(times: dict[str, list[float]], world: int) -> bool:
+def report(kind: str, times: dict[str, list[float]], world: int) -> bool:
     """Prints the table and the RESULT line; returns whether the bar is met."""
     ratios = [ours / theirs for ours, theirs in zip(times["mm_core"], times["hand"], strict=True)]
-    print(f"{world} ranks, {len(ratios)} paired rounds")
+    print(f"{world} ranks, {len(ratios)} paired rounds, {kind} time")
     print(f"{'loop':<14}{'median ms/step':>18}{'least':>10}{'most':>10}")
     for name, values in times.items():
         milli = sorted(1000 * value for value in values)
         print(f"{name:<14}{statistics.median(milli):>18.1f}{milli[0]:>10.1f}{milli[-1]:>10.1f}")
     ratio = statistics.median(ratios)
     print(f"ratio round by round: median {ratio:.3f}, {min(ratios):.3f} to {max(ratios):.3f}")
-    print(f"RESULT loop_overhead {ratio:.3f} {BAR} {'ok' if ratio <= BAR else 'short'}")
+    print(f"RESULT loop_overhead_{kind} {ratio:.3f} {BAR} {'ok' if ratio <= BAR else 'short'}")
     return ratio <= BAR
 
 

@@ -333,6 +333,33 @@ class SupportsOverflowed(Protocol):
         """
 
 
+@runtime_checkable
+class SupportsUpdate(Protocol):
+    """Capability of an engine whose device decides about an update, so that the host reads the norm later.
+
+    Attributes:
+        late: whether it is so for the optimizer and the device of this run.
+    """
+
+    late: bool
+
+    def update(self, clip_grad_norm: float | None) -> Tensor:
+        """Does what `grad_norm` and `step` do, without waiting for the device.
+
+        Where the norm is not finite, no rank changes weights or optimizer state, nor at any later update
+        until `settled`.
+
+        Args:
+            clip_grad_norm: largest norm after clipping; None: no clipping.
+
+        Returns:
+            The norm, [], on the device.
+        """
+
+    def settled(self) -> None:
+        """The host has read the norms of all updates and has decided about them."""
+
+
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -29,6 +29,8 @@ from mm_core.device.kind import (
 from mm_core.device.measurement import (
     DeviceClock,
     MemoryRecorder,
+    copied_to,
+    copied_to_host,
     memory_recorder,
     peak_memory_bytes,
     reset_peak_memory,
@@ -46,6 +48,8 @@ __all__ = [
     "attention_of_any_length",
     "bind_device",
     "communication_backends",
+    "copied_to",
+    "copied_to_host",
     "current_device",
     "device_count",
     "device_stack",

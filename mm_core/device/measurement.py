@@ -5,9 +5,13 @@ from __future__ import annotations
 import resource
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from mm_core.device.kind import current_module, device_type
 
@@ -29,6 +33,37 @@ class DeviceClock:
             return float(ended - begun)
         ended.synchronize()
         return float(begun.elapsed_time(ended)) / 1000
+
+    def passed(self, moment: Any) -> bool:
+        """Whether the device's queue has reached a moment; does not wait."""
+        return device_type() == "cpu" or bool(moment.query())
+
+
+def copied_to_host(tensor: Tensor) -> Callable[[], Tensor]:
+    """Begins to copy a tensor to the host behind what the device has in its queue; does not wait.
+
+    Returns:
+        A function that waits for the copy alone, and returns it.
+    """
+    if device_type() == "cpu":
+        copy = tensor.clone()
+        return lambda: copy
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    event = current_module().Event()
+    event.record()
+
+    def read() -> Tensor:
+        event.synchronize()
+        return copy
+
+    return read
+
+
+def copied_to(device: torch.device, tensor: Tensor) -> Tensor:
+    """A tensor of the host on the device; it comes through page-locked memory and waits for nothing."""
+    if device.type == "cpu" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def peak_memory_bytes() -> int:

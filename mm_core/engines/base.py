@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mm_core.contracts import DataRanks, Loss, Randomness, Shard, WeightPlan
 from mm_core.device import current_device
-from mm_core.engines.local_shards import GlobalNorm, LocalSteps, addresses, local_gradients
+from mm_core.engines.local_shards import GlobalNorm, LocalSteps, local_gradients
 from mm_core.errors import ContractError
 from mm_core.modules.initialise import initialise
 from mm_core.modules.quantised import fill_state, scale_names
@@ -32,6 +32,7 @@ class EngineBase:
     Attributes:
         device: the device that computes.
         data_ranks: which share of the data this process reads; `prepare` sets it.
+        late: see `SupportsUpdate`.
         base_lr: base learning rate of the first parameter group without `lr_scale`, or of the first group.
         _trained: the trained components, by path in the task.
         _tied: their tied weights (`tied_names`) before memory is allocated, by path in the task.
@@ -46,9 +47,10 @@ class EngineBase:
         self._tied: dict[str, dict[str, str]] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         self._optimizer: torch.optim.Optimizer | None = None
-        self._updated: dict[str, nn.Parameter] = {}
         self._steps: LocalSteps | None = None
         self._norm: GlobalNorm | None = None
+        self._refused: Tensor | None = None
+        self.late = False
         self._shards: list[Shard] = []
         self._memory: list[int] | None = None
         self._base_lrs: list[float] = []
@@ -92,11 +94,11 @@ class EngineBase:
         self._parameters = dict(named) | self._parameters  # what the engine has set already takes precedence
         if weights is not None:
             fill_state(weights, self._model_state(), self._trained)
-        self._updated = {name: p for name, p in self._parameters.items() if p.requires_grad}
-        self._norm = GlobalNorm([*self._updated.values()])
+        trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
+        self._norm = GlobalNorm([*trained.values()])
         if optimizer is None:
             return
-        self._optimizer = optimizer({**self._updated})
+        self._optimizer = optimizer(trained)
         self._steps = LocalSteps(self._optimizer)
         groups = self._optimizer.param_groups
         scales = [float(group.get("lr_scale", 1.0)) for group in groups]
@@ -130,13 +132,32 @@ class EngineBase:
         self._optimizer.step()
         self._optimizer.zero_grad()
 
+    def update(self, clip_grad_norm: float | None) -> Tensor:
+        """See `SupportsUpdate`; for fused optimizers of torch."""
+        assert self._optimizer is not None and self._norm is not None
+        norm = self._norm()
+        if clip_grad_norm is not None:
+            factor = (clip_grad_norm / (norm.double() + 1e-6)).float()
+            torch._foreach_mul_(self._gradients(), torch.where(norm > clip_grad_norm, factor, 1.0))
+        refused = (~torch.isfinite(norm)).float()
+        self._refused = refused if self._refused is None else torch.maximum(self._refused, refused)
+        self._optimizer.found_inf = self._refused  # type: ignore[attr-defined]
+        self._optimizer.step()
+        del self._optimizer.found_inf  # type: ignore[attr-defined]
+        self._optimizer.zero_grad()
+        return norm
+
+    def settled(self) -> None:
+        """See `SupportsUpdate`."""
+        self._refused = None
+
     def discard(self) -> None:
         """Clears the engine's gradients without an optimizer update."""
         assert self._optimizer is not None
         self._optimizer.zero_grad()
 
     def _gradients(self) -> list[Tensor]:
-        return local_gradients(self._updated.values())
+        return local_gradients(self._parameters.values())
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -172,11 +193,11 @@ class EngineBase:
 
     def shards(self) -> Iterator[Shard]:
         """This rank's shards of the trained parameters, plain tensors and DTensors alike."""
-        named = self._updated.items()
-        memory = addresses(self._updated.values())
+        trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
+        memory = [getattr(p, "_local_tensor", p).data_ptr() for p in trained.values()]
         if memory != self._memory:
             self._memory = memory
-            self._shards = [Shard(name, local(p), tuple(p.shape), partial(like, p)) for name, p in named]
+            self._shards = [Shard(n, local(p), tuple(p.shape), partial(like, p)) for n, p in trained.items()]
         return iter(self._shards)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:

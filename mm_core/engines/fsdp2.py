@@ -38,6 +38,7 @@ from mm_core.contracts import (
     torch_dtype,
 )
 from mm_core.engines.base import EngineBase
+from mm_core.engines.local_shards import skips
 from mm_core.engines.loss_scale import LossScale
 from mm_core.modules.casting import cast_inputs, check_dtypes, uncast_inputs
 from mm_core.modules.quantised import check_device, codes_as_parameters
@@ -80,6 +81,7 @@ class FSDP2Engine(EngineBase):
         self._compute_dtype: str | None = None
         self._loss_scale: LossScale | None = None
         self._roots: list[FSDPModule] = []
+        self._synced = True
         self._unused = UnusedModules(())
         self._scalars: ScalarParameters | None = None
         self._ranks: DeviceMesh | None = None
@@ -224,6 +226,7 @@ class FSDP2Engine(EngineBase):
         if optimizer is not None and self.config.offloads_optimizer():
             optimizer = partial(HostOptimizer, optimizer, pin_memory=self.config.pin_memory)
         self._begin(optimizer, weights)
+        self.late = self.device.type != "cpu" and self._loss_scale is None and skips(self._optimizer)
         if self._base is not None:
             self._base.begin()
 
@@ -314,9 +317,12 @@ class FSDP2Engine(EngineBase):
         Returns:
             The loss, detached.
         """
+        sync = last or self.config.accumulate == "reduced"
         for root in self._roots:
-            root.set_requires_gradient_sync(last or self.config.accumulate == "reduced")
+            if not (sync and self._synced):  # torch visits all modules
+                root.set_requires_gradient_sync(sync)
             root.set_is_last_backward(last)
+        self._synced = sync
         with self._uncast_inputs():
             loss = compute()
         if not last and self.config.accumulate == "deferred":

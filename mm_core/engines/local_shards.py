@@ -25,9 +25,11 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     return [getattr(gradient, "_local_tensor", gradient) for gradient in found if gradient is not None]
 
 
-def addresses(parameters: Iterable[nn.Parameter]) -> list[int]:
-    """Where this rank's shards are in memory."""
-    return [getattr(p, "_local_tensor", p).data_ptr() for p in parameters]
+def skips(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Whether the optimizer leaves out a step where a tensor on the device orders it: torch's fused ones."""
+    if type(optimizer) not in _ELEMENTWISE or optimizer is None:
+        return False
+    return all(group.get("fused") for group in optimizer.param_groups)
 
 
 class GlobalNorm:
@@ -43,17 +45,17 @@ class GlobalNorm:
 
     def __call__(self) -> Tensor:
         """The norm, [], on the gradients' device. A collective if they are sharded."""
-        if self._group is None:
-            whole = torch.nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
-            return whole.full_tensor() if isinstance(whole, DTensor) else whole
         gradients = local_gradients(self._parameters)
-        if not gradients:
-            return torch.tensor(0.0)
+        if self._group is None or not gradients:
+            return self._of_all_kinds()
         squares = torch.stack(torch._foreach_norm(gradients, 2.0)) ** 2.0
         if dist.get_world_size(self._group) > 1:
             dist.all_reduce(squares, group=self._group)
-        total: Tensor = torch.linalg.vector_norm(squares**0.5, 2.0)
-        return total
+        return torch.linalg.vector_norm(squares**0.5, 2.0)  # type: ignore[no-any-return]
+
+    def _of_all_kinds(self) -> Tensor:
+        whole = torch.nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+        return whole.full_tensor() if isinstance(whole, DTensor) else whole
 
 
 def _group_of(parameters: Sequence[nn.Parameter]) -> dist.ProcessGroup | None:
@@ -97,11 +99,9 @@ class LocalSteps:
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """The optimizer's state of a parameter, sharded like it, in the optimizer's memory."""
-        view = self._views.get(parameter)
-        if view is None:
-            return dict(self._optimizer.state.get(parameter, {}))
-        state = self._optimizer.state.get(view, {})
-        return {key: value if key == "step" else like(parameter, value) for key, value in state.items()}
+        view = self._views.get(parameter, parameter)
+        own, state = view is parameter, self._optimizer.state.get(view, {}).items()
+        return {key: value if own or key == "step" else like(parameter, value) for key, value in state}
 
     def _take_gradients(self, *_: object) -> None:
         memory = self._memory

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -91,6 +92,17 @@ def shards_mixed() -> bool:
         return "requires_grad" in inspect.getsource(FSDPParamGroup._init_mp_dtypes)
     except (ImportError, AttributeError, OSError):
         return True
+
+
+def main_dtype(module: nn.Module, known: dict[torch.dtype, torch.dtype]) -> torch.dtype:
+    """The dtype of most floating-point parameter elements; `known` keeps it by that of the first one."""
+    first = next(module.parameters()).dtype
+    if first not in known:
+        sizes: Counter[torch.dtype] = Counter()
+        for parameter in module.parameters():
+            sizes[parameter.dtype] += parameter.numel() * parameter.is_floating_point()
+        known[first] = sizes.most_common(1)[0][0]  # tables and norms may have a higher precision
+    return known[first]
 
 
 def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:

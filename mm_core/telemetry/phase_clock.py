@@ -33,12 +33,13 @@ class PhaseClock:
             self._watch(phase)
 
     def take(self) -> dict[str, float]:
-        """Returns the seconds spent in each phase since the last call; waits for the device."""
+        """Returns the seconds spent in each phase since the last call, up to where the device is."""
         if not self._marks:
             return {}
         running = self._marks[-1][0]
         marks = [*self._marks, (running, self._clock.mark())]
-        self._marks = marks[-1:]
+        last = max((n for n, (_, at) in enumerate(marks) if self._clock.passed(at)), default=0)
+        self._marks, marks = marks[last:], marks[: last + 1]
         spent: dict[str, float] = {}
         for (phase, begun), (_, ended) in pairwise(marks):
             spent[phase] = spent.get(phase, 0.0) + self._clock.seconds(begun, ended)

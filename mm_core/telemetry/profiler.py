@@ -35,6 +35,11 @@ class ProfileWindow:
         self._profiler: profile | None = None
         self._memory: MemoryRecorder | None = None
 
+    @property
+    def running(self) -> bool:
+        """Whether training steps are being recorded."""
+        return self._profiler is not None
+
     def step_begins(self, step: int) -> None:
         """Starts the profiler before training step `step` (from 1), if the profile begins there."""
         settings = self._settings

@@ -47,6 +47,7 @@ from mm_core.training.between_steps import BetweenSteps
 from mm_core.training.callback_list import CallbackList
 from mm_core.training.evaluating import Evaluating
 from mm_core.training.guard import UpdateGuard
+from mm_core.training.late import with_late_steps
 from mm_core.training.loop import Training
 from mm_core.training.non_finite import first_non_finite
 from mm_core.training.optional.caching import filled
@@ -257,7 +258,7 @@ def equip(
         between=between,
         clip_grad_norm=config.train.clip_grad_norm,
     )
-    return Assembly(run.folder, training, between, reporter, ledger, restored.step)
+    return Assembly(run.folder, with_late_steps(training), between, reporter, ledger, restored.step)
 
 
 def make_reporter(run: OpenedRun, parts: RunParts, restored: Restored, watchdog: Watchdog) -> RunReporter:

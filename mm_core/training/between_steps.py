@@ -52,6 +52,8 @@ class BetweenSteps:
     evaluated: bool = True
     step: int = 0
     interrupted: bool = False
+    settled: Callable[[], bool] = lambda: True
+    """Ends a step whose norm is not read (see `LateSteps`); whether all steps taken may be saved."""
     _owed: bool = False
     """Whether the validation or the samples of `step` are due and not done yet."""
 
@@ -113,6 +115,18 @@ class BetweenSteps:
         elif self.ema is not None:
             self.ema.update(step)
 
+    def follows(self, step: int, *, stop: bool, save: bool) -> bool:
+        """Whether something after a training step needs its outcome before the next one begins.
+
+        Args:
+            step: steps taken.
+            stop: whether all ranks agreed to stop.
+            save: whether all ranks agreed to save.
+        """
+        done = step == self.steps
+        due = self.saving.due(step) or self.evaluating.due(step, always=done)
+        return stop or save or done or due or bool(self.callbacks) or self.profile.running
+
     def after_step(self, step: int, logged: Mapping[str, float] | None, *, stop: bool, save: bool) -> bool:
         """Saves, validates and samples as due after a training step; returns whether the run ends here.
 
@@ -151,7 +165,7 @@ class BetweenSteps:
         Args:
             error: the exception that ended the run; None without one.
         """
-        if isinstance(error, MMError) and error.on_all_ranks:
+        if isinstance(error, MMError) and error.on_all_ranks and self.settled():
             self.saving.rescue(self.step, evaluated=not self._owed)
         faults: list[Exception] = []
         endings: tuple[Callable[[], None], ...] = (

@@ -26,6 +26,9 @@ class CallbackList:
         """The callbacks that a run's config names, built, and `more` after them."""
         return cls([*((c.type, config.registry.build("callback", c)) for c in config.callbacks), *more])
 
+    def __len__(self) -> int:
+        return len(self._callbacks)
+
     def run_started(self, run_dir: Path, step: int, last_step: int) -> None:
         """Calls the callbacks when the run is ready for its first step; `step` steps were taken before."""
         self._call("run_started", lambda callback: callback.run_started(run_dir, step, last_step))

@@ -30,6 +30,7 @@ from mm_core.contracts.bases.task_module import loss_of
 from mm_core.errors import CheckpointError, MMError, PeerError, TrainingError
 from mm_core.plan import RunPlan
 from mm_core.runtime.ranks import gather_rows
+from mm_core.training.late import IssuedStep, LateSteps
 
 if TYPE_CHECKING:
     from mm_core.telemetry.reporter import RunReporter
@@ -53,6 +54,7 @@ class Training:
         between: the work between steps: average, callbacks, evaluation, checkpoints, profile, watchdog, and
             whether to stop.
         clip_grad_norm: L2 norm to which gradients are clipped; None without clipping.
+        late: ends steps on a device that decides about updates itself; None: steps end as below.
     """
 
     plan: RunPlan
@@ -65,6 +67,7 @@ class Training:
     reporter: RunReporter
     between: BetweenSteps
     clip_grad_norm: float | None
+    late: LateSteps | None = None
 
 
 @dataclass(frozen=True)
@@ -100,10 +103,13 @@ def run_steps(training: Training, start: int) -> int:
         lr = engine.scale_lr(training.lr_schedule.factor(step))
         scale = engine.data_ranks.count / agreed.weight  # the engine averages over the shares of the data
         forwards = [partial(compute, training, step, index, batch) for index, batch in enumerate(batches)]
-        losses: list[Loss] = []
-        for forward in forwards:
-            losses.append(engine.micro_step(forward, last=forward is forwards[-1], scale=scale))
-            reporter.micro(losses[-1])
+        losses = [engine.micro_step(f, last=f is forwards[-1], scale=scale) for f in forwards]
+        if training.late is not None:
+            if training.late.end(IssuedStep(step, lr, data_wait, agreed, batches, forwards, scale), losses):
+                return step + 1
+            continue
+        for loss in losses:
+            reporter.micro(loss)
         grad_norm = engine.grad_norm()
         reporter.enter("optimizer")
         refused = overflow(engine, grad_norm)

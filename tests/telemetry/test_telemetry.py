@@ -143,10 +143,13 @@ class Moments:
     """A device's clock: marks can be read only after the device was waited for."""
 
     def __init__(self) -> None:
-        self.now, self.read = 0.0, 0
+        self.now, self.read, self.reached = 0.0, 0, float("inf")
 
     def mark(self) -> float:
         return self.now
+
+    def passed(self, moment: float) -> bool:
+        return moment <= self.reached
 
     def seconds(self, begun: float, ended: float) -> float:
         self.read += 1
@@ -168,6 +171,15 @@ def test_time_divides_into_phases_and_none_is_lost_between_windows():
     spend(phases, clock, ("log", 1.0))
     assert phases.take() == {"encode": 0.25, "log": 1.0}
     assert PhaseClock(Moments()).take() == {}
+
+
+def test_what_the_device_has_not_reached_is_left_for_the_next_window():
+    phases = PhaseClock(clock := Moments())
+    spend(phases, clock, ("data", 1.0), ("encode", 2.0), ("log", 4.0))
+    clock.reached = 3.0
+    assert phases.take() == {"data": 1.0, "encode": 2.0}
+    clock.reached = 7.0
+    assert phases.take() == {"log": 4.0}
 
 
 def test_a_sign_of_life_within_a_phase_is_passed_on_and_not_timed():

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mm_core.builtin.configs.diffusion import ByteTextConfig, HFTextConfig
 from mm_core.contracts import Randomness, Tokenizer, WeightsFrom, torch_dtype
+from mm_core.device import copied_to
 from mm_core.diffusion.encoders.hf_folder import ModelFolder
 from mm_core.errors import CheckpointError
 from mm_core.schema.fields import DType
@@ -82,7 +83,7 @@ class ByteTextEncoder(nn.Module):
     def encode(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Encodes captions: ids [B,L] -> hidden states [B,L,D] in float32 at unit scale, and mask [B,L]."""
         assert self.table is not None and self.words is not None, "load() comes first"
-        positions = sinusoids(ids.shape[1], self.hidden_size).to(ids.device)
+        positions = copied_to(ids.device, sinusoids(ids.shape[1], self.hidden_size))
         hidden = self.table[ids] + self.words[self._word_so_far(ids)] + positions
         return hidden / 3**0.5, mask
 

@@ -43,6 +43,7 @@ def _capabilities(*names: str) -> tuple[str, ...]:
 
 
 _LOADING = _capabilities("SelfLoading", "Streamed", "SupportsFiles")  # what frozen components have
+_ENGINE = _capabilities("SupportsCheckTraining", "SupportsOverflowed", "SupportsUpdate")
 _TRANSFORMS = _capabilities("SupportsFrameByFrame", "SupportsLevels")
 
 CONTRACTS: Mapping[str, Contract] = MappingProxyType(
@@ -84,9 +85,7 @@ CONTRACTS: Mapping[str, Contract] = MappingProxyType(
                 *("SupportsSampleFlops", "SupportsSampleForward", "SupportsAnswer", "SupportsCache"),
             ),
         ),
-        "engine": Contract(
-            "mm_core.contracts:Engine", optional=_capabilities("SupportsCheckTraining", "SupportsOverflowed")
-        ),
+        "engine": Contract("mm_core.contracts:Engine", optional=_ENGINE),
         "optimizer": Contract("mm_core.contracts:Optimizer", base="torch.optim:Optimizer"),
         "lr_schedule": Contract("mm_core.contracts:LRSchedule"),
         "tracker": Contract("mm_core.contracts:Tracker"),

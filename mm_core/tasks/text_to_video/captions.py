@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mm_core.contracts import Batch, DictBatch, Features, TextEncoder, Tokenizer, VideoTextBatch
 from mm_core.data.cache.samples import stacked
+from mm_core.device import copied_to
 from mm_core.errors import ContractError
 from mm_core.tasks.text_to_video.conditions import Conditions, check_returned
 from mm_core.tasks.text_to_video.returned_shapes import expect_text
@@ -180,7 +181,7 @@ def chosen(own: Encoded, empty: Encoded | None, dropped: Sequence[bool]) -> Enco
     if empty is None or not any(dropped):
         return own
     order = [len(dropped) if out else row for row, out in enumerate(dropped)]
-    rows = torch.tensor(order, device=own[0].device)
+    rows = copied_to(own[0].device, torch.tensor(order))
     conditions = {name: torch.cat([value, empty[2][name]])[rows] for name, value in own[2].items()}
     return torch.cat([own[0], empty[0]])[rows], torch.cat([own[1], empty[1]])[rows], conditions
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
@@ -35,8 +34,10 @@ from mm_core.contracts import (
     TextEncoder,
     VideoTextBatch,
 )
+from mm_core.device import copied_to
 from mm_core.diffusion.mixture import clean_estimate, noise_share
 from mm_core.errors import ContractError, plural
+from mm_core.modules.casting import main_dtype
 from mm_core.plugin.checks.values import returned
 from mm_core.tasks.text_to_video.bins import declared_bins, sum_by_bin
 from mm_core.tasks.text_to_video.captions import Captions, TokenizeCaptions, chosen
@@ -92,6 +93,7 @@ class TextToVideo(TaskModule):
         self.flops = TrainedFlops(predictor)
         self.scheduler = self.experts.scheduler
         self._step = 0
+        self._dtypes: dict[torch.dtype, torch.dtype] = {}
         self._shape: tuple[int, ...] | None = None  # of the latents of data.train, once the plan knows it
         self.image_encoder = image_encoder
         if image_encoder is not None:
@@ -185,16 +187,16 @@ class TextToVideo(TaskModule):
         sampled = [rng.generator("posterior", *key) for key in keys] if self.latents == "sample" else None
         latents = expect_latents(clips.posterior, clips.shape, self.autoencoder, sampled)
         device, shape = latents.device, tuple(latents.shape[1:])
-        noise = torch.stack([rng.normal(shape, "noise", *key) for key in keys]).to(device)
+        noise = copied_to(device, torch.stack([rng.normal(shape, "noise", *key) for key in keys]))
         experts, scheduler = self.schedule_of(shape)
         # Every rank and micro-batch must train the same expert, so clips of data.train choose it.
         expert, _ = self._trained_schedule[0].of_step(rng, self._step)
         drawn = [rng.generator("timestep", *key) for key in keys]
-        timestep = experts.trained_on(expert).sample_timesteps(drawn).to(device)
+        timestep = copied_to(device, experts.trained_on(expert).sample_timesteps(drawn))
         share = self.caption_dropout
         dropped = [share > 0 and rng.uniform("caption_dropout", *key) < share for key in keys]
         text, mask, conditions = chosen(clips.text, clips.empty, dropped)
-        weights = clips.sample_weights.to(device)
+        weights = copied_to(device, clips.sample_weights)
         return TextToVideoInputs(
             given=inputs_of(
                 self.predictor,
@@ -238,7 +240,7 @@ class TextToVideo(TaskModule):
         """
         self.conditions.check(given.conditions, shapes_of(self.text_encoder))
         # The engine casts sharded float32 parameters; an unsharded bf16 predictor needs this cast.
-        dtype = _main_dtype(self.get_submodule("predictor"))
+        dtype = main_dtype(self.get_submodule("predictor"), self._dtypes)
         routed: dict[str, Any] = {} if expert is None else {"expert": expert}
         return self.predictor(
             latents=given.latents.to(dtype),
@@ -386,12 +388,3 @@ def _squared_error(predicted: Tensor, target: Tensor, counts: Tensor | None) -> 
         return squares.flatten(1).mean(1)
     # torch.where instead of a product: values that do not count may be non-finite.
     return torch.where(counts, squares, 0.0).flatten(1).sum(1) / (counts.sum() * squares.shape[1])
-
-
-def _main_dtype(module: nn.Module) -> torch.dtype:
-    """The dtype of most floating-point parameter elements: tables and norms may have a higher precision."""
-    sizes: Counter[torch.dtype] = Counter()
-    for parameter in module.parameters():
-        if parameter.is_floating_point():
-            sizes[parameter.dtype] += parameter.numel()
-    return sizes.most_common(1)[0][0]

@@ -47,11 +47,17 @@ class Normalisation:
 
     def unit(self, latents: Tensor) -> Tensor:
         """Scales the autoencoder's latents [B,C,T,H,W] to unit scale."""
-        return (latents.float() - self.shift.to(latents.device)) * self.scale.to(latents.device)
+        self._move(latents.device)
+        return (latents.float() - self.shift) * self.scale
 
     def own(self, latents: Tensor) -> Tensor:
         """Scales latents [B,C,T,H,W] from unit scale back to the autoencoder's scale."""
-        return latents.float() / self.scale.to(latents.device) + self.shift.to(latents.device)
+        self._move(latents.device)
+        return latents.float() / self.scale + self.shift
+
+    def _move(self, device: torch.device) -> None:
+        """Keeps the numbers on the device of the latents: a copy in each step would wait for it."""
+        self.shift, self.scale = self.shift.to(device), self.scale.to(device)
 
 
 class WanPosterior:
