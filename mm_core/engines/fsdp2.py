@@ -226,7 +226,8 @@ class FSDP2Engine(EngineBase):
         if optimizer is not None and self.config.offloads_optimizer():
             optimizer = partial(HostOptimizer, optimizer, pin_memory=self.config.pin_memory)
         self._begin(optimizer, weights)
-        self.late = self.device.type != "cpu" and self._loss_scale is None and skips(self._optimizer)
+        skipping = self._loss_scale is None and skips(self._optimizer)
+        self.late = self.config.late_norm and self.device.type != "cpu" and skipping
         if self._base is not None:
             self._base.begin()
 

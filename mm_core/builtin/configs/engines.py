@@ -107,6 +107,9 @@ class FSDP2Config:
     accumulate: _Rounding[Literal["deferred", "reduced"]] = (
         "deferred"  # gradients are averaged at the last micro-batch; reduced: at each, and kept as shards
     )
+    late_norm: _Speed[bool] = (
+        False  # on an accelerator, the host reads a step's norm after the next forward and backward
+    )
     param_dtype: _Precision[DType | None] = (
         None  # dtype in forward and backward, fp16 with a loss scale; null: as stored (fp32)
     )
