@@ -41,7 +41,7 @@ from mm_core.engines.base import EngineBase
 from mm_core.engines.local_shards import skips
 from mm_core.engines.loss_scale import LossScale
 from mm_core.modules.casting import cast_inputs, check_dtypes, uncast_inputs
-from mm_core.modules.quantised import check_device, codes_as_parameters
+from mm_core.modules.quantised import check_device, codes_as_parameters, codes_in
 from mm_core.modules.tying import tied_names
 from mm_core.parallel.activation_checkpointing import offload_activations, recompute, selective, together
 from mm_core.parallel.attention import decide_attention, set_attention
@@ -290,9 +290,10 @@ class FSDP2Engine(EngineBase):
         last = replace(policy, output_dtype=_dtype(config.output_dtype))
         with codes_as_parameters():
             for path in inner:
-                shard(
-                    task.get_submodule(path), mp_policy=policy, reshard_after_forward=path in plan.resharded
-                )
+                module, reshards = task.get_submodule(path), path in plan.resharded
+                if codes := codes_in(module):
+                    shard(codes, mp_policy=MixedPrecisionPolicy(), reshard_after_forward=reshards)
+                shard(module, mp_policy=policy, reshard_after_forward=reshards)
             for path, root in self._trained.items():
                 shard(root, mp_policy=last, reshard_after_forward=path in plan.resharded)
         for path in plan.cast_inputs:

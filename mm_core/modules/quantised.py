@@ -171,6 +171,14 @@ def codes_as_parameters() -> Iterator[None]:
         yield
 
 
+def codes_in(module: nn.Module) -> list[nn.Module]:
+    """The quantised layers of a module that is to be sharded, where they need a group that is not cast: before
+    torch 2.13, `fully_shard` casts integers to param_dtype; [] from then on."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):
+        return []
+    return [each for each in module.modules() if isinstance(each, QuantisedLinear)]
+
+
 def quantise_base(task: TaskModule, blocks: Iterable[str], kind: str) -> None:
     """Replaces the frozen linear layers in a task's blocks by quantised ones, on the meta device.
 
