@@ -172,8 +172,8 @@ def codes_as_parameters() -> Iterator[None]:
 
 
 def codes_in(module: nn.Module) -> list[nn.Module]:
-    """The quantised layers of a module to shard in a group that is not cast, which `fully_shard` would do before
-    torch 2.13; [] from then on."""
+    """The quantised layers of a module that need a group of their own: before torch 2.13, `fully_shard` casts
+    integers. [] from then on."""
     if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):
         return []
     return [each for each in module.modules() if isinstance(each, QuantisedLinear)]
