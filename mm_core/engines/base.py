@@ -95,15 +95,18 @@ class EngineBase:
         if weights is not None:
             fill_state(weights, self._model_state(), self._trained)
         trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
-        self._norm = GlobalNorm([*trained.values()])
         if optimizer is None:
             return
         self._optimizer = optimizer(trained)
-        self._steps = LocalSteps(self._optimizer)
         groups = self._optimizer.param_groups
         scales = [float(group.get("lr_scale", 1.0)) for group in groups]
         self._base_lrs = [float(group["lr"]) * scale for group, scale in zip(groups, scales, strict=True)]
         self.base_lr = self._base_lrs[scales.index(1.0) if 1.0 in scales else 0]
+
+    def _step_on_shards(self) -> None:
+        """Lets the optimizer step over plain views of the shards, if it can (see `LocalSteps`)."""
+        if self._optimizer is not None:
+            self._steps = LocalSteps(self._optimizer)
 
     # -- step ----------------------------------------------------------------------------------
 
@@ -116,8 +119,7 @@ class EngineBase:
 
     def grad_norm(self) -> float:
         """The global L2 norm of the engine's averaged gradients, equal on all ranks. Waits for the device."""
-        assert self._norm is not None
-        return float(self._norm())
+        return float(self._global_norm())
 
     def step(self, norm: float, clip_grad_norm: float | None) -> None:
         """The engine's update: clips gradients, steps the optimizer over the shards, clears the gradients.
@@ -134,8 +136,8 @@ class EngineBase:
 
     def update(self, clip_grad_norm: float | None) -> Tensor:
         """See `SupportsUpdate`; for fused optimizers of torch."""
-        assert self._optimizer is not None and self._norm is not None
-        norm = self._norm()
+        assert self._optimizer is not None
+        norm = self._global_norm()
         if clip_grad_norm is not None:
             factor = (clip_grad_norm / (norm.double() + 1e-6)).float()
             torch._foreach_mul_(self._gradients(), torch.where(norm > clip_grad_norm, factor, 1.0))
@@ -155,6 +157,11 @@ class EngineBase:
         """Clears the engine's gradients without an optimizer update."""
         assert self._optimizer is not None
         self._optimizer.zero_grad()
+
+    def _global_norm(self) -> Tensor:
+        if self._norm is None:
+            self._norm = GlobalNorm([p for p in self._parameters.values() if p.requires_grad])
+        return self._norm()
 
     def _gradients(self) -> list[Tensor]:
         return local_gradients(self._parameters.values())
@@ -208,15 +215,17 @@ class EngineBase:
         Raises:
             ContractError: the optimizer has state that is not a tensor.
         """
-        assert self._optimizer is not None and self._steps is not None
-        state = self._optimizer.state
+        assert self._optimizer is not None
+        state, steps = self._optimizer.state, self._steps
         lost = {key for values in state.values() for key, v in values.items() if not isinstance(v, Tensor)}
         if lost:
             raise _not_stored(self._optimizer, lost)
         optimizer = {
             f"{path}.{key}": value
             for path, parameter in self._parameters.items()
-            for key, value in self._steps.state_of(parameter).items()
+            for key, value in (
+                state.get(parameter, {}) if steps is None else steps.state_of(parameter)
+            ).items()
         }
         return {"model": self._model_state(), "optimizer": optimizer}
 

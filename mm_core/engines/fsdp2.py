@@ -226,6 +226,7 @@ class FSDP2Engine(EngineBase):
         if optimizer is not None and self.config.offloads_optimizer():
             optimizer = partial(HostOptimizer, optimizer, pin_memory=self.config.pin_memory)
         self._begin(optimizer, weights)
+        self._step_on_shards()
         skipping = self._loss_scale is None and skips(self._optimizer)
         self.late = self.config.late_norm and self.device.type != "cpu" and skipping
         if self._base is not None:
