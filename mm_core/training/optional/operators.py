@@ -15,7 +15,17 @@ from torch._subclasses.fake_tensor import (
 from torch.nn import Parameter
 
 from mm_core.config.sections import RunConfig
-from mm_core.contracts import Batch, DataRanks, Engine, EnginePlan, Randomness, TaskModule, torch_dtype
+from mm_core.contracts import (
+    Batch,
+    DataRanks,
+    Engine,
+    EnginePlan,
+    Randomness,
+    SelfLoading,
+    Streamed,
+    TaskModule,
+    torch_dtype,
+)
 from mm_core.contracts.bases.task_module import loss_of
 from mm_core.data.loading.bucketed import BucketedSamples
 from mm_core.data.loading.plain import rows_of
@@ -72,6 +82,9 @@ def first_forward(config: RunConfig) -> Forward:
     _, batches = make_loader(config, plan, samples, task, engine, Restored(), lambda _: None)
     batch = next(iter(batches)).to(torch.device("cpu"))
     build_frozen(task)
+    for component in (getattr(task, name) for name in task.frozen):
+        if isinstance(component, SelfLoading) and not isinstance(component, Streamed):
+            component.load(torch.device("cpu"))  # it may decide by what it reads
     return Forward(task, batch, config.run.seed, _as_engine(task, plan.engine))
 
 
