@@ -202,7 +202,7 @@ MACHINES: Faults = {
     ),
     "variables of a launcher": (
         lambda p: (p.set(RANK="0", WORLD_SIZE="8"), p.patch.delenv("MASTER_ADDR", raising=False)),
-        "RANK, WORLD_SIZE are set without a launcher",
+        "no launcher has set RANK, WORLD_SIZE",
         "unset RANK WORLD_SIZE",
     ),
     "TMPDIR": (

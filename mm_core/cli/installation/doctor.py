@@ -45,5 +45,6 @@ def execute(args: argparse.Namespace) -> int:
         for finding in report.findings:
             print(f"\n{finding.severity}: {finding.sentence}\n  fix: {finding.fix}")
         warnings = len(report.findings) - report.errors
-        print(f"\n{plural(report.errors, 'error')}, {plural(warnings, 'warning')}")
+        counts = f"{plural(report.errors, 'error')}, {plural(warnings, 'warning')}"
+        print(f"\n{counts if report.findings else 'nothing is wrong'}")
     return 1 if report.errors else 0

@@ -68,7 +68,7 @@ def _check_variables(report: Report, environ: Mapping[str, str]) -> None:
     left = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in environ]
     if left and "MASTER_ADDR" not in environ:
         report.error(
-            f"{', '.join(left)} are set without a launcher: a command takes itself for one of its ranks",
+            f"no launcher has set {', '.join(left)}: a command takes itself for one of several ranks",
             f"unset {' '.join(left)}",
         )
     folder = environ.get("TMPDIR")
@@ -81,7 +81,9 @@ def _check_disk(report: Report, runs: Path) -> None:
     while not place.exists():
         place = place.parent
     if not place.is_dir() or not os.access(place, os.W_OK):
-        report.error(f"{place} is not a folder that can be written to", "run.dir=FOLDER of another one")
+        report.error(
+            f"{place} is not a folder that can be written to", "choose another folder: run.dir=FOLDER"
+        )
         return
     disk = os.statvfs(place)
     free = disk.f_bavail * disk.f_frsize
@@ -112,7 +114,7 @@ def _check_limits(report: Report) -> None:
     ):
         soft, hard = resource.getrlimit(kind)
         if soft == resource.RLIM_INFINITY or soft >= wanted:
-            report.facts[what] = "no limit" if soft == resource.RLIM_INFINITY else f"{soft:,}"
+            report.facts[what] = "no limit" if soft == resource.RLIM_INFINITY else f"at most {soft:,}"
             continue
         fix = f"ulimit -{option} {wanted}"
         if hard != resource.RLIM_INFINITY and hard < wanted:
