@@ -50,6 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add("--by-order", action="store_true", help="match modules by their order and shapes where names differ")
     add("--html", metavar="FILE", help="also write a page")
+    add("--svg", metavar="FILE", help="also write the page's chart alone")
     add("--json", action="store_true", help="print JSON")
     for action in (record, compare):
         action.add_argument(
@@ -137,6 +138,7 @@ def _record(args: argparse.Namespace) -> int:
 
 def _compare(args: argparse.Namespace) -> int:
     from mm_core.report.align import render
+    from mm_core.report.align.chart import chart
     from mm_core.report.align.compare import compare
     from mm_core.report.align.records import Names, names_by_order, read_record
 
@@ -152,6 +154,8 @@ def _compare(args: argparse.Namespace) -> int:
         )
     if args.html:
         write_page(Path(args.html), render.page(result, args.records), "--html")
+    if args.svg:
+        write_page(Path(args.svg), chart(render.growth(result)), "--svg")
     if args.json:
         print_json(render.document(result))
     else:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from PIL import Image
@@ -43,15 +44,15 @@ class Page:
 PAGES: dict[str, Page] = {
     "docs/align.md": Page(
         {
-            "--html page.html\n": "--html page.html | tee compared; test ${PIPESTATUS[0]} = 1\n",
-            "--like theirs": "--like A",
+            "--svg align.svg\n": "--svg align.svg | tee compared; test ${PIPESTATUS[0]} = 1\n",
+            "x.yaml --steps 2 --like theirs": "configs/custom_dit/quickstart.yaml --steps 2 --like A",
             "compare ours theirs": "compare ours A",
             "checklist A B\n": "checklist A B | tee listed; test ${PIPESTATUS[0]} = 1\n",
         },
         {
-            "mm align compare A B": "config.task.scheduler.shift: 5.0 | 3.0",
+            "mm align compare A B": "FIRST DIFFERENCE\npredictor.blocks.0.norm1 (FP32LayerNorm): its",
             "mm align compare ours": " 0 different",
-            "mm align checklist": "config.task.scheduler.shift",
+            "mm align checklist": "config.task.predictor.eps",
             "mm align record --config x.yaml --steps 2 --like": "fed from A",
             "mm align recorder": "",
             "mm-train --config x.yaml --dry-run": "aten::mm",
@@ -346,6 +347,29 @@ def test_the_commands_of_a_page_run(page: str, shell: Shell) -> None:
         if chosen(PAGES[page].not_run, line) is None:
             printed = shell(stand_in(page, line))
             assert (chosen(PAGES[page].prints, line) or "") in printed, f"{line}\n{printed}"
+
+
+@pytest.mark.slow
+def test_the_drawing_of_align_is_what_the_commands_of_its_page_draw(shell: Shell, workspace: Path) -> None:
+    """To make it again, run them and copy align.svg to docs/assets."""
+    made = workspace / "align.svg"
+    if not made.exists():  # the page's own test has not run
+        for line in lines("docs/align.md")[:3]:
+            shell(stand_in("docs/align.md", line))
+    shown, drawn = (points(path) for path in (ROOT / "docs/assets/align.svg", made))
+    assert [point[:2] for point in shown] == [point[:2] for point in drawn] and len(drawn) > 50
+    assert [y for *_, y in shown] == pytest.approx(
+        [y for *_, y in drawn], abs=3
+    )  # rounding of other machines
+
+
+def points(drawing: Path) -> list[tuple[str, str, float]]:
+    """Module, colour and height in px of the points of a drawing of align."""
+    found = ElementTree.parse(drawing).iter("{http://www.w3.org/2000/svg}circle")
+    return [
+        ((each[0].text or "").partition(":")[0], each.get("fill", ""), float(each.get("cy", 0)))
+        for each in found
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from mm_core.errors import MMError
-from mm_core.report.align.compare import compare
+from mm_core.report.align.chart import chart
+from mm_core.report.align.compare import Comparison, compare
 from mm_core.report.align.records import Names, names_by_order, read_record
+from mm_core.report.align.render import growth, page
 from mm_core.telemetry.align.recorder import Recorder, statistics
 
 WIDTH, HEADS, TOKENS = 16, 2, 6
@@ -287,3 +290,21 @@ def test_tensors_of_every_dtype_have_statistics(dtype):
     values, _ = statistics(tensor)
     assert values[:3].tolist() == [0, 1, 0.75]
     assert statistics(torch.empty(0, 4, dtype=dtype))[0].tolist()[:2] == [0, 0]
+
+
+def test_the_drawing_marks_the_first_module_that_differs(plain, tmp_path):
+    change, _, where = PLANTED["eps"]
+    result = compare(read_record(plain), read_record(train(tmp_path / "changed", change, steps=1)))
+    drawn = chart(growth(result))
+    colours = re.findall(r'fill="(#\w+)"><title>([\w.]+) \(', drawn)
+    assert [name for _, name in colours] == [pair.row.module for pair in growth(result)]
+    assert next(name for colour, name in colours if colour == "#c62828") == where
+    assert f"first: {where}<" in drawn and drawn in page(result, ["A", "B"])
+    equal = chart(growth(compare(read_record(plain), read_record(plain))))
+    assert "#c62828" not in equal and "first:" not in equal
+
+
+def test_records_without_modules_in_common_have_no_drawing():
+    with pytest.raises(MMError, match="there is nothing to draw"):
+        chart([])
+    assert "<svg" not in page(Comparison(), ["A", "B"])

@@ -8,6 +8,7 @@ from html import escape
 from typing import Any
 
 from mm_core.errors import plural
+from mm_core.report.align.chart import chart
 from mm_core.report.align.compare import Comparison, Finding, Pair
 
 _MOST = 12
@@ -77,7 +78,8 @@ def text(result: Comparison, elements: str | None = None) -> str:
     agreeing = sum(pair.agrees for pair in result.pairs)
     equal = sum(pair.error == 0 for pair in result.pairs)
     counts = (
-        f"{equal} equal, {agreeing - equal} within the tolerance, {len(result.pairs) - agreeing} different"
+        f"{equal:,} equal, {agreeing - equal:,} within the tolerance,"
+        f" {len(result.pairs) - agreeing:,} different"
     )
     lines = [f"{plural(len(result.pairs), 'tensor')} compared: {counts}"]
     for names, which in zip(result.unmatched, ("first", "second"), strict=True):
@@ -132,18 +134,16 @@ def page(result: Comparison, names: Sequence[str]) -> str:
         result: the comparison.
         names: of both records.
     """
-    rows = []
-    for pair in growth(result):
-        share = 0.0 if pair.error == 0 else min(1.0, max(0.02, (math.log10(min(pair.error, 1.0)) + 9) / 9))
-        colour = "#2e7d32" if pair.agrees else "#c62828"
-        rows.append(
-            f"<tr><td>{escape(pair.row.module)}</td><td>{escape(pair.row.class_name)}</td><td>{pair.error:.2g}</td>"
-            f'<td><div style="width:{320 * share:.0f}px;background:{colour}">&nbsp;</div></td></tr>'
-        )
+    pairs = growth(result)
+    rows = [
+        f'<tr style="color:{"#2e7d32" if pair.agrees else "#c62828"}"><td>{escape(pair.row.module)}</td>'
+        f"<td>{escape(pair.row.class_name)}</td><td>{pair.error:.2g}</td></tr>"
+        for pair in pairs
+    ]
     title = f"{escape(names[0])} and {escape(names[1])}"
     head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>"
-    table = "<table><tr><th>module</th><th>class</th><th>difference</th><th>1e-9 to 1</th></tr>" + "".join(
-        rows
-    )
-    body = f"<h1>{title}</h1><pre>{escape(text(result))}</pre><h2>Outputs in order of execution</h2>"
-    return f"{head}<body>{body}{table}</table></body></html>\n"
+    body = f"<h1>{title}</h1><pre>{escape(text(result))}</pre>"
+    if pairs:
+        head_row = "<tr><th>module</th><th>class</th><th>difference</th></tr>"
+        body += f"<h2>Outputs</h2>\n{chart(pairs)}<table>{head_row}{''.join(rows)}</table>"
+    return f"{head}<body>{body}</body></html>\n"
