@@ -17,6 +17,7 @@ from mm_core.report.align.chart import chart
 from mm_core.report.align.compare import Comparison, compare
 from mm_core.report.align.records import Names, names_by_order, read_record
 from mm_core.report.align.render import growth, page
+from mm_core.telemetry.align import recorder
 from mm_core.telemetry.align.recorder import Recorder, statistics
 
 WIDTH, HEADS, TOKENS = 16, 2, 6
@@ -274,6 +275,25 @@ def test_statistics_are_those_of_the_tensor_and_its_bits():
     tensor[0, 3] = math.nan
     values, _ = statistics(tensor)
     assert values.isfinite().all() and values[4] == pytest.approx(1 / 210)
+
+
+def test_what_shares_elements_is_measured_once_and_anew_after_a_change_in_place(tmp_path, monkeypatch):
+    measured = []
+    monkeypatch.setattr(recorder, "statistics", lambda tensor: measured.append(tensor) or statistics(tensor))
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
+    record = Recorder(tmp_path, {"model": model})
+    del measured[:]
+    latents = torch.randn(3, 4)
+    record.inputs(latents=latents)
+    loss = model(latents).square().mean()
+    record.loss(loss)
+    assert len(measured) == 5  # the input, three outputs and the loss
+    loss.backward()
+    assert len(measured) == 8  # and the gradients of the outputs
+    record.close()
+    rows = {(row.kind, row.module): row.facts for row in read_record(tmp_path).rows}
+    assert rows["in", "model.1"]["hash"] == rows["out", "model.0"]["hash"] != rows["out", "model.1"]["hash"]
+    assert rows["out", "model.1"]["min"] == 0 == rows["in", "model.2"]["min"] > rows["in", "model.1"]["min"]
 
 
 @pytest.mark.parametrize("count", [500, 3_000_000])

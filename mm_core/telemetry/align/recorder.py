@@ -86,10 +86,8 @@ class Recorder:
     ) -> None:  # fmt: skip
         self.out, self.rank, self.roots = Path(out), rank, roots
         self.step, self.micro, self.grad_scale, self._forward = step, -1, 1.0, False
-        self._rows: list[dict[str, Any]] = []
-        self._values: list[tuple[Tensor, Tensor]] = []
-        self._seen: dict[int, tuple[Any, int, int]] = {}  # a tensor is measured once
-        self._calls: dict[str, int] = {}
+        self._rows, self._values = list[dict[str, Any]](), list[tuple[Tensor, Tensor]]()
+        self._seen, self._calls = dict[Any, tuple[Any, int]](), dict[str, int]()
         self.out.mkdir(parents=True, exist_ok=True)
         self._file = (self.out / f"rows_{rank}.jsonl").open("w")
         self._hooks = [hook for root in roots for hook in self._watch(root, roots[root])]
@@ -166,30 +164,32 @@ class Recorder:
         self._io("in", name, module, args, {**given, **kwargs})
         return args, kwargs
 
-    def _io(self, kind: str, module: str, called: nn.Module, _: Any, value: Any) -> None:
-        call: dict[str, Any] = {"micro": self.micro, "module": module, "call": self._calls.get(module, 0)}
-        call["class"] = type(called).__name__
+    def _io(self, kind: str, module: str, own: nn.Module, _: Any, value: Any) -> None:
+        of = {"micro": self.micro, "module": module, "call": self._calls[module], "class": type(own).__name__}
         for name, tensor in flatten(value) if self._forward else ():
-            self._row(kind, tensor, name=name, **call)
+            self._row(kind, tensor, name=name, **of)
             if tensor.requires_grad and torch.is_grad_enabled():
-                arrived = partial(self._gradient, f"grad_{kind}", {**call, "name": name})
+                arrived = partial(self._gradient, f"grad_{kind}", {**of, "name": name})
                 tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
 
     def _gradient(self, kind: str, facts: dict[str, Any], grad: Tensor) -> None:
         self._row(kind, grad if self.grad_scale == 1 else grad * self.grad_scale, **facts)
 
     def _named(self, kind: str, named: Mapping[str, Tensor]) -> None:
+        self._seen = {}  # engines may write weights without a new version
         for name, tensor in named.items():
             full = self.gather(tensor)
             self._row(kind, full, name=name) if self.rank == 0 else None
 
     def _row(self, kind: str, tensor: Tensor, **facts: Any) -> None:
-        known, version = self._seen.get(id(tensor)), 0 if tensor.is_inference() else tensor._version
-        if known is None or known[0]() is not tensor or known[1] != version:
+        storage, version = tensor.untyped_storage(), 0 if tensor.is_inference() else tensor._version
+        place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_neg()
+        known = self._seen.get(key := (id(storage), version, place))  # views are measured once
+        if known is None or known[0]() is not storage:
+            known = self._seen[key] = (weakref.ref(storage), len(self._values))
             self._values.append(statistics(tensor))
-            known = self._seen[id(tensor)] = (weakref.ref(tensor), version, len(self._values) - 1)
         form = {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
-        self._rows.append({"kind": kind, "step": self.step, **facts, **form, "at": known[2]})
+        self._rows.append({"kind": kind, "step": self.step, **facts, **form, "at": known[1]})
 
     def _flush(self) -> None:
         measured = [(values.double().tolist(), int(hashed)) for values, hashed in self._values]
