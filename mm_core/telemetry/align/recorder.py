@@ -38,11 +38,11 @@ def statistics(tensor: Tensor) -> tuple[Tensor, Tensor]:
     flat = flat.clone() if flat.storage_offset() % 8 else flat
     values, count = flat if flat.dtype == torch.float64 else flat.float(), max(1, flat.numel())
     norm, wrong = torch.linalg.vector_norm(values), values.new_zeros(())
-    if not (norm.is_cpu and norm.isfinite()):  # elsewhere, asking would wait for the device
+    if not (norm.is_cpu and norm.item() < float("inf")):  # elsewhere, asking would wait for the device
         wrong = (~torch.isfinite(values)).to(values.dtype).sum() / count
         values = torch.nan_to_num(values, 0.0, 0.0, 0.0)
         norm = torch.linalg.vector_norm(values)
-    edges = torch.aminmax(values) if flat.numel() else (wrong, wrong)
+    edges = (values.amin(), values.amax()) if flat.numel() else (wrong, wrong)
     figures = torch.stack([*edges, values.sum() / count, norm, wrong])
     width, size = min(WIDTH, max(8, count // 8 * 8)), flat.element_size()
     rows, (signs, factors) = flat.numel() // width, _tables(flat.device)
