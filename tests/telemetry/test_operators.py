@@ -90,7 +90,7 @@ def compared(counts: Counter[str]) -> Counter[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["wan", "internvl"])
+@pytest.mark.parametrize("family", ["quickstart", "wan", "internvl"])
 def test_operators_and_counts_are_those_of_a_real_step(family: str, shapes: Path, tmp_path: Path) -> None:
     plain = ["engine.recompute_modules=[]"]  # a profile counts the operator that recomputing stops at
     if family == "wan":
@@ -111,6 +111,9 @@ def test_operators_and_counts_are_those_of_a_real_step(family: str, shapes: Path
             f"task.{p}.from_pretrained={folder}{place}" for p, place in zip(parts, places, strict=True)
         ]
         config = load_config(ROOT / "plugins/mm_wan/mm_wan/configs/t2v_tiny.yaml", options)
+    elif family == "quickstart":  # its text encoder loads itself
+        options = [*plain, f"data.train.annotations={shapes / 'data.json'}", "task.predictor.num_layers=1"]
+        config = load_config(ROOT / "configs/custom_dit/quickstart.yaml", options)
     else:
         from mm_internvl.testing import make_tiny_checkpoint as make_internvl
         from mm_internvl.testing import make_tiny_conversations
@@ -124,7 +127,7 @@ def test_operators_and_counts_are_those_of_a_real_step(family: str, shapes: Path
     counts: Counter[str] = Counter()
     for (name, *_), calls in operators_of(config).items():
         counts[name.partition(".")[0]] += calls.count
-    assert counts["aten::mm"] > 50
+    assert counts["aten::mm"] > 20
     assert compared(counts) == compared(profiled(config))
 
 
