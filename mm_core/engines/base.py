@@ -103,9 +103,10 @@ class EngineBase:
         self._base_lrs = [float(group["lr"]) * scale for group, scale in zip(groups, scales, strict=True)]
         self.base_lr = self._base_lrs[scales.index(1.0) if 1.0 in scales else 0]
 
-    def _step_on_shards(self) -> None:
-        """Lets the optimizer step over plain views of the shards, if it can (see `LocalSteps`)."""
-        if self._optimizer is not None:
+    def _step_on_shards(self, *, views: bool = True) -> None:
+        """Prepares the gradients' norm; lets the optimizer step over views of the shards (`LocalSteps`)."""
+        self._norm = GlobalNorm([p for p in self._parameters.values() if p.requires_grad])
+        if self._optimizer is not None and views:
             self._steps = LocalSteps(self._optimizer)
 
     # -- step ----------------------------------------------------------------------------------
@@ -119,7 +120,8 @@ class EngineBase:
 
     def grad_norm(self) -> float:
         """The global L2 norm of the engine's averaged gradients, equal on all ranks. Waits for the device."""
-        return float(self._global_norm())
+        assert self._norm is not None
+        return float(self._norm())
 
     def step(self, norm: float, clip_grad_norm: float | None) -> None:
         """The engine's update: clips gradients, steps the optimizer over the shards, clears the gradients.
@@ -136,8 +138,8 @@ class EngineBase:
 
     def update(self, clip_grad_norm: float | None) -> Tensor:
         """See `SupportsUpdate`; for fused optimizers of torch."""
-        assert self._optimizer is not None
-        norm = self._global_norm()
+        assert self._optimizer is not None and self._norm is not None
+        norm = self._norm()
         if clip_grad_norm is not None:
             factor = (clip_grad_norm / (norm.double() + 1e-6)).float()
             torch._foreach_mul_(self._gradients(), torch.where(norm > clip_grad_norm, factor, 1.0))
@@ -157,11 +159,6 @@ class EngineBase:
         """Clears the engine's gradients without an optimizer update."""
         assert self._optimizer is not None
         self._optimizer.zero_grad()
-
-    def _global_norm(self) -> Tensor:
-        if self._norm is None:
-            self._norm = GlobalNorm([p for p in self._parameters.values() if p.requires_grad])
-        return self._norm()
 
     def _gradients(self) -> list[Tensor]:
         return local_gradients(self._parameters.values())

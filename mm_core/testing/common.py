@@ -144,7 +144,7 @@ def state_changes(call: Callable[[], object]) -> list[str]:
     before = {name: value for name, value, _ in _global_state()}
     call()
     after = {name: value for name, value, _ in _global_state()}
-    return [name for name in before if before[name] != after[name]]
+    return [name for name in before if before[name] != after.get(name)]
 
 
 def _global_state() -> Iterator[tuple[str, object, Callable[[], object]]]:
@@ -152,7 +152,9 @@ def _global_state() -> Iterator[tuple[str, object, Callable[[], object]]]:
     and what restores it."""
     generator, drawn, numbers = torch.get_rng_state(), random.getstate(), np.random.get_state()
     deterministic = torch.are_deterministic_algorithms_enabled()
-    variables = dict(os.environ)
+    variables = {
+        name: text for name, text in os.environ.items() if name[:1] != "_"
+    }  # a library's own, as MLflow's
     yield "torch's default generator", generator.numpy().tobytes(), partial(torch.set_rng_state, generator)
     yield "the generator of `random`", drawn, partial(random.setstate, drawn)
     yield "NumPy's global generator", repr(numbers), partial(np.random.set_state, numbers)

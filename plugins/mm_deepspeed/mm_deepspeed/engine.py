@@ -153,6 +153,7 @@ class DeepSpeedEngine(EngineBase):
             self._hand_over(deepspeed, task, plan, rows)
         if not self.settings.stage:
             self._parameters = self._held
+            self._step_on_shards(views=False)
             return None
         self._zero = zero.zero_of(self._engine, self.settings.stage)
         if self.settings.dtype != "fp32":  # DeepSpeed made the masters from the rounded weights
