@@ -41,7 +41,7 @@ from mm_core.engines.base import EngineBase
 from mm_core.engines.local_shards import skips
 from mm_core.engines.loss_scale import LossScale
 from mm_core.modules.casting import cast_inputs, check_dtypes, uncast_inputs
-from mm_core.modules.quantised import check_device, codes_as_parameters, codes_in
+from mm_core.modules.quantised import check_device, shard_codes
 from mm_core.modules.tying import tied_names
 from mm_core.parallel.activation_checkpointing import offload_activations, recompute, selective, together
 from mm_core.parallel.attention import decide_attention, set_attention
@@ -287,16 +287,17 @@ class FSDP2Engine(EngineBase):
             ignored_params=ignored.union(scalars_of(self._trained).values(), streamed),
             offload_policy=CPUOffloadPolicy(pins) if config.offloads_parameters() else OffloadPolicy(),
         )
-        inner = sorted(plan.wrapped, key=lambda path: -path.count("."))
-        last = replace(policy, output_dtype=_dtype(config.output_dtype))
-        with codes_as_parameters():
-            for path in inner:
-                module, reshards = task.get_submodule(path), path in plan.resharded
-                if codes := codes_in(module):
-                    shard(codes, mp_policy=MixedPrecisionPolicy(), reshard_after_forward=reshards)
-                shard(module, mp_policy=policy, reshard_after_forward=reshards)
-            for path, root in self._trained.items():
-                shard(root, mp_policy=last, reshard_after_forward=path in plan.resharded)
+
+        def group(module: nn.Module, path: str, policy: MixedPrecisionPolicy) -> None:
+            of = partial(shard, reshard_after_forward=path in plan.resharded)
+            shard_codes(module, partial(of, mp_policy=MixedPrecisionPolicy()))
+            if not isinstance(module, FSDPModule):
+                of(module, mp_policy=policy)
+
+        for path in sorted(plan.wrapped, key=lambda path: -path.count(".")):
+            group(task.get_submodule(path), path, policy)
+        for path, root in self._trained.items():
+            group(root, path, replace(policy, output_dtype=_dtype(config.output_dtype)))
         for path in plan.cast_inputs:
             assert param_dtype is not None
             cast_inputs(task.get_submodule(path), param_dtype)

@@ -8,8 +8,7 @@ engine shards them like any other parameter. The codes are bytes, which mixed pr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from statistics import NormalDist
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +16,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from mm_core.contracts import TaskModule, WeightPlan
 from mm_core.errors import PlanError, first_line, plural
@@ -27,6 +27,7 @@ from mm_core.modules.tying import tied_names
 WHERE = "train.base_dtype"
 _LARGEST = {"int8": 127.0, "fp8": 448.0, "nf4": 1.0}
 _GROUP = 64
+_CASTS_CODES = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 _AT_ONCE = 2**28
 """Numbers of weights that are in memory at once, before they are quantised."""
 
@@ -159,24 +160,28 @@ class QuantisedLinear(nn.Linear):
             destination[f"{prefix}bias"] = self.bias if keep_vars else self.bias.detach()
 
 
-@contextmanager
-def codes_as_parameters() -> Iterator[None]:
-    """Lets `fully_shard` shard integers: before torch 2.12 it first makes all require gradients."""
+def shard_codes(module: nn.Module, shard: Callable[[list[nn.Module]], object]) -> None:
+    """Shards a module's quantised layers before the module, where `fully_shard` cannot shard them with it.
+
+    Before torch 2.13 it makes all parameters require gradients first, and casts integers to param_dtype.
+
+    Args:
+        module: it is sharded next, and may have none.
+        shard: `fully_shard` of modules in one group, without a dtype.
+    """
+    if not _CASTS_CODES:
+        return
+    quantised = [each for each in module.modules() if isinstance(each, QuantisedLinear)]
+    layers: list[nn.Module] = [each for each in quantised if not isinstance(each, FSDPModule)]
+    if not layers:
+        return
     make = nn.Parameter.__new__
 
     def new(cls: type[nn.Parameter], data: Tensor | None = None, requires_grad: bool = True) -> Any:
         return make(cls, data, requires_grad and (data is None or data.is_floating_point()))
 
     with patch.object(nn.Parameter, "__new__", new):
-        yield
-
-
-def codes_in(module: nn.Module) -> list[nn.Module]:
-    """The quantised layers of a module that need a group of their own: before torch 2.13, `fully_shard` casts
-    integers. [] from then on."""
-    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):
-        return []
-    return [each for each in module.modules() if isinstance(each, QuantisedLinear)]
+        shard(layers)
 
 
 def quantise_base(task: TaskModule, blocks: Iterable[str], kind: str) -> None:
