@@ -24,6 +24,8 @@ _BEFORE = re.compile(r"(\\*)\$\{")
 _NEXT = re.compile(r"(\\*)\$\{|\}")
 _PART = r"[^\s.\[\]{}:,$\\'\"]+"
 _KEY = re.compile(rf"(\.*)((?:{_PART}|\[{_PART}\])(?:\.{_PART}|\[{_PART}\])*)")
+_RESOLVER = re.compile(r"((?:\$\{[^}]*\}|[^:$])*):")
+"""`oc.env` of `oc.env:NAME`; a colon in nested braces does not count."""
 
 
 def escape(text: str) -> str:
@@ -155,13 +157,13 @@ def _parts(text: str, start: int, depth: int) -> tuple[_Text, int]:
 
 
 def _reference(inside: _Text, written: str) -> _Reference:
-    plain = re.sub(r"\$\{.*\}", "x", written, flags=re.DOTALL)  # nested ones stand for a part of a key
-    name, colon, _ = written.rpartition(":") if "${" in written.partition(":")[0] else written.partition(":")
-    if not colon or name.count("${") != name.count("}"):
+    resolver = _RESOLVER.match(written)
+    if resolver is None:
+        plain = re.sub(r"\$\{.*\}", "x", written, flags=re.DOTALL)  # nested ones stand for a part of a key
         if _KEY.fullmatch(plain) is None:
             raise _Invalid
         return _Reference(inside, environment=False)
-    if name != _ENVIRONMENT:
+    if (name := resolver[1]) != _ENVIRONMENT:
         raise _Invalid(name if re.fullmatch(r"[\w.${}]+", name) else "")
     first = inside[0]
     assert isinstance(first, str)

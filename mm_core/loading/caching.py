@@ -142,7 +142,7 @@ class _Build:
         self._open: dict[str, tuple[int, list[_Entry]]] = {}
         self._loaded: set[str] = set()
         self._began, self._shown = time.monotonic(), 0.0
-        self._before = total - int(self._lacking(range(total)).sum())
+        self._before = self._done()
 
     def run(self) -> None:
         """Works until nothing is missing, also of what other processes have claimed."""
@@ -185,6 +185,9 @@ class _Build:
                 yield name, numbers
             else:
                 self.claims.release(name)
+
+    def _done(self) -> int:
+        return int((self.store.find(self.keys) >= 0).all(1).sum())
 
     def _lacking(self, own: range) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Which items are to be encoded."""
@@ -315,7 +318,6 @@ class _Build:
             return
         self._shown = time.monotonic()
         self.store.refresh()
-        total = len(self.keys)
-        done = total - int((self.store.find(self.keys) < 0).any(1).sum())
+        total, done = len(self.keys), self._done()
         new, took = done - self._before, self._shown - self._began
         self.show(Progress(self.what, done, total, took / new * (total - done) if new else None))

@@ -58,10 +58,7 @@ class AdamWBF16(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Updates the parameters; `closure` recomputes the loss, as in torch."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = torch.enable_grad()(closure)() if closure is not None else None
         drawn: dict[_Place, torch.Generator] = {}
         for group in self.param_groups:
             held = [p for p in group["params"] if p.grad is not None]

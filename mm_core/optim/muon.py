@@ -96,10 +96,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Updates the parameters with Muon and AdamW; `closure` recomputes the loss, as in torch."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = torch.enable_grad()(closure)() if closure is not None else None
         for group in self.param_groups[: self._matrix_groups]:
             for parameter in group["params"]:
                 if parameter.grad is not None:

@@ -46,10 +46,7 @@ class HostOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Updates the parameters in host memory; `closure` recomputes the loss, as in torch."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = torch.enable_grad()(closure)() if closure is not None else None
         for parameter, copy in self._copies.items():
             copy.grad = None
             if parameter.grad is not None:
