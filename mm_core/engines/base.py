@@ -105,9 +105,12 @@ class EngineBase:
 
     def _step_on_shards(self, *, views: bool = True) -> None:
         """Prepares the gradients' norm; lets the optimizer step over views of the shards (`LocalSteps`)."""
-        self._norm = GlobalNorm([p for p in self._parameters.values() if p.requires_grad])
+        self._norm = self._new_norm()
         if self._optimizer is not None and views:
             self._steps = LocalSteps(self._optimizer)
+
+    def _new_norm(self) -> GlobalNorm:
+        return GlobalNorm([p for p in self._parameters.values() if p.requires_grad])
 
     # -- step ----------------------------------------------------------------------------------
 
@@ -120,8 +123,7 @@ class EngineBase:
 
     def grad_norm(self) -> float:
         """The global L2 norm of the engine's averaged gradients, equal on all ranks. Waits for the device."""
-        assert self._norm is not None
-        return float(self._norm())
+        return float((self._norm or self._new_norm())())
 
     def step(self, norm: float, clip_grad_norm: float | None) -> None:
         """The engine's update: clips gradients, steps the optimizer over the shards, clears the gradients.
@@ -138,8 +140,8 @@ class EngineBase:
 
     def update(self, clip_grad_norm: float | None) -> Tensor:
         """See `SupportsUpdate`; for fused optimizers of torch."""
-        assert self._optimizer is not None and self._norm is not None
-        norm = self._norm()
+        assert self._optimizer is not None
+        norm = (self._norm or self._new_norm())()
         if clip_grad_norm is not None:
             factor = (clip_grad_norm / (norm.double() + 1e-6)).float()
             torch._foreach_mul_(self._gradients(), torch.where(norm > clip_grad_norm, factor, 1.0))

@@ -104,7 +104,7 @@ def import_file(file: LocalFile, name: str) -> ModuleType:
 def imported_files() -> dict[str, LocalFile]:
     """The one-file plugins that this process has imported: module name -> file."""
     found = {}
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():  # other threads import
         loader = module.__loader__ if name.startswith(LOCAL_PREFIX) else None
         if isinstance(loader, SourceBytes):
             path = Path(loader.path)

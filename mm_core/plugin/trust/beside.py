@@ -148,7 +148,7 @@ def watched(folder: Path, checked: bool) -> Iterator[None]:
     """
     places = _finder().places
     if folder not in places:
-        loaded = frozenset(name.partition(".")[0] for name in sys.modules)
+        loaded = frozenset(name.partition(".")[0] for name in sys.modules.copy())
         places[folder] = _Place(folder, _entries(), loaded, checked)
     place, before = places[folder], _entries()
     place.checked, place.running = checked, True
@@ -174,7 +174,7 @@ def imported_beside(folder: Path) -> Iterator[Piece]:
     if (place := _finder().places.get(folder)) is None:
         return
     gives = cache(place.gives)  # thousands of modules come from a few entries of sys.path
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():  # other threads import
         spec = getattr(module, "__spec__", None)
         if not isinstance(spec, ModuleSpec) or spec.origin is None or name.startswith(LOCAL_PREFIX):
             continue
