@@ -5,6 +5,7 @@ group also has gloo for CPU tensors: the loop's small collectives and checkpoint
 """
 
 from mm_core.device.kernels import (
+    ATTENTION_OPERATORS,
     attend_part,
     attend_part_backward,
     attention_of_any_length,
@@ -39,6 +40,7 @@ from mm_core.device.peaks import peak_flops, published_peak
 
 __all__ = [
     "ACCELERATOR_NAMES",
+    "ATTENTION_OPERATORS",
     "CPU_BACKEND",
     "DeviceClock",
     "MemoryRecorder",

@@ -15,6 +15,21 @@ from mm_core.device.kind import device_type
 
 _ATEN: Any = torch.ops.aten
 
+ATTENTION_OPERATORS = (
+    "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_flash_attention_for_cpu",
+    "aten._scaled_dot_product_efficient_attention",
+    "aten._scaled_dot_product_cudnn_attention",
+    "aten._scaled_dot_product_fused_attention_overrideable",
+    "npu.npu_fusion_attention",
+    "npu.npu_fusion_attention_v3",
+    "flash_attn._flash_attn_forward",
+    "flash_attn._flash_attn_varlen_forward",
+    "flash_attn_3._flash_attn_forward",
+    "_diffusers_flash_attn_3._flash_attn_forward",
+)
+"""Operators of torch.ops that attend in a forward: torch's own, and those that libraries register."""
+
 
 @contextmanager
 def attention_of_any_length(device: torch.device) -> Iterator[None]:

@@ -12,21 +12,16 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from mm_core.builtin.configs.engines import FSDP2Config
+from mm_core.device import ATTENTION_OPERATORS
 from mm_core.errors import PlanError
 
 Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 
 _GROUPS: dict[str, tuple[str, ...]] = {
-    "attention": (
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_fused_attention_overrideable",
-    ),
-    "matmul": ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm"),
+    "attention": ATTENTION_OPERATORS,
+    "matmul": ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_mm"),
 }
-"""Names of `engine.recompute` -> operators of `torch.ops.aten`."""
+"""Names of `engine.recompute` -> operators of `torch.ops`; of those not every torch or library has each."""
 
 
 def selective(config: FSDP2Config) -> Callable[[], Contexts] | None:
@@ -61,17 +56,23 @@ def selective(config: FSDP2Config) -> Callable[[], Contexts] | None:
 
 def _operators(name: str) -> list[object]:
     if name in _GROUPS:
-        return [getattr(torch.ops.aten, each) for each in _GROUPS[name] if hasattr(torch.ops.aten, each)]
-    namespace, _, operator = name.partition(".")
-    try:
-        return [getattr(getattr(torch.ops, namespace), operator)]
-    except (AttributeError, RuntimeError):
+        return [found for each in _GROUPS[name] if (found := _operator(each)) is not None]
+    if (named := _operator(name)) is None:
         raise PlanError(
             f"torch has no operator {name!r}",
             where="engine.recompute",
             accepted=f"full, selective, or a list of {', '.join(_GROUPS)} and operators of torch.ops",
             hint="for example [attention, aten.convolution]",
-        ) from None
+        )
+    return [named]
+
+
+def _operator(name: str) -> object | None:
+    namespace, _, operator = name.partition(".")
+    try:
+        return getattr(getattr(torch.ops, namespace), operator, None)
+    except RuntimeError:  # not a name at all
+        return None
 
 
 def _policy(kept: set[object], _: object, operator: Any, *__: object, **___: object) -> CheckpointPolicy:
