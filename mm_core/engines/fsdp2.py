@@ -43,7 +43,7 @@ from mm_core.engines.loss_scale import LossScale
 from mm_core.modules.casting import cast_inputs, check_dtypes, uncast_inputs
 from mm_core.modules.quantised import check_device, shard_codes
 from mm_core.modules.tying import tied_names
-from mm_core.parallel.activation_checkpointing import offload_activations, recompute, selective, together
+from mm_core.parallel.activation_checkpointing import kept_by, offload_activations, recompute, selective
 from mm_core.parallel.attention import decide_attention, set_attention
 from mm_core.parallel.compiling import compile_module, decide_compiled
 from mm_core.parallel.context.exchange import Peers
@@ -148,10 +148,10 @@ class FSDP2Engine(EngineBase):
             compiled=compiled,
             resharded=reshards,
             attention=decide_attention(task, task.trainable, config.attention, context),
+            kept=kept_by(config),
         )
 
     def _layout(self, task: TaskModule, config: FSDP2Config) -> Layout:
-        selective(config)  # raises for what torch does not know
         return decide_layout(
             task,
             task.trainable,
@@ -242,8 +242,8 @@ class FSDP2Engine(EngineBase):
         config = self.config
         set_attention(task, task.trainable, config.attention, plan.recomputed)
         contexts = spreading.kept if spreading else None
-        if (kept := selective(config)) is not None:
-            contexts = together(contexts, kept) if contexts else kept
+        if plan.kept:
+            contexts = selective(plan.kept, contexts)
         for path in plan.recomputed:
             recompute(task.get_submodule(path), config.use_reentrant, contexts)
         for path in plan.compiled:

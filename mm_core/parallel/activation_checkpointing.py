@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -24,14 +24,11 @@ _GROUPS: dict[str, tuple[str, ...]] = {
 """Names of `engine.recompute` -> operators of `torch.ops`; of those not every torch or library has each."""
 
 
-def selective(config: FSDP2Config) -> Callable[[], Contexts] | None:
-    """Contexts for `recompute` that keep the outputs of the operators that `engine.recompute` names.
-
-    Returns:
-        None if everything is recomputed.
+def kept_by(config: FSDP2Config) -> tuple[str, ...]:
+    """The operators of torch.ops, such as `aten.mm`, whose outputs `engine.recompute` keeps; none for `full`.
 
     Raises:
-        PlanError: there is no such operator, or the older autograd path is wanted, which has no contexts.
+        PlanError: there is no such operator, or the older autograd path is wanted, which keeps nothing.
     """
     if config.use_reentrant and config.context_parallel.size > 1:
         raise PlanError(
@@ -40,7 +37,7 @@ def selective(config: FSDP2Config) -> Callable[[], Contexts] | None:
             accepted="false with context_parallel",
         )
     if config.recompute == "full":
-        return None
+        return ()
     if config.use_reentrant:
         raise PlanError(
             "the older autograd path recomputes everything",
@@ -49,22 +46,24 @@ def selective(config: FSDP2Config) -> Callable[[], Contexts] | None:
             hint="remove use_reentrant",
         )
     names = tuple(_GROUPS) if config.recompute == "selective" else config.recompute
-    kept = {operator for name in names for operator in _operators(name)}
+    for name in names:
+        if name not in _GROUPS and _operator(name) is None:
+            raise PlanError(
+                f"torch has no operator {name!r}",
+                where="engine.recompute",
+                accepted=f"full, selective, or a list of {', '.join(_GROUPS)} and operators of torch.ops",
+                hint="for example [attention, aten.convolution]",
+            )
+    named = [operator for name in names for operator in _GROUPS.get(name, (name,))]
+    return tuple(operator for operator in named if _operator(operator) is not None)
+
+
+def selective(kept: Sequence[str], around: Callable[[], Contexts] | None = None) -> Callable[[], Contexts]:
+    """Contexts for `recompute` that keep the outputs of operators (`kept_by`), within others."""
     # A partial of torch's own function: dynamo recognises no other.
-    return functools.partial(create_selective_checkpoint_contexts, functools.partial(_policy, kept))
-
-
-def _operators(name: str) -> list[object]:
-    if name in _GROUPS:
-        return [found for each in _GROUPS[name] if (found := _operator(each)) is not None]
-    if (named := _operator(name)) is None:
-        raise PlanError(
-            f"torch has no operator {name!r}",
-            where="engine.recompute",
-            accepted=f"full, selective, or a list of {', '.join(_GROUPS)} and operators of torch.ops",
-            hint="for example [attention, aten.convolution]",
-        )
-    return [named]
+    policy = functools.partial(_policy, {_operator(name) for name in kept})
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    return contexts if around is None else _together(around, contexts)
 
 
 def _operator(name: str) -> object | None:
@@ -80,9 +79,7 @@ def _policy(kept: set[object], _: object, operator: Any, *__: object, **___: obj
     return CheckpointPolicy.MUST_SAVE if wanted else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def together(first: Callable[[], Contexts], second: Callable[[], Contexts]) -> Callable[[], Contexts]:
-    """Contexts for `recompute` that are those of both."""
-
+def _together(first: Callable[[], Contexts], second: Callable[[], Contexts]) -> Callable[[], Contexts]:
     def contexts() -> Contexts:
         (forward, again), (inner_forward, inner_again) = first(), second()
         return _nested(forward, inner_forward), _nested(again, inner_again)

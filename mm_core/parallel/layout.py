@@ -60,6 +60,7 @@ class ShardedPlan(EnginePlan):
         compiled: modules that torch.compile compiles.
         resharded: modules that drop gathered parameters after their forward.
         attention: trained component -> library and its name of the kernel, where known.
+        kept: operators whose outputs recomputed modules keep.
     """
 
     wrapped: tuple[str, ...] = ()
@@ -69,6 +70,7 @@ class ShardedPlan(EnginePlan):
     compiled: tuple[str, ...] = ()
     resharded: tuple[str, ...] = ()
     attention: Mapping[str, str] = field(default_factory=dict)
+    kept: tuple[str, ...] = ()
 
 
 Patterns = Literal["auto"] | Sequence[str]

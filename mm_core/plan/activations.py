@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mm_core.contracts import EnginePlan, SupportsSampleForward, TaskModule, torch_dtype
@@ -58,8 +59,8 @@ def shared_activations(
         arguments = tree_map_only(Tensor, lambda t: _fake(t, None).expand(rows, *t.shape[1:]).clone(), given)
         state = {n: _fake(p, dtype) for n, p in component.named_parameters()}
         state |= {name: _fake(buffer, None) for name, buffer in component.named_buffers()}
-        kept = _Kept(task, layout.recomputed, state.values())
-        with torch.autograd.graph.saved_tensors_hooks(kept.save, lambda tensor: tensor):
+        kept = _Kept(task, layout, state.values())
+        with torch.autograd.graph.saved_tensors_hooks(kept.save, lambda tensor: tensor), kept:
             torch.func.functional_call(component, state, (), arguments)
     return Activations(max(spreading.tokens), sum(spreading.tokens), kept.bytes())
 
@@ -70,19 +71,31 @@ def _fake(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return torch.empty(tensor.shape, dtype=kind, device="cpu").requires_grad_(tensor.requires_grad)
 
 
-class _Kept:
+class _Kept(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The storages that a forward saves, and those that a recomputed module saves once more later."""
 
-    def __init__(self, task: TaskModule, recomputed: Iterable[str], state: Iterable[Tensor]) -> None:
+    def __init__(self, task: TaskModule, layout: ShardedPlan, state: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._operators = set(layout.kept)
         self._known = {_key(tensor) for tensor in state}
         self._alive: list[Tensor] = []  # so that no storage has the key of an earlier one
         self._outside: dict[int, int] = {}
         self._inside: list[dict[int, int]] = []
         self._open = False
-        for path in recomputed:
+        for path in layout.recomputed:
             module = task.get_submodule(path)
             module.register_forward_pre_hook(self._enter, with_kwargs=True)
             module.register_forward_hook(self._leave)
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self._open and str(getattr(func, "overloadpacket", func)) in self._operators:
+            for tensor in tree_leaves(out):
+                if isinstance(tensor, Tensor):
+                    self._add(self._outside, tensor)
+        return out
 
     def _enter(self, _: object, args: Any, kwargs: Any) -> None:
         for tensor in tree_leaves((args, kwargs)):

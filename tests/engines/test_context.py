@@ -135,6 +135,7 @@ def test_two_ranks_need_half_of_the_memory_for_activations(tmp_path):
     kept = {"predictor": "custom_dit", "weights": [1.0], "measured": True}
     kept |= {"more": {"head_dim": 32, "ffn_dim": 256}}
     cases = {"kept": kept, "again": {**kept, "recompute_modules": BLOCKS}}
+    cases["attention"] = {**cases["again"], "recompute": ["attention"]}
 
     def activations(world: int, **context: object) -> dict[str, int]:
         sizes = {"large": [16, 16, 16], "small": [1, 1, 2]}
@@ -149,7 +150,7 @@ def test_two_ranks_need_half_of_the_memory_for_activations(tmp_path):
         ratios = {name: shared[name] / alone[name] for name in alone}
         assert max(ratios.values()) <= 0.55, f"{kind}: {ratios}"
         for name, case in cases.items():
-            fields = {"recompute_modules": case.get("recompute_modules")}
+            fields = {key: case[key] for key in ("recompute_modules", "recompute") if key in case}
             assert 0.95 < shown(kind, kept["more"], **fields) / shared[name] < 1.15, f"{kind}, {name}"
 
 
