@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mm_core.cli.options import add_allow_code, count, print_json, print_table, write_page
-from mm_core.cli.ranks import add_ranks, on_ranks, rank_command
+from mm_core.cli.ranks import add_ranks, on_ranks
 from mm_core.errors import MMError, plural
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Runs `mm align`; the exit code of `compare` and `checklist` is 1 where something differs."""
     if args.action == "record":
-        return _on_ranks(args)
+        return on_ranks(args, "align record", _record, _check)
     if args.action == "compare":
         return _compare(args)
     if args.action == "checklist":
@@ -84,16 +83,6 @@ def execute(args: argparse.Namespace) -> int:
     else:
         print(text, end="")
     return 0
-
-
-def _on_ranks(args: argparse.Namespace) -> int:
-    if "RANK" in os.environ or args.nproc in (None, 1):
-        return on_ranks(args, "align", _record, _check)
-    _check(args)
-    from mm_core.runtime.launch.launcher import Nodes, launch
-
-    with_action = argparse.Namespace(**{**vars(args), "overrides": ["record", *args.overrides]})
-    return launch(rank_command("align", with_action, ("nproc", "action")), Nodes(args.nproc), announce=False)
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -6,14 +6,10 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from mm_core.cli.options import add_allow_code, config_of, count
-from mm_core.cli.ranks import rank_command
+from mm_core.cli.options import add_allow_code, config_of
+from mm_core.cli.ranks import add_ranks, on_ranks
 from mm_core.errors import MMError
-
-if TYPE_CHECKING:
-    from mm_core.config.sections import RunConfig
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -22,34 +18,29 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--config", required=True, metavar="YAML", help="config of the run that starts from these weights")
     add("overrides", nargs="*", metavar="key=value", help="override a config key, e.g. run.name=tuned")
     add("--format", metavar="FORMAT", help="format of the weights (default: the one that matches best)")
-    add("--nproc", type=count, default=1, metavar="N", help="ranks that share the work and the memory")
+    add_ranks(parser, ", and the work")
     add_allow_code(parser)
 
 
 def execute(args: argparse.Namespace) -> int:
     """Runs `mm import` and returns its exit code. Under a launcher (RANK is set) this process is a rank and
     does not return."""
-    if "RANK" in os.environ:
-        from mm_core.runtime.launch.rank_process import leave, run_as_rank
+    return on_ranks(args, "import", _import, _check)
 
-        leave(run_as_rank(lambda: _import(args, config_of(args))))
-    config = config_of(args)  # finds every typo before a rank is started
+
+def _check(args: argparse.Namespace) -> None:
+    config_of(args)  # finds every typo before a rank is started
     path = vars(args)["from"]
     if not Path(path).exists():
         raise MMError(
             "there is no such file or folder", where=path, accepted="a weights file, or a folder of them"
         )
-    if args.nproc == 1:
-        return _import(args, config)
-    from mm_core.runtime.launch.launcher import Nodes, launch
-
-    return launch(rank_command("import", args), Nodes(args.nproc))
 
 
-def _import(args: argparse.Namespace, config: RunConfig) -> int:
+def _import(args: argparse.Namespace) -> int:
     from mm_core.interchange.import_weights import import_weights
 
-    saved, notes = import_weights(config, Path(vars(args)["from"]), args.format)
+    saved, notes = import_weights(config_of(args), Path(vars(args)["from"]), args.format)
     if os.environ.get("RANK", "0") == "0":
         for note in notes:
             print(f"mm: {note}", file=sys.stderr)
