@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from inspect import getattr_static
 from pkgutil import resolve_name
 from types import MappingProxyType
@@ -144,15 +145,22 @@ def members_of(contract: Contract) -> dict[str, Member]:
     return found
 
 
-def _asked_of(contract: Contract, found: object) -> dict[str, Member]:
+def asked_members(
+    contract: Contract, members_of: Callable[[Contract], dict[str, Member]], has: Callable[[str], bool]
+) -> dict[str, Member]:
     """The members that a contract asks of a class or object, with those of the capabilities that it has.
 
     A capability may ask for a member with more arguments than the contract does.
+
+    Args:
+        contract: the contract.
+        members_of: the members that a contract requires.
+        has: whether the class or object has a member.
     """
     members = members_of(contract)
     for path in contract.optional:
         asked = members_of(Contract(path))
-        if all(hasattr(found, name) for name in asked.keys() - members.keys()):
+        if all(map(has, asked.keys() - members.keys())):
             members |= asked
     return members
 
@@ -162,14 +170,15 @@ def class_faults(kind: str, cls: type) -> list[str]:
     contract = CONTRACTS[kind]
     if fault := _base_fault(kind, cls):
         return fault
-    return [*_method_faults(contract, _asked_of(contract, cls), cls), *_author_faults(cls)]
+    members = asked_members(contract, members_of, partial(hasattr, cls))
+    return [*_method_faults(contract, members, cls), *_author_faults(cls)]
 
 
 def object_faults(kind: str, found: object) -> list[str]:
     """What a component lacks. Methods may be the object's own, as those of a wrapper are."""
     if fault := _base_fault(kind, type(found)):
         return fault
-    members = _asked_of(CONTRACTS[kind], found)
+    members = asked_members(CONTRACTS[kind], members_of, partial(hasattr, found))
     faults = [*_method_faults(CONTRACTS[kind], members, type(found), found), *_author_faults(type(found))]
     missing, wrong = [], []
     for member in members.values():

@@ -50,7 +50,7 @@ def fault_of(module: str, attribute: str) -> str | None:
         return f"cannot be imported: SyntaxError: {error.msg} ({spec.origin}, line {error.lineno})"
     except ValueError as error:
         return f"cannot be imported: {spec.origin} does not parse: {error}"
-    names = _top_level_names(tree)
+    names = bound_names(tree)
     first = attribute.partition(".")[0]
     if first in names or "*" in names or "__getattr__" in names:
         return None
@@ -71,10 +71,11 @@ def no_module(module: str) -> str:
     return f"there is no module {module!r}{place}"
 
 
-def _top_level_names(tree: ast.Module) -> set[str]:
-    """Names that a module binds outside functions and classes; `*` for a star import."""
+def bound_names(source: ast.Module | ast.stmt) -> set[str]:
+    """Names that a plugin's module, or a statement in it, binds outside functions and classes; `*` for a star
+    import."""
     names: set[str] = set()
-    stack: list[ast.AST] = [tree]
+    stack: list[ast.AST] = [source]
     while stack:
         node = stack.pop()
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):

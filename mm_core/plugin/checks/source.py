@@ -10,9 +10,11 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
+from importlib.util import resolve_name
 from pathlib import Path
 from types import MappingProxyType
 
@@ -21,12 +23,13 @@ from mm_core.plugin.checks.contract import (
     SPECIAL,
     Contract,
     Member,
+    asked_members,
     lacking,
     method_fault,
     method_name,
     misspelt,
 )
-from mm_core.plugin.checks.locate import find_module
+from mm_core.plugin.checks.locate import bound_names, find_module
 from mm_core.plugin.checks.places import line_of
 
 PLAIN_BASES: Mapping[str, frozenset[str]] = MappingProxyType(
@@ -92,8 +95,10 @@ def source_faults(kind: str, module: str, name: str) -> tuple[str, list[str]]:
     own = module.partition(".")[0]
     try:
         found = _find(module, name, own)
-        return ("", []) if isinstance(found, str) else (_place(found), [*_faults(kind, found, own)])
-    except RecursionError:  # classes or imports that name each other: an import finds it
+        if isinstance(found, str):
+            return "", []
+        return f"{found.module.file}, line {found.node.lineno}", [*_faults(kind, found, own)]
+    except (RecursionError, ImportError):  # classes or imports that name each other, or no package
         return "", []
 
 
@@ -117,15 +122,6 @@ def source_members(contract: Contract) -> dict[str, Member]:
     return members
 
 
-def _asked(contract: Contract, view: _View) -> dict[str, Member]:
-    members = source_members(contract)
-    for path in contract.optional:
-        asked = source_members(Contract(path))
-        if asked.keys() - members.keys() <= view.names:
-            members |= asked
-    return members
-
-
 def _faults(kind: str, cls: _Class, own: str) -> Iterator[str]:
     contract = CONTRACTS[kind]
     protocol = _find(*contract.protocol.split(":"), "mm_core")  # type: ignore[call-arg]
@@ -136,7 +132,7 @@ def _faults(kind: str, cls: _Class, own: str) -> Iterator[str]:
     if view.complete and contract.base is not None and known.isdisjoint(view.bases):
         yield f"it does not derive from {base}"
         return
-    members = _asked(contract, view)
+    members = asked_members(contract, source_members, view.names.__contains__)
     methods: list[str] = []
     attributes: list[str] = []
     wrong: list[str] = []
@@ -226,20 +222,16 @@ def _ancestors(cls: _Class, own: str) -> list[_Class | str]:
     return found
 
 
-def _place(cls: _Class) -> str:
-    return f"{cls.module.file}, line {cls.node.lineno}"
-
-
 def _identity(cls: _Class) -> tuple[str, str]:
     return cls.module.file, cls.node.name
 
 
 def _names(cls: ast.ClassDef) -> Iterator[str]:
     """All names that a class may give itself or its objects, rather too many than too few."""
-    is_data = any(name in _DATACLASS for name in _decorators(cls))
     nodes = [*ast.walk(cls)]
-    # `width: int` alone declares a type and sets nothing.
-    bare = {node.target for node in nodes if isinstance(node, ast.AnnAssign) and node.value is None}
+    bare: set[ast.expr] = set()
+    if _DATACLASS.isdisjoint(_decorators(cls)):  # elsewhere `width: int` declares a type and sets nothing
+        bare = {node.target for node in nodes if isinstance(node, ast.AnnAssign) and node.value is None}
     for node in nodes:
         if isinstance(node, ast.ClassDef | Function) and node is not cls:
             yield node.name
@@ -249,13 +241,6 @@ def _names(cls: ast.ClassDef) -> Iterator[str]:
             yield node.attr if isinstance(node, ast.Attribute) else node.id
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # setattr, register_buffer
             yield node.value
-    if not is_data:
-        return
-    yield from (
-        each.target.id
-        for each in cls.body
-        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
-    )
 
 
 def _is_open(cls: _Class) -> bool:
@@ -300,18 +285,10 @@ def _find(module: str, name: str, own: str) -> _Class | str:
         return _find(alias.name if alias.asname else first, rest, own) if rest else alias.name
     if isinstance(node, ast.ImportFrom):
         alias = next(a for a in node.names if (a.asname or a.name) == first)
-        parent = _imported_from(source, node)
+        package = module if Path(source.file).name == "__init__.py" else module.rpartition(".")[0]
+        parent = resolve_name("." * node.level + (node.module or ""), package)
         return _find(f"{parent}.{alias.name}", rest, own) if rest else _find(parent, alias.name, own)
     return f"{module}.{name}"
-
-
-def _imported_from(source: _Module, node: ast.ImportFrom) -> str:
-    if not node.level:
-        return node.module or ""
-    is_package = Path(source.file).name == "__init__.py"
-    steps = source.name.split(".")
-    steps = steps[: len(steps) - node.level + is_package]
-    return ".".join([*steps, *([node.module] if node.module else [])])
 
 
 def _source(module: str) -> _Module | None:
@@ -329,25 +306,9 @@ def _parsed(module: str, file: str, _written: int) -> _Module | None:
         return None
     bound: dict[str, ast.stmt | None] = {}
     for node in tree.body:
-        for name in _bound_by(node):
+        for name in bound_names(node):
             bound[name] = None if name in bound else node
     return _Module(module, file, tree, bound)
-
-
-def _bound_by(node: ast.stmt) -> set[str]:
-    """Names that a statement at the top level binds."""
-    if isinstance(node, ast.ClassDef | Function):
-        return {node.name}
-    found = set()
-    for each in ast.walk(node):
-        if isinstance(each, ast.ClassDef | Function):
-            found.add(each.name)
-        elif isinstance(each, ast.Import | ast.ImportFrom):
-            is_from = isinstance(each, ast.ImportFrom)
-            found |= {a.asname or (a.name if is_from else a.name.partition(".")[0]) for a in each.names}
-        elif isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
-            found.add(each.id)
-    return found
 
 
 def _decorators(node: ast.ClassDef | Function) -> list[str]:
@@ -364,34 +325,17 @@ def _dotted(node: ast.expr) -> str:
 
 
 def _signature(node: Function, *, bound: bool = False) -> inspect.Signature:
-    given, kinds = node.args, inspect.Parameter
-    plain = [*given.posonlyargs, *given.args]
-    first = len(plain) - len(given.defaults)
-    found = [
-        kinds(
-            each.arg,
-            kinds.POSITIONAL_ONLY if place < len(given.posonlyargs) else kinds.POSITIONAL_OR_KEYWORD,
-            default=None if place >= first else kinds.empty,
-        )
-        for place, each in enumerate(plain)
-    ]
-    if given.vararg:
-        found.append(kinds(given.vararg.arg, kinds.VAR_POSITIONAL))
-    found += [
-        kinds(each.arg, kinds.KEYWORD_ONLY, default=kinds.empty if default is None else None)
-        for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
-    ]
-    if given.kwarg:
-        found.append(kinds(given.kwarg.arg, kinds.VAR_KEYWORD))
-    return inspect.Signature(found[1:] if bound else found)
+    found = inspect.signature(_standing_for(node))
+    return found.replace(parameters=[*found.parameters.values()][1 if bound else 0 :])
 
 
-def _standing_for(node: Function, file: str) -> Callable[..., object]:
-    """A callable with the name, signature and place of a method in view."""
-
-    def method() -> None: ...
-
-    method.__name__ = node.name
-    method.__code__ = method.__code__.replace(co_filename=file, co_firstlineno=node.lineno)
-    method.__signature__ = _signature(node)  # type: ignore[attr-defined]
-    return method
+def _standing_for(node: Function, file: str = "") -> Callable[..., object]:
+    """A function with the name, parameters and place of a method in view, which does nothing."""
+    bare, bare.args = copy(node), copy(node.args)
+    bare.decorator_list, bare.body = [], [ast.Pass()]
+    bare.args.defaults = [ast.Constant(None) for _ in node.args.defaults]
+    bare.args.kw_defaults = [each and ast.Constant(None) for each in node.args.kw_defaults]
+    made: dict[str, Callable[..., object]] = {}
+    # As in this module, annotations are not evaluated.
+    exec(compile(ast.fix_missing_locations(ast.Module([bare], [])), file, "exec"), made)
+    return made[node.name]
