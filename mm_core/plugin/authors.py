@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import linecache
+import re
 from collections.abc import Iterator
-from importlib.metadata import entry_points
 from traceback import walk_tb
 from types import FrameType
 
 from mm_core.errors import MMError
-from mm_core.plugin.manager import GROUP
+from mm_core.plugin.manager import entry_point_records
 from mm_core.plugin.trust.beside import LOCAL_PREFIX
 
 
@@ -44,8 +44,7 @@ def _text(error: BaseException, otherwise: str) -> str:
 
 
 def _packages() -> set[str]:
-    modules = (point.value.partition(":")[0] for point in entry_points(group=GROUP))
-    return {module.partition(".")[0] for module in modules} - {"mm_core"}
+    return {re.split("[.:]", record.module)[0] for record in entry_point_records()} - {"mm_core"}
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

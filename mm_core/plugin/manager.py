@@ -95,12 +95,7 @@ def discover(files: Sequence[LocalFile], environ: Mapping[str, str]) -> tuple[Pl
 @lru_cache(maxsize=1)
 def entry_point_records() -> tuple[PluginRecord, ...]:
     """One record per installed plugin, read from its metadata only; `core` first, then by name."""
-    from importlib.metadata import entry_points  # takes 20 ms: not for `mm --help`
-
-    try:
-        records = [_entry_point_record(point) for point in entry_points(group=GROUP)]
-    except Exception:  # one damaged distribution breaks the listing of all: find out which
-        records = _records_one_by_one()
+    records = _entry_point_records()
     if not any(r.namespace == CORE and r.module == CORE_MODULE for r in records):
         # Running from a source tree that was never installed.
         records.append(PluginRecord(CORE, CORE_MODULE, "mm-core", CORE_VERSION))
@@ -110,7 +105,7 @@ def entry_point_records() -> tuple[PluginRecord, ...]:
 def _entry_point_record(point: EntryPoint) -> PluginRecord:
     text = (point.dist.read_text("METADATA") or point.dist.read_text("PKG-INFO") or "") if point.dist else ""
     name, version, requirements = read_identity(text)
-    unfit = [requirement for requirement in requirements if _unfit(requirement)]
+    unfit = [each for each in requirements if not admits(each, CORE_VERSION)]
     return PluginRecord(
         namespace=point.name,
         module=point.value,
@@ -122,9 +117,10 @@ def _entry_point_record(point: EntryPoint) -> PluginRecord:
     )
 
 
-def _records_one_by_one() -> list[PluginRecord]:
-    """The slow way: a distribution whose metadata cannot be read becomes a failed record."""
-    from importlib.metadata import distributions
+def _entry_point_records() -> list[PluginRecord]:
+    """The entry points that `importlib.metadata.entry_points` would list, but a distribution whose metadata
+    cannot be read is a failed record, and hides no other."""
+    from importlib.metadata import distributions  # takes 20 ms: not for `mm --help`
 
     records = []
     seen: set[str] = set()
@@ -141,13 +137,6 @@ def _records_one_by_one() -> list[PluginRecord]:
             sentence = f"the metadata in {folder} cannot be read: {one_line(error)}"
             records.append(PluginRecord(name, "?", name, "?", "failed", sentence))
     return records
-
-
-def _unfit(requirement: str) -> bool:
-    try:
-        return admits(requirement, CORE_VERSION) is False
-    except ValueError:  # raised by packaging: an invalid requirement accepts no version
-        return True
 
 
 def _switch_off(installed: list[_Found], local: list[_Found], environ: Mapping[str, str]) -> None:
