@@ -6,7 +6,7 @@ import dataclasses
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Final, Union, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
 from mm_core.config.dump import plain
 from mm_core.config.sections import RunConfig
@@ -16,7 +16,7 @@ from mm_core.plugin.records import Registered
 from mm_core.plugin.registry import Registry
 from mm_core.schema.describe import FieldInfo, KeyInfo, describe_keys, summary_of, type_text
 from mm_core.schema.fields import ComponentConfig, Kind
-from mm_core.schema.nodes import Node, describe, is_list, unwrap
+from mm_core.schema.nodes import Node, describe, inside, is_list, unwrap
 
 _INCLUDE = KeyInfo(
     FieldInfo("include", "str or list of str", "[]", "other files, relative to this one, merged first"),
@@ -101,16 +101,17 @@ def explain(
         root = replace(root, value=loaded[0], node=loaded[1])
     steps = key.split(".") if key else []
     if not steps or steps[0] in explainer.children(root) or not (starts := explainer.components(key)):
-        return tuple(explainer.explained(place) for place in explainer.all_at(root, steps))
-    found, faults = [], []
+        return tuple(map(explainer.explained, explainer.all_at(root, steps)))
+    found: list[_Place] = []
+    faults = []
     for start, rest in starts:
         try:
-            found.append(explainer.explained(explainer.at(start, rest)))
+            found += explainer.all_at(start, rest)
         except ConfigError as fault:
             faults.append(fault)
     if not found:
         raise faults[0]
-    return tuple(found)
+    return tuple(map(explainer.explained, found))
 
 
 class _Explainer:
@@ -137,24 +138,10 @@ class _Explainer:
         except PluginError:
             return ()
 
-    def at(self, place: _Place, steps: list[str]) -> _Place:
-        """The place at a path of keys below another one."""
-        for step in steps:
-            children = self.children(place)
-            step = next((key for key, child in children.items() if step in child.aliases), step)
-            if step not in children:
-                item = self._type_of(place, step) or self._item(place, step)
-                if item is None:
-                    raise self._no_key(place, step, children)
-                place = item
-            else:
-                place = children[step]
-        return place
-
     def all_at(self, place: _Place, steps: list[str]) -> list[_Place]:
         """The places at a path of keys: one for each installed component where nothing has chosen one."""
         for number, step in enumerate(steps):
-            kind = next(filter(None, map(_kind, _options(place.hint, place.value))), None)
+            kind = _kind_at(place)
             if kind and step != "type" and place.value is _UNKNOWN and self._chosen(place, kind) is None:
                 found = []
                 for each in self.registry.components(kind):
@@ -166,8 +153,18 @@ class _Explainer:
                 if not found:
                     raise self._not_chosen(place, kind, step)
                 return found
-            place = self.at(place, [step])
+            place = self._step(place, step)
         return [place]
+
+    def _step(self, place: _Place, step: str) -> _Place:
+        """The place at a key, or number, below another one."""
+        children = self.children(place)
+        key = next((key for key, child in children.items() if step in child.aliases), step)
+        if found := children.get(key) or _item(place, key):
+            return found
+        if key == "type" and (kind := _kind_at(place)):
+            return self._type_place(place, kind, None)
+        raise self._no_key(place, step, children)
 
     def explained(self, place: _Place, inner: bool = True) -> Explanation:
         """The explanation of a place.
@@ -199,9 +196,8 @@ class _Explainer:
             if isinstance(option, type) and dataclasses.is_dataclass(option):
                 found |= _section(place, describe_keys(option), "")
             elif (kind := _kind(option)) and (chosen := self._chosen(place, kind)):
-                owner = f"{kind} {chosen.qualified}"
-                found["type"] = self._type_place(place, kind, chosen, owner)
-                found |= _section(place, describe_keys(chosen.config_class()), owner)
+                found["type"] = self._type_place(place, kind, chosen)
+                found |= _section(place, describe_keys(chosen.config_class()), found["type"].owner)
         return found
 
     def _chosen(self, place: _Place, kind: str) -> Registered | None:
@@ -211,51 +207,30 @@ class _Explainer:
                 return self.registry.resolve(kind, value.type)
         return None
 
-    def _type_of(self, place: _Place, step: str) -> _Place | None:
-        """The place of the key `type` of a component that nothing has chosen; None for any other key."""
-        kinds = [kind for option in _options(place.hint, place.value) if (kind := _kind(option))]
-        return self._type_place(place, kinds[0], None, "") if kinds and step == "type" else None
-
-    def _type_place(self, place: _Place, kind: str, chosen: Registered | None, owner: str) -> _Place:
+    def _type_place(self, place: _Place, kind: str, chosen: Registered | None) -> _Place:
+        """The place of the key `type` of a component, which nothing may have chosen."""
         default = place.default.type if isinstance(place.default, ComponentConfig) else None
         doc = chosen.component.summary if chosen else f"the {kind.replace('_', ' ')}, by its name"
         info = FieldInfo("type", f"name of {kind}", default, doc)
-        node = place.node
-        if node is not None and isinstance(node.value, dict):
-            node = node.value.get("type")
-        value = place.value.type if isinstance(place.value, ComponentConfig) else _UNKNOWN
-        hint = Annotated[ComponentConfig, Kind(kind)]
-        return _Place(_below(place, "type"), _TypeOf(hint), info, owner=owner, value=value, node=node)
+        names = Literal.__getitem__(tuple(self._names(kind)))
+        found = _below(place, "type", names, info, f"{kind} {chosen.qualified}" if chosen else "")
+        bare = place.node is not None and not isinstance(place.node.value, dict)
+        return replace(found, node=place.node) if bare else found
 
-    def _item(self, place: _Place, step: str) -> _Place | None:
-        """The place of a list's item, or at a key of a mapping that takes any key; None for other values."""
-        for option in _options(place.hint, place.value):
-            origin, args = get_origin(option), get_args(option)
-            below = replace(place, path=_below(place, step), default=None, value=_UNKNOWN, node=None)
-            if is_list(option) and step.isdigit():
-                fixed = origin is tuple and args[-1:] != (Ellipsis,)
-                if fixed and int(step) >= len(args):
-                    return None
-                hint = args[int(step)] if fixed else args[0] if args else Any
-                below = _with_item(below, place, hint, int(step))
-            elif origin in (dict, Mapping) or (isinstance(origin, type) and issubclass(origin, Mapping)):
-                below = _with_item(below, place, args[1] if args else Any, step)
-            else:
-                continue
-            return below
-        return None
+    def _names(self, kind: str) -> list[str]:
+        return sorted(found.qualified for found in self.registry.components(kind))
 
     def _no_key(self, place: _Place, step: str, children: Mapping[str, _Place]) -> ConfigError:
         where = place.path or None
         options = list(_options(place.hint, place.value))
         if children:
             names = [*children]
-            owner = _owner_of(children)
+            owner = children[names[0]].owner
             what = f"{owner} has no key {step!r}" if owner else f"unknown key {step!r}"
             further = [] if place.path else [name for c in self.registry.components() for name in c.names]
             hint = did_you_mean(step, [*names, *further])
             return ConfigError(what, where=where, accepted=", ".join(names), hint=hint)
-        if kind := next(filter(None, map(_kind, options)), None):
+        if kind := _kind_at(place):
             return self._not_chosen(place, kind, step)
         if any(map(is_list, options)):
             what = f"this is {_article(place.field.type)}: name one item by its number"
@@ -264,7 +239,7 @@ class _Explainer:
         return ConfigError(what, where=where, hint=f"ask for {place.path}" if place.path else None)
 
     def _not_chosen(self, place: _Place, kind: str, step: str) -> ConfigError:
-        names = sorted(found.qualified for found in self.registry.components(kind))
+        names = self._names(kind)
         having = [found.qualified for found in self.registry.components(kind) if _has_key(found, step)]
         ask = f"`mm config explain {(having or names or [kind])[0]}.{step}`"
         state = "no config is named" if place.value is _UNKNOWN else "the config does not set it"
@@ -278,10 +253,8 @@ class _Explainer:
         )
 
     def _accepted(self, hint: object) -> str:
-        if isinstance(hint, _TypeOf):
-            hint = hint.component
         if kind := _kind(unwrap(hint)):
-            return ", ".join(sorted(found.qualified for found in self.registry.components(kind)))
+            return ", ".join(self._names(kind))
         return describe(hint) if hint is not RunConfig else ""
 
     def _summary(self, place: _Place) -> str:
@@ -294,18 +267,6 @@ class _Explainer:
         return ""
 
 
-@dataclass(frozen=True)
-class _TypeOf:
-    """The annotation of a component's key `type`."""
-
-    component: object
-
-
-def _owner_of(children: Mapping[str, _Place]) -> str:
-    """The component whose keys these are; empty for the keys of a section."""
-    return next((child.owner for child in children.values()), "")
-
-
 def _component_place(found: Registered) -> _Place:
     hint = Annotated[ComponentConfig, Kind(found.kind)]
     info = FieldInfo("", found.kind, "", found.component.summary)
@@ -316,39 +277,51 @@ def _section(place: _Place, keys: Mapping[str, KeyInfo], owner: str) -> dict[str
     """The places at the keys of a section or component."""
     if place.hint is RunConfig:
         keys = {**keys, "include": _INCLUDE}
-    written = place.node.value if place.node is not None and isinstance(place.node.value, dict) else {}
-    found = {}
-    for key, info in keys.items():
-        node = next((written[name] for name in (key, *info.aliases) if name in written), None)
-        value = _value_at(place.value, info.field.name)
-        path = _below(place, key)
-        found[key] = _Place(path, info.hint, info.field, info.default, owner, info.aliases, value, node)
-    return found
+    return {
+        key: _below(place, key, info.hint, info.field, owner, info.default, info.aliases)
+        for key, info in keys.items()
+    }
 
 
-def _value_at(value: object, name: str) -> object:
-    if isinstance(value, ComponentConfig):
-        return value.options.get(name, _UNKNOWN)
-    if dataclasses.is_dataclass(value):
-        return getattr(value, name, _UNKNOWN)
-    return _UNKNOWN
+def _item(place: _Place, step: str) -> _Place | None:
+    """The place of a list's item, or at a key of a mapping that takes any key; None for other values."""
+    for option in _options(place.hint, place.value):
+        args = get_args(option)
+        if is_list(option) and step.isdigit():
+            fixed = get_origin(option) is tuple and args[-1:] != (Ellipsis,)
+            if fixed and int(step) >= len(args):
+                return None
+            hint = args[int(step)] if fixed else args[0] if args else Any
+        elif get_origin(option) in (dict, Mapping):
+            hint = args[1]
+        else:
+            continue
+        return _below(place, step, hint, FieldInfo(step, type_text(hint), None, place.field.comment))
+    return None
 
 
-def _with_item(below: _Place, place: _Place, hint: object, key: int | str) -> _Place:
-    """The place of an item, with its value and node if the config has it."""
-    value: object = _UNKNOWN
-    if isinstance(place.value, (list, tuple)) and isinstance(key, int) and key < len(place.value):
-        value = place.value[key]
-    elif isinstance(place.value, Mapping):
-        value = next((item for name, item in place.value.items() if str(name) == key), _UNKNOWN)
-    children: object = place.node.value if place.node is not None else None
-    node = None
-    if isinstance(children, list) and isinstance(key, int) and key < len(children):
-        node = children[key]
-    elif isinstance(children, dict):
-        node = children.get(key)
-    info = FieldInfo(str(key), type_text(hint), None, place.field.comment)
-    return replace(below, hint=hint, field=info, value=value, node=node)
+def _below(
+    place: _Place,
+    key: str,
+    hint: object,
+    info: FieldInfo,
+    owner: str = "",
+    default: object = None,
+    aliases: tuple[str, ...] = (),
+) -> _Place:
+    """The place at a key, or number, below another one, with its value and node if the config has it."""
+    written = _entries(place.node.value if place.node is not None else None)
+    node = next((written[name] for name in (key, *aliases) if name in written), None)
+    value = _entries(inside(place.value)).get(key, _UNKNOWN)
+    path = f"{place.path}.{key}" if place.path else key
+    return _Place(path, hint, info, default, owner, aliases, value, node)
+
+
+def _entries(held: object) -> Mapping[str, Any]:
+    """What a mapping or list has, by key or number."""
+    if isinstance(held, list):
+        return {str(number): each for number, each in enumerate(held)}
+    return held if isinstance(held, dict) else {}
 
 
 def _options(hint: object, value: object) -> Iterator[object]:
@@ -371,6 +344,11 @@ def _kind(hint: object) -> str | None:
     return next((mark.name for mark in marks if isinstance(mark, Kind)), None)
 
 
+def _kind_at(place: _Place) -> str | None:
+    """The kind of the component that may be at a place."""
+    return next(filter(None, map(_kind, _options(place.hint, place.value))), None)
+
+
 def _has_key(found: Registered, key: str) -> bool:
     try:
         return found.component.config is not None and key in describe_keys(found.config_class())
@@ -383,10 +361,6 @@ def _origin(node: Node | None) -> str:
         return "default"
     inside = isinstance(node.value, (dict, list))
     return (node.key_where or node.where) if inside else node.where
-
-
-def _below(place: _Place, key: str) -> str:
-    return f"{place.path}.{key}" if place.path else key
 
 
 def _article(words: str) -> str:
