@@ -22,8 +22,6 @@ from mm_core.schema.nodes import FAILED, Node, show
 _LINE = re.compile(r"(.*?):(\d+)(?=: |\Z)")
 MAX_INCLUDES = 200
 """Most names in the `include:` of all files of a config."""
-MAX_CHAIN = 50
-"""Longest chain of files that include each other."""
 
 _INCLUDE = "include"
 _SECTIONS = tuple(f.name for f in dataclasses.fields(RunConfig) if f.metadata.get("yaml", True))
@@ -130,9 +128,6 @@ class _ConfigReader:
             chain = " -> ".join(p.name for p in (*above[above.index(real) :], real))
             what = f"files include each other: {chain}"
             raise ConfigError(what, where=str(path), hint="remove one of these includes")
-        if len(above) > MAX_CHAIN:
-            what = f"files include each other over more than {MAX_CHAIN} levels"
-            raise ConfigError(what, where=str(path), hint="include these files directly from one file")
         if real not in self._read:  # a file that is included several times is read once
             self._read[real] = self._merged(path, (*above, real))
         return self._read[real]

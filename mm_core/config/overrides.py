@@ -11,9 +11,6 @@ from mm_core.config.yaml_nodes import MAX_DEPTH, read_plain, read_quoted
 from mm_core.errors import ConfigError, MMError, plural
 from mm_core.schema.nodes import Node, unwritable
 
-MAX_OVERRIDE = 16_384
-"""Most characters in one override."""
-
 _KEY = re.compile(r"[A-Za-z_][\w\-]*(\.[\w\-]+)*\Z")
 
 
@@ -54,10 +51,6 @@ def parse_override(text: str) -> tuple[list[str], Node]:
         what, accepted = f"{text!r} is not a config override", "key.path=value, e.g. train.steps=10"
         raise ConfigError(what, where="command line", accepted=accepted)
     where = f"override {text if len(text) <= 200 else text[:197] + '...'!r}"
-    if len(text) > MAX_OVERRIDE:
-        what = f"the override is too long: {plural(len(text), 'character')}"
-        accepted = f"at most {MAX_OVERRIDE:,} characters"
-        raise ConfigError(what, where=where, accepted=accepted)
     return key.split("."), _value(value.strip(), where, key)
 
 
