@@ -21,6 +21,7 @@ __all__ = [
     "RunWarning",
     "TrainingError",
     "TrustError",
+    "article",
     "did_you_mean",
     "first_line",
     "foreign_code",
@@ -183,6 +184,11 @@ def plural(count: int, noun: str) -> str:
     if noun.endswith("y") and noun[-2:-1] not in tuple("aeiou"):
         return f"{count:,} {noun[:-1]}ies"
     return f"{count:,} {noun}{'es' if noun.endswith(('s', 'x', 'ch', 'sh')) else 's'}"
+
+
+def article(noun: str) -> str:
+    """A noun of a message with its article: `a rank`, `an engine`."""
+    return f"{'an' if noun[:1] in tuple('aeiou') else 'a'} {noun}"
 
 
 def plain_reason(error: Exception) -> str:

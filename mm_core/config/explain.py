@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
 from mm_core.config.dump import plain
 from mm_core.config.sections import RunConfig
-from mm_core.errors import ConfigError, MMError, PluginError, did_you_mean
+from mm_core.errors import ConfigError, MMError, PluginError, article, did_you_mean
 from mm_core.plugin.hookspecs import KINDS
 from mm_core.plugin.records import Registered
 from mm_core.plugin.registry import Registry
@@ -233,7 +233,7 @@ class _Explainer:
         if kind := _kind_at(place):
             return self._not_chosen(place, kind, step)
         if any(map(is_list, options)):
-            what = f"this is {_article(place.field.type)}: name one item by its number"
+            what = f"this is {article(place.field.type)}: name one item by its number"
             return ConfigError(what, where=where, accepted=f"{place.path}.0, {place.path}.1, ...")
         what = f"this is a single value ({place.field.type}), which has no keys"
         return ConfigError(what, where=where, hint=f"ask for {place.path}" if place.path else None)
@@ -361,7 +361,3 @@ def _origin(node: Node | None) -> str:
         return "default"
     inside = isinstance(node.value, (dict, list))
     return (node.key_where or node.where) if inside else node.where
-
-
-def _article(words: str) -> str:
-    return f"{'an' if words[:1] in 'aeiou' else 'a'} {words}"

@@ -112,14 +112,12 @@ class LoaderSection:
                     raise ValueError(f"{name} works only with mode: variable; set it or remove {name}")
         if self.buckets == ():
             raise ValueError("buckets is empty: list at least one bucket, or write `auto`")
-        if self.mode == "variable" and self.group_by_length:
+        if self.mode != "sampler" and self.group_by_length:
             raise ValueError("group_by_length works only with mode: sampler; remove one of the two keys")
         if self.group_by_length and self.sampler != "random":
             raise ValueError(
                 "group_by_length works only with sampler: random; set it or remove group_by_length"
             )
-        if self.group_by_length and self.mode == "base":
-            raise ValueError("group_by_length works only with mode: sampler; remove one of the two keys")
 
 
 @dataclass(frozen=True)

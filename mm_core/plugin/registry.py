@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from mm_core.errors import PluginError, did_you_mean, plural
+from mm_core.errors import PluginError, article, did_you_mean, plural
 from mm_core.plugin.building import build_component, built_fields
 from mm_core.plugin.hookspecs import KINDS
 from mm_core.plugin.manager import discover, entry_point_records, local_files
@@ -88,8 +88,8 @@ class Registry:
             checked = check_component(kind, mapping, self, kind)
         if checked.kind != kind:
             raise PluginError(
-                f"{checked.type!r} is {_a(checked.kind)}, but {_a(kind)} is needed here",
-                hint=f"use {_a(kind)}: {_LIST}",
+                f"{checked.type!r} is {article(checked.kind)}, but {article(kind)} is needed here",
+                hint=f"use {article(kind)}: {_LIST}",
             )
         return build_component(checked, self, args)
 
@@ -101,12 +101,12 @@ class Registry:
         known = self._by_name[kind]
         near = did_you_mean(name, [other for other in known if ("/" in other) == ("/" in name)])
         kinds = [other for other, table in self._by_name.items() if other != kind and name in table]
-        others = [f"{name!r} is {_a(other)}, not {_a(kind)}" for other in reversed(kinds)]
+        others = [f"{name!r} is {article(other)}, not {article(kind)}" for other in reversed(kinds)]
         hints = [*others, near, *self._lost_hints(name)]
         names = sorted({registered.qualified for registered in self.components(kind)})
         return PluginError(
             f"no {kind} is named {name!r}",
-            accepted=", ".join(names) or f"nothing: no installed plugin provides {_a(kind)}",
+            accepted=", ".join(names) or f"nothing: no installed plugin provides {article(kind)}",
             hint="; ".join(dict.fromkeys(hint for hint in hints if hint)) or None,
         )
 
@@ -140,10 +140,6 @@ class Registry:
             for plugin in self.plugins
             if plugin.status != "disabled"
         }
-
-
-def _a(kind: str) -> str:
-    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
 
 
 def _state(plugin: PluginRecord) -> str:

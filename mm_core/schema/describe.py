@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 
 from mm_core.schema.annotations import annotations_of
 from mm_core.schema.fields import ComponentConfig, Kind, Range, yaml_key
-from mm_core.schema.nodes import default_of, is_list, is_mapping, unwrap
+from mm_core.schema.nodes import default_of, inside, is_list, is_mapping, unwrap
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -152,13 +152,11 @@ def value_text(value: object) -> str:
     """A value in one line, as YAML would write it."""
     if isinstance(value, ComponentConfig):
         return f"{{type: {value.type}}}"
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        pairs = ((yaml_key(f.name), getattr(value, f.name)) for f in dataclasses.fields(value))
-        return f"{{{', '.join(f'{name}: {value_text(item)}' for name, item in pairs)}}}"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{name}: {value_text(item)}' for name, item in value.items())}}}"
-    if isinstance(value, (tuple, list)):
-        return f"[{', '.join(map(value_text, value))}]"
+    held = inside(value)
+    if isinstance(held, dict):
+        return f"{{{', '.join(f'{key}: {value_text(item)}' for key, item in held.items())}}}"
+    if isinstance(held, list):
+        return f"[{', '.join(map(value_text, held))}]"
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 import types
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from mm_core.errors import MMError, PluginError, foreign_code
 from mm_core.schema.checking import is_finite
 from mm_core.schema.describe import KeyInfo, describe_keys, summary_of
 from mm_core.schema.fields import ComponentConfig, Kind, Range
-from mm_core.schema.nodes import inside, is_list, is_mapping, is_plain, unwrap
+from mm_core.schema.nodes import from_python, is_list, is_mapping, to_python, unwrap
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -101,8 +102,8 @@ class SchemaWriter:
             self._infinite = before
         if info.field.comment:
             schema["description"] = info.field.comment
-        if info.default is not dataclasses.MISSING and _is_json(info.default):
-            schema["default"] = _plain(info.default)
+        if (default := _as_json(info.default)) is not dataclasses.MISSING:
+            schema["default"] = default
         return schema
 
     def _defined(self, name: str, write: Callable[[], Schema]) -> Schema:
@@ -274,21 +275,9 @@ def _described(schema: Schema, text: str) -> Schema:
     return {"description": text, **schema} if text else schema
 
 
-def _is_json(value: object) -> bool:
-    """Whether a default can be shown in JSON, which has no infinity and no Python objects."""
-    if not is_plain(value):
-        return False
+def _as_json(default: object) -> Any:
+    """A field's default as JSON shows it; MISSING if it is infinite or a Python object."""
     try:
-        json.dumps(_plain(value), allow_nan=False)
-    except ValueError:
-        return False
-    return True
-
-
-def _plain(value: object) -> object:
-    held = inside(value)
-    if isinstance(held, dict):
-        return {key: _plain(item) for key, item in held.items()}
-    if isinstance(held, list):
-        return [_plain(item) for item in held]
-    return str(value) if isinstance(value, Path) else value
+        return json.loads(json.dumps(to_python(from_python(default, "")), default=os.fspath, allow_nan=False))
+    except (TypeError, ValueError):
+        return dataclasses.MISSING

@@ -10,6 +10,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
+from mm_core.errors import article
 from mm_core.schema.fields import ComponentConfig, Kind, Range, yaml_key
 
 SCALARS: Mapping[object, str] = {
@@ -242,8 +243,7 @@ def describe(annotation: object) -> str:
     if origin is Annotated:
         kinds = [mark.name for mark in args[1:] if isinstance(mark, Kind)]
         if kinds:
-            article = "an" if kinds[0][0] in "aeiou" else "a"
-            return f"{article} {kinds[0]} (a name, or a mapping with type:)"
+            return f"{article(kinds[0])} (a name, or a mapping with type:)"
         return " ".join([describe(args[0]), *(str(mark) for mark in args[1:] if isinstance(mark, Range))])
     if origin in (Union, types.UnionType):
         return " or ".join(describe(option) for option in args)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mm_core.errors import DataError, MMError
+from mm_core.errors import DataError, MMError, article
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -54,8 +54,7 @@ def plain_file(path: Path, what: str, missing: str | None = None) -> int:
         )
     if not stat.S_ISREG(found.st_mode):
         kind = _KINDS.get(stat.S_IFMT(found.st_mode), "no file")
-        article = "an" if what[0] in "aeiou" else "a"
-        raise DataError(f"this is {kind}, not {article} {what}", where=str(path), accepted="plain files")
+        raise DataError(f"this is {kind}, not {article(what)}", where=str(path), accepted="plain files")
     return found.st_size
 
 
