@@ -173,6 +173,12 @@ def _reference(inside: _Text, written: str) -> _Reference:
 # -- values ----------------------------------------------------------------------------------------
 
 
+def _size(node: Node) -> int:
+    """Characters of a resolved value; other values than strings count as 8."""
+    own = len(node.value) if isinstance(node.value, str) else 8
+    return own + sum(map(_size, node.children))
+
+
 class _Unresolvable(Exception):
     """Why a text has no value; empty if the error was reported already."""
 
@@ -190,7 +196,6 @@ class _Resolver:
         self.open: list[Node] = []
         self.tainted: set[int] = set()  # ids of nodes whose value depends on the environment
         self._done: dict[int, Node | _Unresolvable] = {}
-        self._sizes: dict[int, int] = {}  # characters in each finished node
         self._spent = 0
         self._above: dict[int, Node] = {}
         self._note_parents(root)
@@ -221,22 +226,15 @@ class _Resolver:
         return done
 
     def _evaluated(self, node: Node) -> Node:
-        if isinstance(node.value, (dict, list)):
-            whole = node.mapped(self.value)
-            self._sizes[id(node)] = 8 + sum(self._sizes[id(child)] for child in node.children)
-            return whole
         if id(node) not in self.texts:
-            self._sizes[id(node)] = len(node.value) if isinstance(node.value, str) else 8
-            return node
+            return node.mapped(self.value)
         if (text := self.texts[id(node)]) is None:
             raise _Unresolvable("")
         if sum(id(other) in self.texts for other in self.open) > MAX_CHAIN:
             raise _Unresolvable(f"it refers to another key over more than {MAX_CHAIN} steps")
-        before = self._spent
         value = self._joined(text)
         if isinstance(value, str) and (what := unwritable(value)):
             raise _Unresolvable(what)
-        self._sizes[id(node)] = self._spent - before + len(node.value)
         resolved = from_python(value, node.where, node.path, loose=True)
         return replace(resolved, key_where=node.key_where)
 
@@ -255,7 +253,7 @@ class _Resolver:
         if target is None:
             raise _Unresolvable(f"Interpolation key '{key}' not found")
         resolved = self.value(target)
-        self._spend(self._sizes.get(id(target), 8))
+        self._spend(resolved)
         if resolved.value is FAILED:
             raise _Unresolvable("")
         return to_python(resolved)
@@ -296,15 +294,16 @@ class _Resolver:
             if default is None:
                 raise _Unresolvable(f"Environment variable '{name}' not found") from None
         else:
-            self._spend(len(found))
+            self._spend(Node(found, "", ""))
             return found
         value = self._joined(default) if any(default) else ""
         text = str(value).strip()
         quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
         return text[1:-1] if quoted else None if value is None or text == "null" else text
 
-    def _spend(self, characters: int) -> None:
-        self._spent += characters
+    def _spend(self, found: Node) -> None:
+        if self._spent <= MAX_EXPANDED:  # else one after the other would be counted for nothing
+            self._spent += _size(found)
         if self._spent > MAX_EXPANDED:
             raise _Unresolvable(
                 f"the config's interpolations expand to more than {MAX_EXPANDED:,} characters"
