@@ -45,6 +45,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     new.add_argument("name", metavar="NAME", help="name of its distribution, such as my-dit")
     new.add_argument(
         "--kind",
+        type=_kind,
+        choices=tuple(KINDS),
         action="append",
         metavar="KIND",
         help=f"kind of component, once for each (default: predictor): one of {', '.join(KINDS)}",
@@ -207,14 +209,7 @@ def _source(registered: Registered) -> str | None:
 
 def _plugin_json(plugin: PluginRecord, kind: str | None) -> dict[str, object]:
     return {
-        "namespace": plugin.namespace,
-        "module": plugin.module,
-        "distribution": plugin.distribution,
-        "version": plugin.version,
-        "status": plugin.status,
-        "error": plugin.error,
-        "requirement": plugin.requirement,
-        "imports_torch": plugin.imports_torch,
+        **{name: value for name, value in vars(plugin).items() if name != "file"},
         "components": [_component_json(r) for r in plugin.components if kind in (None, r.kind)],
     }
 

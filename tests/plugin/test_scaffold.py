@@ -93,7 +93,7 @@ def test_one_kind_is_8_files_and_each_further_one_2(here: Path, capsys: pytest.C
         (["custom-dit"], ["the name 'custom_dit' is taken by plugin 'custom_dit'", "choose another name"]),
         (["adamw", "--kind", "optimizer"], ["the name 'adamw' is taken by the optimizer core/adamw"]),
         (["json"], ["a Python module named 'json' is installed already"]),
-        (["a-b", "--kind", "predictr"], ["no kind of component is named 'predictr'", "did you mean"]),
+        (["a-b", "--kind", "predictr"], ["invalid choice: 'predictr'", "did you mean 'predictor'"]),
         (["there"], ["there exists already", "nothing is replaced"]),
         (["a-b", "--from-diffusers", "FluxTransformer"], ["no transformer named 'FluxTransformer'", "65"]),
     ],

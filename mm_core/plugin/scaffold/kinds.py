@@ -12,6 +12,12 @@ SHAPES = "{type: shapes, " + _CLIPS + "}"
 _VALIDATION = MappingProxyType({"data.validation": "{type: shapes, " + _CLIPS + ", clips: 32, seed: 1}"})
 
 
+_CLIPS_IN_FILES = """
+type: video_text
+annotations: data/clips/data.json  # a list of your clips: [{"path": "a.mp4", "cap": "a caption"}, ...]
+num_frames: 8
+height: 16
+width: 16"""
 _WAN = """
 type: wan/transformer  # of mm-wan
 num_layers: 1
@@ -104,10 +110,7 @@ TEMPLATES: Mapping[str, KindTemplate] = MappingProxyType(
             "Colours",
             "an image encoder",
             {"hidden_size": 16},
-            run={
-                "task.predictor": _WAN,
-                "task.image_encoder": "{type: $type, hidden_size: 64}",
-            },
+            run={"task.predictor": _WAN, "task.image_encoder": "{type: $type, hidden_size: 64}"},
         ),
         "scheduler": KindTemplate("Flow", "a noise scheduler", run={"task.scheduler": "{type: $type}"}),
         "dataset": KindTemplate(
@@ -148,29 +151,13 @@ TEMPLATES: Mapping[str, KindTemplate] = MappingProxyType(
             "PatientReader",
             "a video reader",
             {"pause": 0.0},
-            run={
-                "data.train": """
-type: video_text
-annotations: data/clips/data.json  # a list of your clips: [{"path": "a.mp4", "cap": "a caption"}, ...]
-num_frames: 8
-height: 16
-width: 16
-reader: {type: $type}"""
-            },
+            run={"data.train": f"{_CLIPS_IN_FILES}\nreader: {{type: $type}}"},
         ),
         "transform": KindTemplate(
             "WithoutBars",
             "a transform",
             {"darkest": 8},
-            run={
-                "data.train": """
-type: video_text
-annotations: data/clips/data.json  # a list of your clips: [{"path": "a.mp4", "cap": "a caption"}, ...]
-num_frames: 8
-height: 16
-width: 16
-transform: {type: $type}"""
-            },
+            run={"data.train": f"{_CLIPS_IN_FILES}\ntransform: {{type: $type}}"},
         ),
         "weight_format": KindTemplate(
             "Renamed",

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mm_core import __version__
-from mm_core.errors import PluginError, did_you_mean
+from mm_core.errors import PluginError
 from mm_core.files import staged_folder, write_durably
 from mm_core.plugin.checks.locate import find_module
 from mm_core.plugin.hookspecs import KINDS
@@ -57,7 +57,7 @@ def new_plugin(
         PluginError: the name is not possible or taken, or the folder exists.
         MMError: the folder cannot be written.
     """
-    kinds = tuple(dict.fromkeys(kind.replace("-", "_") for kind in kinds))
+    kinds = tuple(dict.fromkeys(kinds))
     package = name.replace("-", "_")
     _check(name, package, kinds, registry, parent)
     words = {"name": name, "package": package, **_words(kinds, package, templates)}
@@ -176,13 +176,6 @@ def _check(name: str, package: str, kinds: Sequence[str], registry: Registry, pa
             accepted="lower-case letters, digits and single hyphens, beginning with a letter: my-dit",
             hint=f"`mm plugins new {near}`" if _NAME.fullmatch(near) and near != name else None,
         )
-    for kind in kinds:
-        if kind not in KINDS:
-            raise PluginError(
-                f"no kind of component is named {kind!r}",
-                accepted=", ".join(KINDS),
-                hint=did_you_mean(kind, KINDS),
-            )
     if package == NAMESPACE:
         raise PluginError(
             f"the name {package!r} is reserved for one-file plugins", hint="choose another name"
