@@ -17,14 +17,14 @@ from mm_core.config.yaml_nodes import Spent, read_file
 from mm_core.errors import ConfigError, MMError, TrustError, first_line
 from mm_core.plugin.registry import Registry, get_registry
 from mm_core.schema.checking import MAX_FAULTS, Checker
-from mm_core.schema.nodes import FAILED, Node, show
+from mm_core.schema.nodes import FAILED, Node, keys_of, show
 
 _LINE = re.compile(r"(.*?):(\d+)(?=: |\Z)")
 MAX_INCLUDES = 200
 """Most names in the `include:` of all files of a config."""
 
 _INCLUDE = "include"
-_SECTIONS = tuple(f.name for f in dataclasses.fields(RunConfig) if f.metadata.get("yaml", True))
+_SECTIONS = tuple(keys_of(RunConfig))
 
 
 def load_config(

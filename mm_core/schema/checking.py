@@ -25,7 +25,7 @@ from typing import (
 
 from mm_core.errors import ConfigError, ForeignExit, MMError, PluginError, did_you_mean, foreign_code, plural
 from mm_core.schema.annotations import annotations_of
-from mm_core.schema.fields import ComponentConfig, Kind, Range, dtype_hint, yaml_key
+from mm_core.schema.fields import ComponentConfig, Kind, Range, dtype_hint
 from mm_core.schema.nodes import (
     FAILED,
     SCALARS,
@@ -38,6 +38,7 @@ from mm_core.schema.nodes import (
     is_list,
     is_mapping,
     is_plain,
+    keys_of,
     read_loose,
     read_number,
     rebuilt,
@@ -146,8 +147,7 @@ class Checker:
             hints = annotations_of(cls)
         except PluginError as error:
             return self.fault(node, error.what, hint=error.hint)
-        own = [f for f in dataclasses.fields(cls) if f.init and f.metadata.get("yaml", True)]
-        fields = {yaml_key(f.name): f for f in own}
+        fields = keys_of(cls)
         before = len(self.faults)
         aliases = {name: field.metadata.get("aliases", ()) for name, field in fields.items()}
         known = {*skip, *(old for names in aliases.values() for old in names)}

@@ -16,8 +16,8 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 from mm_core.schema.annotations import annotations_of
-from mm_core.schema.fields import ComponentConfig, Kind, Range, yaml_key
-from mm_core.schema.nodes import default_of, inside, is_list, is_mapping, unwrap
+from mm_core.schema.fields import ComponentConfig, Kind, Range
+from mm_core.schema.nodes import default_of, inside, is_list, is_mapping, keys_of, unwrap
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -33,27 +33,6 @@ class FieldInfo:
     comment: str
 
 
-def describe_fields(cls: type[DataclassInstance]) -> tuple[FieldInfo, ...]:
-    """Describes the fields of a typed dataclass, in order: type, default, and the comment beside it.
-
-    Raises:
-        PluginError: an annotation cannot be resolved.
-    """
-    hints = annotations_of(cls)
-    comments: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        if dataclasses.is_dataclass(base):
-            comments |= _comments(base)
-    found = []
-    for f in dataclasses.fields(cls):
-        default = default_of(f)
-        text = None if default is dataclasses.MISSING else value_text(default)
-        if f.init:
-            comment = comments.get(f.name) or f.metadata.get("doc", "")
-            found.append(FieldInfo(f.name, type_text(hints[f.name]), text, comment))
-    return tuple(found)
-
-
 def describe_nested(cls: type[DataclassInstance]) -> tuple[FieldInfo, ...]:
     """Describes the fields of a typed dataclass, each followed by those of the dataclasses in it.
 
@@ -64,12 +43,11 @@ def describe_nested(cls: type[DataclassInstance]) -> tuple[FieldInfo, ...]:
 
 
 def _nested(cls: type[DataclassInstance], prefix: str, above: tuple[type, ...]) -> Iterator[FieldInfo]:
-    hints = annotations_of(cls)
-    for field in describe_fields(cls):
-        yield replace(field, name=prefix + field.name)
-        for steps, inner in _dataclasses_in(hints[field.name]):
+    for key, info in describe_keys(cls).items():
+        yield replace(info.field, name=prefix + key)
+        for steps, inner in _dataclasses_in(info.hint):
             if inner not in (cls, *above):
-                yield from _nested(inner, f"{prefix}{field.name}.{steps}", (cls, *above))
+                yield from _nested(inner, f"{prefix}{key}.{steps}", (cls, *above))
 
 
 def _dataclasses_in(hint: object) -> Iterator[tuple[str, type[DataclassInstance]]]:
@@ -104,16 +82,23 @@ class KeyInfo:
 
 
 def describe_keys(cls: type[DataclassInstance]) -> dict[str, KeyInfo]:
-    """Describes the keys of a mapping that is checked against a typed dataclass, by key and in order."""
+    """Describes the keys of a mapping that is checked against a typed dataclass, by key and in order.
+
+    Raises:
+        PluginError: an annotation cannot be resolved.
+    """
     hints = annotations_of(cls)
-    described = {info.name: info for info in describe_fields(cls)}
-    return {
-        yaml_key(f.name): KeyInfo(
-            described[f.name], hints[f.name], default_of(f), tuple(f.metadata.get("aliases", ()))
-        )
-        for f in dataclasses.fields(cls)
-        if f.init and f.metadata.get("yaml", True)
-    }
+    comments: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(base):
+            comments |= _comments(base)
+    found = {}
+    for key, f in keys_of(cls).items():
+        hint, default = hints[f.name], default_of(f)
+        text = None if default is dataclasses.MISSING else value_text(default)
+        info = FieldInfo(f.name, type_text(hint), text, comments.get(f.name) or f.metadata.get("doc", ""))
+        found[key] = KeyInfo(info, hint, default, tuple(f.metadata.get("aliases", ())))
+    return found
 
 
 def summary_of(cls: type[DataclassInstance]) -> str:

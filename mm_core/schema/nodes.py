@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Union, get_args, get_origin
 
 from mm_core.errors import article
 from mm_core.schema.fields import ComponentConfig, Kind, Range, yaml_key
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 SCALARS: Mapping[object, str] = {
     bool: "true or false",
@@ -115,6 +118,12 @@ class Failed:
 FAILED: Final = Failed()
 
 
+def keys_of(cls: type[DataclassInstance]) -> dict[str, dataclasses.Field[Any]]:
+    """The fields of a typed dataclass that are keys of its mapping in a YAML, by key."""
+    found = [f for f in dataclasses.fields(cls) if f.init and f.metadata.get("yaml", True)]
+    return {yaml_key(f.name): f for f in found}
+
+
 def inside(value: object) -> dict[str, object] | list[object] | None:
     """The items of a component, dataclass, mapping or list to check, as YAML would write them.
 
@@ -123,8 +132,7 @@ def inside(value: object) -> dict[str, object] | list[object] | None:
     if isinstance(value, ComponentConfig):
         return {"type": value.type, **{yaml_key(name): item for name, item in value.options.items()}}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [f for f in dataclasses.fields(value) if f.init and f.metadata.get("yaml", True)]
-        return {yaml_key(f.name): getattr(value, f.name) for f in fields}
+        return {key: getattr(value, f.name) for key, f in keys_of(type(value)).items()}
     if isinstance(value, Mapping):
         return {str(key): item for key, item in value.items()}
     return list(value) if isinstance(value, (list, tuple)) else None

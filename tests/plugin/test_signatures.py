@@ -14,7 +14,7 @@ from mm_core.plugin.hookspecs import KINDS
 from mm_core.plugin.manager import discover, local_files
 from mm_core.plugin.registry import Registry, clear_cache, get_registry
 from mm_core.plugin.signatures import LEADING
-from mm_core.schema.describe import describe_fields
+from mm_core.schema.describe import describe_nested
 from support.logs import log_of
 
 ONE_FILE = """
@@ -185,7 +185,7 @@ def test_the_keys_of_a_signature_have_the_docs_of_its_source(tmp_path: Path) -> 
 
     def docs(name: str) -> dict[str, str]:
         found = registry.resolve("callback", name).config_class()
-        return {field.name: field.comment for field in describe_fields(found)}
+        return {field.name: field.comment for field in describe_nested(found)}
 
     wide = "of each layer, over two lines."
     assert docs("plain") == {"width": wide, "depth": "layers", "first": "", "second": "", "unknown": ""}

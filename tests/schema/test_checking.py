@@ -11,7 +11,7 @@ import pytest
 from mm_core.errors import ConfigError
 from mm_core.plugin.registry import get_registry
 from mm_core.schema.checking import MAX_FAULTS, Checker
-from mm_core.schema.describe import describe_fields
+from mm_core.schema.describe import describe_nested
 from mm_core.schema.fields import ComponentConfig, Kind, Range
 from mm_core.schema.nodes import FAILED, Node, from_python, show
 
@@ -116,7 +116,7 @@ def test_paths_of_children() -> None:
 
 
 def test_a_class_without_source_has_fields_without_comments() -> None:
-    (described,) = describe_fields(make_dataclass("Made", [("width", int)]))
+    (described,) = describe_nested(make_dataclass("Made", [("width", int)]))
     assert (described.name, described.comment) == ("width", "")
 
 
@@ -140,5 +140,5 @@ def test_fields_of_a_class_inside_a_function_have_their_comments() -> None:
     class Inside:
         steps: int = 1  # how many
 
-    (field_info,) = describe_fields(Inside)
+    (field_info,) = describe_nested(Inside)
     assert (field_info.name, field_info.comment) == ("steps", "how many")

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from mm_core.config.sections import RunConfig
-from mm_core.schema.describe import FieldInfo, describe_fields, type_text
+from mm_core.schema.describe import FieldInfo, describe_keys, describe_nested, type_text
 from mm_core.schema.fields import ComponentConfig, DType, Kind, Range
 
 REFERENCE = ComponentConfig("predictor", "a/b")
@@ -37,7 +37,7 @@ class Example(Base):
 
 
 def test_fields_carry_type_default_and_comment() -> None:
-    assert describe_fields(Example) == (
+    assert describe_nested(Example) == (
         FieldInfo("width", "int", None, "pixels"),
         FieldInfo("sizes", "list of int", "[1, 2]", ""),
         FieldInfo("path", "str", "''", "Where it lies, as a folder."),
@@ -46,6 +46,7 @@ def test_fields_carry_type_default_and_comment() -> None:
         FieldInfo("word", "str or null", "null", ""),
         FieldInfo("names", "list of str", "[x]", ""),
         FieldInfo("base", "Base", "{width: 3}", ""),
+        FieldInfo("base.width", "int", None, "pixels"),
     )
 
 
@@ -73,7 +74,7 @@ def test_every_default_of_the_schema_is_documented_beside_it() -> None:
     for name, hint in get_type_hints(RunConfig).items():
         if not (is_dataclass(hint) and isinstance(hint, type)):
             continue
-        described = {f.name: f for f in describe_fields(hint)}
+        described = {info.field.name: info.field for info in describe_keys(hint).values()}
         assert set(described) == {f.name for f in fields(hint)}
         for f in described.values():
             assert f.comment or f.default is None or f.default.startswith("{"), f"{name}.{f.name}"
