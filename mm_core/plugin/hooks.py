@@ -6,11 +6,11 @@ import inspect
 from collections.abc import Callable, Iterable
 from types import FunctionType, ModuleType
 
-from mm_core.errors import nearest
+from mm_core.errors import did_you_mean
 from mm_core.plugin.component import Component
 from mm_core.plugin.hookspecs import KINDS
 
-_HOOKS = frozenset(KINDS.values())
+_HOOKS = tuple(KINDS.values())
 _MARK = "mm_core_impl"  # the attribute that pluggy's hookimpl marker sets
 
 
@@ -55,28 +55,19 @@ def check_hooks(module: ModuleType) -> None:
             )
         elif hook not in _HOOKS:
             if not options.get("optionalhook"):
-                faults.append(_unknown(hook))
+                hint = did_you_mean(hook, _HOOKS) or f"the hooks are {', '.join(_HOOKS)}"
+                faults.append(f"there is no hook {hook!r}: {hint}")
         else:
             faults += _argument_faults(hook, value)
     if faults:
         raise HookFault("; ".join(faults), refused=wrappers, line=line)
 
 
-def _unknown(hook: str) -> str:
-    hint = _near(hook) or f"the hooks are {', '.join(sorted(_HOOKS))}"
-    return f"there is no hook {hook!r}: {hint}"
-
-
-def _near(name: str) -> str | None:
-    found = nearest(name, sorted(_HOOKS), 1)
-    return f"did you mean {found[0]!r}?" if found else None
-
-
 def _unmarked(name: str) -> str:
     if name in _HOOKS:
         return f"function {name!r} is not marked as a hook: put @hookimpl above it"
-    hint = _near(name)
-    return f"function {name!r} is not a hook: {hint or 'names that start with mm_ are reserved for hooks'}"
+    hint = did_you_mean(name, _HOOKS) or "names that start with mm_ are reserved for hooks"
+    return f"function {name!r} is not a hook: {hint}"
 
 
 def _argument_faults(hook: str, function: Callable[..., object]) -> list[str]:
@@ -98,21 +89,18 @@ def checked_components(hook: str, returned: object) -> list[Component]:
     Raises:
         HookFault: it is not an iterable of Component.
     """
-    if isinstance(returned, Component):
-        raise HookFault(f"hook {hook!r} returned one Component: return it in a list, [Component(...)]")
-    if isinstance(returned, (str, bytes)) or not isinstance(returned, Iterable):
+    if isinstance(returned, Component | str | bytes) or not isinstance(returned, Iterable):
         raise HookFault(
             f"hook {hook!r} returned {_described(returned)} instead of a list of Component: return"
             " [Component(...), ...]"
         )
-    components = []
-    for item in returned:
+    components = [*returned]
+    for item in components:
         if not isinstance(item, Component):
             raise HookFault(
                 f"hook {hook!r} returned a list that contains {_described(item)} instead of a Component:"
                 " write Component(name=..., target=...)"
             )
-        components.append(item)
     return components
 
 

@@ -32,7 +32,7 @@ def without_place(found: PluginRecord, site: Any) -> str:
         (
             "@hookimpl\ndef mm_predictor(): return [c]\n@hookimpl\ndef mm_dataset(): return []",
             "there is no hook 'mm_predictor': did you mean 'mm_predictors'?; "
-            "there is no hook 'mm_dataset': did you mean 'mm_datasets'?",
+            "there is no hook 'mm_dataset': did you mean 'mm_datasets' or 'mm_tasks'?",
         ),
         (
             "def mm_predictors(): return [c]",
@@ -40,7 +40,7 @@ def without_place(found: PluginRecord, site: Any) -> str:
         ),
         (
             "def mm_predictrs(): return [c]",
-            "function 'mm_predictrs' is not a hook: did you mean 'mm_predictors'?",
+            "function 'mm_predictrs' is not a hook: did you mean 'mm_predictors' or 'mm_metrics'?",
         ),
         (
             "def mm_zigzag(x): return x",
@@ -52,7 +52,7 @@ def without_place(found: PluginRecord, site: Any) -> str:
         ),
         (
             "@hookimpl(specname='mm_predictrs')\ndef f(): return [c]",
-            "there is no hook 'mm_predictrs': did you mean 'mm_predictors'?",
+            "there is no hook 'mm_predictrs': did you mean 'mm_predictors' or 'mm_metrics'?",
         ),
         (
             "@hookimpl\ndef mm_predictors(): return None",
@@ -60,7 +60,8 @@ def without_place(found: PluginRecord, site: Any) -> str:
         ),
         (
             "@hookimpl\ndef mm_predictors(): return c",
-            "hook 'mm_predictors' returned one Component: return it in a list, [Component(...)]",
+            "hook 'mm_predictors' returned a Component instead of a list of Component: return"
+            " [Component(...), ...]",
         ),
         (
             "@hookimpl\ndef mm_predictors(): return 'dit'",
