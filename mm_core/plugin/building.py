@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mm_core.errors import ConfigError, ContractError, foreign_code
 from mm_core.plugin.checks.contract import call_fault, check_object
 from mm_core.schema.fields import ComponentConfig
-from mm_core.schema.nodes import default_of, rebuilt
+from mm_core.schema.nodes import rebuilt
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -63,27 +63,20 @@ def built_fields(config: ComponentConfig, registry: Registry) -> dict[str, objec
     registered = registry.resolve(config.kind, config.type)
     options = dict(config.options)
     if registered.component.config is not None:  # without one, the target holds its own defaults
-        options = _complete(options, registered.config_class(), f"{config.kind} {registered.qualified!r}")
+        filled = _filled(options, registered.config_class(), f"{config.kind} {registered.qualified!r}")
+        options = {f.name: getattr(filled, f.name) for f in dataclasses.fields(filled) if f.init}
     return {name: _built(value, registry) for name, value in options.items()}
 
 
-def _complete(options: dict[str, object], cls: type[DataclassInstance], where: str) -> dict[str, object]:
-    """Fills in defaults for a reference that was written in Python without all options."""
-    complete: dict[str, object] = {}
-    faults = []
-    for field in dataclasses.fields(cls):
-        if field.name in options:
-            complete[field.name] = options.pop(field.name)
-        elif (default := default_of(field)) is not dataclasses.MISSING:
-            complete[field.name] = default
-        else:
-            hint = "add it to the options of this ComponentConfig"
-            faults.append(ConfigError(f"the key {field.name!r} is missing", where=where, hint=hint))
-    accepted = ", ".join(field.name for field in dataclasses.fields(cls)) or "no keys"
-    faults += [ConfigError(f"there is no key {name!r}", where=where, accepted=accepted) for name in options]
-    if faults:
-        raise ConfigError(faults)
-    return complete
+def _filled(options: dict[str, object], cls: type[DataclassInstance], where: str) -> DataclassInstance:
+    """The config with its defaults, also of a reference that was written in Python without all options."""
+    make: Callable[..., DataclassInstance] = cls
+    try:
+        return make(**options)
+    except TypeError as error:
+        hint = "correct the options of this ComponentConfig"
+        accepted = ", ".join(f.name for f in dataclasses.fields(cls)) or "no keys"
+        raise ConfigError(str(error), where=where, accepted=accepted, hint=hint) from None
 
 
 def _built(value: object, registry: Registry) -> object:
