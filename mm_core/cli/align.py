@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mm_core.cli.options import add_allow_code, count, print_json, print_table, write_page
+from mm_core.cli.options import add_allow_code, count, print_json, print_table, write_named
 from mm_core.cli.ranks import add_ranks, on_ranks
 from mm_core.errors import MMError, plural
 
@@ -79,7 +79,7 @@ def execute(args: argparse.Namespace) -> int:
         return _checklist(args)
     text = (files("mm_core.telemetry.align") / "recorder.py").read_text(encoding="utf-8")
     if args.out:
-        write_page(Path(args.out), text, "--out")
+        write_named(Path(args.out), text, "--out")
     else:
         print(text, end="")
     return 0
@@ -142,9 +142,9 @@ def _compare(args: argparse.Namespace) -> int:
             what, where=f"{one}, {two}", hint="map names with --map THEIRS=OURS, or match --by-order"
         )
     if args.html:
-        write_page(Path(args.html), render.page(result, args.records), "--html")
+        write_named(Path(args.html), render.page(result, args.records), "--html")
     if args.svg:
-        write_page(Path(args.svg), chart(render.growth(result)), "--svg")
+        write_named(Path(args.svg), chart(render.growth(result)), "--svg")
     if args.json:
         print_json(render.document(result))
     else:

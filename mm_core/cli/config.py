@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mm_core.cli.options import add_allow_code, print_json, print_table
+from mm_core.cli.options import add_allow_code, print_json, print_table, write_named
 from mm_core.plugin.registry import get_registry
 
 if TYPE_CHECKING:
@@ -138,17 +138,8 @@ def _schema(args: argparse.Namespace) -> int:
     if args.out is None:
         print_json(schema, indent=1)
         return 0
-    text = json.dumps(schema, indent=1, ensure_ascii=False)
-    from mm_core.files import replace_text
-
     path = Path(args.out)
-    try:
-        replace_text(path, text + "\n")
-    except OSError as error:
-        from mm_core.errors import ConfigError, plain_reason
-
-        what = f"the schema cannot be written: {plain_reason(error)}"
-        raise ConfigError(what, where=args.out, hint="check the folder and its permissions") from None
+    write_named(path, json.dumps(schema, indent=1, ensure_ascii=False) + "\n", "--out")
     print(f"{path}: for editors, begin a YAML with `# yaml-language-server: $schema={path}`")
     return 0
 

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mm_core.cli.options import add_allow_code, config_of, count, print_json, print_table, write_page
+from mm_core.cli.options import add_allow_code, config_of, count, print_json, print_table, write_named
 from mm_core.errors import DataError, MMError, plural
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def _inspect(config: RunConfig, args: argparse.Namespace) -> int:
     if args.page is not None:
         from mm_core.data.datasets.media_page import render
 
-        write_page(Path(args.page), render(config.run.name, splits, buckets), "--page")
+        write_named(Path(args.page), render(config.run.name, splits, buckets), "--page")
     if args.json:
         found = {name: [source._asdict() for source in sources] for name, (_, sources) in splits.items()}
         print_json(found | ({"buckets": _as_json(buckets)} if buckets else {}))

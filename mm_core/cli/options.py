@@ -72,8 +72,8 @@ def print_table(rows: Iterable[Sequence[str | None]], indent: str = "") -> None:
         print((indent + "  ".join(padded)).rstrip())
 
 
-def write_page(out: Path, text: str, option: str) -> None:
-    """Writes an HTML page to the file that `option` of a command names.
+def write_named(out: Path, text: str, option: str) -> None:
+    """Writes a text to the file that `option` of a command names.
 
     Raises:
         MMError: it cannot be written.
@@ -81,13 +81,12 @@ def write_page(out: Path, text: str, option: str) -> None:
     from mm_core.files import replace_text
 
     if not out.name:
-        hint = f"name a file: {option} report.html"
-        raise MMError("the page cannot be written to a folder", where=str(out), hint=hint)
+        raise MMError("this is a folder", where=str(out), hint=f"name a file with {option}")
     try:
         replace_text(out, text)
     except OSError as error:
         raise MMError(
-            f"the page cannot be written: {error.strerror}",
+            f"the file cannot be written: {error.strerror}",
             where=str(out),
             hint=f"choose another file with {option}, or free the disk",
         ) from None

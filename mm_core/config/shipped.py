@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mm_core.config.yaml_nodes import read_file
 from mm_core.errors import ConfigError, did_you_mean, plain_reason
+from mm_core.files import replacing
 from mm_core.plugin.checks.locate import find_module
 from mm_core.plugin.records import PluginRecord
 from mm_core.schema.nodes import Node
@@ -85,18 +86,12 @@ def copy_shipped(config: ShippedConfig, destination: Path | None = None) -> Path
     """
     path = Path() if destination is None else destination
     path = path / config.file.name if path.is_dir() else path
-    try:
-        content = config.file.read_bytes()
-        with path.open("xb") as file:
-            try:
-                file.write(content)
-                file.flush()
-            except OSError:
-                path.unlink()  # a part of the config would refuse the next try
-                raise
-    except FileExistsError:
+    if path.exists():
         what, hint = "this file exists, and is not replaced", "name another file, or remove this one first"
-        raise ConfigError(what, where=str(path), hint=hint) from None
+        raise ConfigError(what, where=str(path), hint=hint)
+    try:
+        with replacing(path) as staged:
+            staged.write_bytes(config.file.read_bytes())
     except FileNotFoundError:
         what = f"the folder {path.parent} does not exist"
         raise ConfigError(what, where=str(path), hint=f"create it first: mkdir -p {path.parent}") from None

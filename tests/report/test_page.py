@@ -180,14 +180,14 @@ def test_the_command_writes_the_page_and_prints_where(make_run, tmp_path, monkey
 def test_what_the_command_cannot_do_is_a_readable_error(make_run, tmp_path, capsys):
     a = make_run("a")
     assert main(["report", str(a), "--out", str(tmp_path / "no/such/x.html")]) == 1
-    assert "the page cannot be written: No such file or directory" in capsys.readouterr().err
+    assert "the file cannot be written: No such file or directory" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "b")]) == 1
     assert "there is no such run" in capsys.readouterr().err
     for bad in ("-1", "nan", "ten"):
         assert main(["report", str(a), "--max-mb", bad]) == 2
         assert f"{bad} is not a number between 0 and 2000" in capsys.readouterr().err
     assert main(["report", str(a), "--out", "."]) == 1
-    assert "the page cannot be written to a folder" in capsys.readouterr().err
+    assert "this is a folder" in capsys.readouterr().err
 
 
 def test_the_command_loads_no_torch(make_run):

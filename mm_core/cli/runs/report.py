@@ -6,7 +6,7 @@ import argparse
 import math
 from pathlib import Path
 
-from mm_core.cli.options import write_page
+from mm_core.cli.options import write_named
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +33,7 @@ def execute(args: argparse.Namespace) -> int:
     runs = read_runs([Path(run) for run in args.runs])
     out = Path(args.out) if args.out else (runs[0].folder if len(runs) == 1 else Path()) / "report.html"
     text = render(runs, int(args.max_mb * 1e6))
-    write_page(out, text, "--out")
+    write_named(out, text, "--out")
     for run in runs:
         for remark in run.remarks:
             print(f"{run.label}: {remark}")
