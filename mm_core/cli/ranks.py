@@ -37,7 +37,6 @@ def on_ranks(
     command: str,
     work: Callable[[argparse.Namespace], int],
     check: Callable[[argparse.Namespace], None],
-    together: Collection[str] = (),
     before_launch: Callable[[argparse.Namespace], object] | None = None,
     outlives_interrupts: bool = False,
 ) -> int:
@@ -50,7 +49,6 @@ def on_ranks(
         command: name of the subcommand.
         work: what each rank does; returns the exit code.
         check: quick checks, before anything is started; raises MMError.
-        together: options that take all their values at once.
         before_launch: slower checks, done once before ranks start so that not every rank reports the error.
         outlives_interrupts: whether the command goes on after Ctrl-C, however often it is pressed.
     """
@@ -67,15 +65,12 @@ def on_ranks(
         before_launch(args)
     from mm_core.runtime.launch.launcher import Nodes, launch
 
-    words = rank_command(command, args, together=together)
-    return launch(words, Nodes(args.nproc), announce=False, outlives_interrupts=outlives_interrupts)
+    words, nodes = rank_command(command, args), Nodes(args.nproc)
+    return launch(words, nodes, announce=False, outlives_interrupts=outlives_interrupts)
 
 
 def rank_command(
-    command: str,
-    args: argparse.Namespace,
-    of_launch: Collection[str] = ("nproc",),
-    together: Collection[str] = (),
+    command: str, args: argparse.Namespace, of_launch: Collection[str] = ("nproc",)
 ) -> list[str]:
     """The command line that starts one rank: this command's options, without those that launch ranks.
 
@@ -83,7 +78,6 @@ def rank_command(
         command: name of the subcommand, with its action if it has any: `cache build`.
         args: its parsed options.
         of_launch: options that ranks do not receive.
-        together: options that take all their values at once.
     """
     from mm_core.runtime.launch.launcher import COMMAND
 
@@ -94,8 +88,6 @@ def rank_command(
             continue
         if isinstance(value, bool):
             words += [option] * value
-        elif name in together:
-            words += [option, *map(str, value)]
         elif isinstance(value, list):
             words += [f"{option}={each if isinstance(each, str) else json.dumps(each)}" for each in value]
         else:

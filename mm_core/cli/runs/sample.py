@@ -70,6 +70,7 @@ def _add_clips(parser: argparse._ArgumentGroup) -> None:
         "--guidance",
         type=_number(0),
         nargs="+",
+        action="extend",
         help="guidance scale: classifier-free (off up to 1), or the input of models with embedded guidance;"
         " one value, or one per expert",
     )
@@ -84,7 +85,7 @@ def execute(args: argparse.Namespace) -> int:
 
     Under a launcher (RANK is set) this process is a rank, and does not return.
     """
-    return on_ranks(args, "sample", _sample, _check, together=("guidance",), before_launch=open_stored)
+    return on_ranks(args, "sample", _sample, _check, before_launch=open_stored)
 
 
 def _check(args: argparse.Namespace) -> None:
