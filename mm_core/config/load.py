@@ -85,7 +85,7 @@ def _load(
     unset: list[MMError] = []
     root, literals = resolve(root, faults, unset if spare_environment else faults, sources.withholds)
     root = without_former_values(root, sources, faults)
-    root = known_only(_anchor_plugins(root, faults), sources)
+    root = known_only(_anchor_plugins(root), sources)
     registry = _registry(root, faults, sources)
     checker = Checker(registry)
     config = checker.checked(lambda: checker.dataclass(RunConfig, root, further=(_INCLUDE,)))
@@ -170,27 +170,21 @@ class _ConfigReader:
         return [name for name in names if isinstance(name.value, str)]
 
 
-def _anchor_plugins(root: Node, faults: list[MMError]) -> Node:
+def _anchor_plugins(root: Node) -> Node:
     """Makes paths of one-file plugins absolute: they are relative to the file that names them, or to the
     working directory in an override. Done after interpolation, which may yield an absolute path."""
     section, paths = root.at("plugins"), root.at("plugins", "path")
     if section is None or paths is None or not isinstance(paths.value, list):
         return root
-    paths = paths.mapped(lambda item: _anchored(item, faults) if isinstance(item.value, str) else item)
+    paths = paths.mapped(lambda item: _anchored(item) if isinstance(item.value, str) else item)
     return root.put("plugins", section.put("path", paths))
 
 
-def _anchored(item: Node, faults: list[MMError]) -> Node:
+def _anchored(item: Node) -> Node:
     written = _LINE.fullmatch(item.where)
     folder = Path(written[1]).parent if written else Path()
-    try:
-        path = folder / Path(item.value).expanduser()
-    except RuntimeError:  # `~name/` of an unknown user
-        user = item.value.partition("/")[0]
-        what = f"{user!r} is not a home folder: there is no user {user[1:]!r}"
-        faults.append(ConfigError(what, where=item.place(), accepted="the path of a Python file"))
-        return item.holding(FAILED)
-    return item.holding(os.path.abspath(path))  # noqa: PTH100 - also removes `..`
+    # os.path also removes `..`, and leaves `~name` of an unknown user as it is.
+    return item.holding(os.path.abspath(folder / os.path.expanduser(item.value)))  # noqa: PTH100, PTH111
 
 
 def _registry(root: Node, faults: list[MMError], sources: Sources) -> Registry:
