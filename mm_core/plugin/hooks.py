@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import FunctionType, ModuleType
 
 from mm_core.errors import did_you_mean
+from mm_core.plugin.checks.contract import call_fault
 from mm_core.plugin.component import Component
 from mm_core.plugin.hookspecs import KINDS
 
@@ -57,8 +58,8 @@ def check_hooks(module: ModuleType) -> None:
             if not options.get("optionalhook"):
                 hint = did_you_mean(hook, _HOOKS) or f"the hooks are {', '.join(_HOOKS)}"
                 faults.append(f"there is no hook {hook!r}: {hint}")
-        else:
-            faults += _argument_faults(hook, value)
+        elif fault := call_fault(value, (), {}):
+            faults.append(f"hook {hook!r} takes no arguments: {fault[1]}")
     if faults:
         raise HookFault("; ".join(faults), refused=wrappers, line=line)
 
@@ -68,19 +69,6 @@ def _unmarked(name: str) -> str:
         return f"function {name!r} is not marked as a hook: put @hookimpl above it"
     hint = did_you_mean(name, _HOOKS) or "names that start with mm_ are reserved for hooks"
     return f"function {name!r} is not a hook: {hint}"
-
-
-def _argument_faults(hook: str, function: Callable[..., object]) -> list[str]:
-    """An error for each argument without a default: hooks are called without arguments."""
-    wrong = [
-        parameter.name
-        for parameter in inspect.signature(function).parameters.values()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
-    if not wrong:
-        return []
-    return [f"hook {hook!r} takes no arguments, but this one requires {', '.join(map(repr, wrong))}"]
 
 
 def checked_components(hook: str, returned: object) -> list[Component]:

@@ -135,7 +135,7 @@ class Registry:
         """Version, status and component hash of each plugin that is not disabled, to compare ranks."""
         return {
             f"{plugin.namespace} ({plugin.distribution})": (
-                f"{plugin.version}, {plugin.status}, components {_digest(_component_rows(plugin))[:8]}"
+                f"{plugin.version}, {plugin.status}, components {_digest(plugin)}"
             )
             for plugin in self.plugins
             if plugin.status != "disabled"
@@ -147,10 +147,12 @@ def _state(plugin: PluginRecord) -> str:
     return f"{plugin.label} {words[plugin.status]}: {plugin.error}"
 
 
-def _component_rows(plugin: PluginRecord) -> list[str]:
+def _digest(plugin: PluginRecord) -> str:
+    """A hash of a plugin's components."""
     offers = [(r.kind, r.component) for r in plugin.components]
     rows = [[kind, c.name, c.target, c.config, sorted(c.aliases), dict(c.capabilities)] for kind, c in offers]
-    return sorted(json.dumps(row, default=_plain) for row in rows)
+    texts = sorted(json.dumps(row, default=_plain) for row in rows)
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:8]
 
 
 def _plain(value: object) -> object:
@@ -159,10 +161,6 @@ def _plain(value: object) -> object:
     if isinstance(value, (set, frozenset)):
         return sorted(map(repr, value))
     return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
 def get_registry(local_paths: Sequence[str] = (), stored: Collection[str] = ()) -> Registry:

@@ -48,7 +48,7 @@ def without_place(found: PluginRecord, site: Any) -> str:
         ),
         (
             "@hookimpl\ndef mm_predictors(config, registry): return [c]",
-            "hook 'mm_predictors' takes no arguments, but this one requires 'config', 'registry'",
+            "hook 'mm_predictors' takes no arguments: missing a required argument: 'config'",
         ),
         (
             "@hookimpl(specname='mm_predictrs')\ndef f(): return [c]",
