@@ -41,11 +41,6 @@ def dtype_hint(word: str, choices: Sequence[str]) -> str | None:
     meant = next((name for name, others in _DTYPES.items() if plain in others), None)
     if meant in choices:
         return f"did you mean {meant!r}?"
-    if meant == "fp16":
-        return (
-            "fp16 is not supported here: its small range needs loss scaling; write"
-            " bf16, which has the range of fp32 and needs no more memory"
-        )
     return f"{meant} is not supported here" if meant is not None else None
 
 
