@@ -5,12 +5,12 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, is_dataclass
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal
 
-from mm_core.errors import ForeignExit, MMError, PluginError, did_you_mean, foreign_code
-from mm_core.plugin.checks.locate import no_module
+from mm_core.errors import ForeignExit, MMError, PluginError, foreign_code
+from mm_core.plugin.checks.locate import fault_of
 from mm_core.plugin.component import Component
 from mm_core.plugin.signatures import signature_config
 
@@ -160,34 +160,32 @@ class Registered:
     def _fault(self, what: str, hint: str | None = None) -> PluginError:
         return PluginError(what, where=self.place, hint=hint)
 
+    def path_fault(self, role: str, path: str) -> PluginError | None:
+        """Why a `module:Name` of the component cannot be imported, judging by files alone.
+
+        Args:
+            role: the argument of `Component`.
+            path: its value.
+        """
+        fault = fault_of(self.module_of(path), path.partition(":")[2])
+        if fault is None:
+            return None
+        broken = fault.startswith("cannot")
+        hint = "fix this error in the plugin's code" if broken else f"correct {role}= of the component"
+        return self._fault(f"the {role} {path!r} {fault}", hint)
+
     def _load(self, role: str, path: str) -> object:
         try:
             with foreign_code():
-                found: object = import_module(self.module_of(path))
-                for part in path.partition(":")[2].split("."):
-                    if not hasattr(found, part):
-                        file = getattr(found, "__file__", None)
-                        owner = getattr(found, "__name__", found) if file is None else file
-                        near = did_you_mean(part, [n for n in dir(found) if not n.startswith("_")])
-                        raise self._fault(
-                            f"the {role} {path!r} does not exist: {owner} has no {part!r}",
-                            near or f"correct {role}= of the component",
-                        )
-                    found = getattr(found, part)
+                return resolve_name(f"{self.module_of(path)}:{path.partition(':')[2]}")
         except MMError:
             raise
         except Exception as error:
-            missing = error.name if isinstance(error, ModuleNotFoundError) else None
-            if missing is not None and f"{self.module_of(path)}.".startswith(f"{missing}."):
-                what = f"the {role} {path!r} does not exist: {no_module(missing)}"
-                raise self._fault(what, f"correct {role}= of the component") from error
-            hint = (
-                f"is the package of {missing!r} installed?"
-                if missing
-                else "fix this error in the plugin's code, or install another version of the plugin"
-            )
-            raise self._fault(f"the {role} {path!r} cannot be imported: {one_line(error)}", hint) from error
-        return found
+            hint = "fix this error in the plugin's code, or install another version of the plugin"
+            if isinstance(error, ModuleNotFoundError):
+                hint = f"is the package of {error.name!r} installed?"
+            what = f"the {role} {path!r} cannot be imported: {one_line(error)}"
+            raise self.path_fault(role, path) or self._fault(what, hint) from error
 
 
 @dataclass(frozen=True)

@@ -174,7 +174,8 @@ def test_a_config_class_that_cannot_be_imported_names_its_plugin(place):
     fault = place.fault()
     assert fault.startswith("run.yaml:6: task.predictor.type: plugin 'local' (toy.py sha256:")
     assert "predictor 'local/toy': the config 'toy:ToyConfg' does not exist" in fault
-    assert fault.endswith("hint: did you mean 'ToyConfig'?")
+    assert "has no 'ToyConfg': did you mean 'ToyConfig'?" in fault
+    assert fault.endswith("hint: correct config= of the component")
 
 
 def test_annotations_that_do_not_resolve_are_a_fault(place):

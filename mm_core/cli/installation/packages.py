@@ -14,7 +14,6 @@ from packaging.version import Version
 
 from mm_core.cli.installation.findings import Report
 from mm_core.errors import PluginError, plural
-from mm_core.plugin.checks.locate import fault_of
 from mm_core.plugin.records import PluginRecord
 from mm_core.plugin.registry import Registry, survey
 
@@ -117,10 +116,9 @@ def _check_plugins(report: Report) -> tuple[PluginRecord, ...]:
         if plugin.broken:
             report.error(f"{plugin.label} {plugin.status}: {plugin.error}", _plugin_fix(plugin))
         for found in plugin.components:
-            module, _, name = found.component.target.partition(":")
-            if fault := fault_of(found.module_of(module), name):
+            if fault := found.path_fault("target", found.component.target):
                 fix = f"pip install --force-reinstall {plugin.distribution}"
-                report.error(f"{found.place}: the target {found.component.target!r} {fault}", fix)
+                report.error(f"{fault.where}: {fault.what}", fix)
         if plugin.imports_torch:
             fix = f"import torch in the target's module alone, or MM_PLUGINS_DISABLE={plugin.namespace}"
             report.warn(f"{plugin.label} imports torch when it is loaded: every command is slow", fix)

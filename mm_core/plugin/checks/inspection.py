@@ -9,7 +9,6 @@ from typing import Literal
 
 from mm_core.errors import ContractError, MMError, PluginError
 from mm_core.plugin.checks.contract import call_fault, class_faults, hint_of, sentence
-from mm_core.plugin.checks.locate import fault_of
 from mm_core.plugin.checks.places import place_of
 from mm_core.plugin.checks.source import source_faults
 from mm_core.plugin.records import PluginRecord, Registered, one_line
@@ -97,16 +96,10 @@ def _config_faults(registered: Registered) -> Iterator[str]:
 def file_fault(registered: Registered) -> MMError | None:
     """What is wrong with a component's target, judging by files alone: it is missing, or lacks members."""
     path = registered.component.target
-    module, name = registered.module_of(path), path.partition(":")[2]
-    if fault := fault_of(module, name):
-        return PluginError(
-            f"the target {path!r} {fault}",
-            where=registered.place,
-            hint="fix this error in the plugin's code"
-            if fault.startswith("cannot")
-            else "correct target= of the component",
-        )
-    place, faults = source_faults(registered.kind, module, name)
+    if missing := registered.path_fault("target", path):
+        return missing
+    name = path.partition(":")[2]
+    place, faults = source_faults(registered.kind, registered.module_of(path), name)
     if not faults:
         return None
     return ContractError(
