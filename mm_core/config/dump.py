@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, is_dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +16,7 @@ from mm_core.config.yaml_nodes import FLOAT, MAX_BYTES
 from mm_core.errors import ConfigError
 from mm_core.plugin.registry import Registry
 from mm_core.schema.fields import ComponentConfig
-from mm_core.schema.nodes import inside
+from mm_core.schema.nodes import default_of, inside, keys_of
 
 
 class _Dumper(yaml.SafeDumper):
@@ -93,18 +93,15 @@ def without_defaults(written: Any, value: object, registry: Registry) -> Any:
     """
     if isinstance(value, (tuple, list)):
         return [without_defaults(*each, registry) for each in zip(written, value, strict=True)]
-    held: Any
     if isinstance(value, ComponentConfig):
-        held, class_ = value.options, registry.resolve(value.kind, value.type).config_class()
-    elif is_dataclass(value) and not isinstance(value, type):
-        held, class_ = inside(value), type(value)
+        class_ = registry.resolve(value.kind, value.type).config_class()
+    elif is_dataclass(value):
+        class_ = type(value)
     else:
         return written
-    defaults = {
-        each.name: each.default_factory() if each.default_factory is not MISSING else each.default
-        for each in fields(class_)
-    }
-    shorter = {"type": written["type"]} if isinstance(value, ComponentConfig) else {}
+    held: Any = inside(value)
+    defaults = {key: default_of(each) for key, each in keys_of(class_).items()}
+    shorter = {}
     for key, part in written.items():
         if key in held and held[key] != defaults.get(key, MISSING):
             found, default = without_defaults(part, held[key], registry), defaults.get(key)

@@ -55,11 +55,18 @@ def load_config(
         TrustError: the stored run has one-file plugins that this user has not trained with, or a component
             that runs files of a folder without checking whether this user has trained with them.
     """
-    return _load(Path(path), overrides, Sources(stored, allow_code), spare_environment)[0]
+    return load_with_places(
+        path, overrides, spare_environment=spare_environment, stored=stored, allow_code=allow_code
+    )[0]
 
 
 def load_with_places(
-    path: str | Path, overrides: Sequence[str] = (), *, allow_code: bool = False
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    spare_environment: bool = False,
+    stored: bool | None = None,
+    allow_code: bool = False,
 ) -> tuple[RunConfig, Node]:
     """Reads and checks the config of a run as `load_config` does, and keeps where its values were written.
 
@@ -70,12 +77,7 @@ def load_with_places(
     Raises:
         ConfigError: lists each error in the config.
     """
-    return _load(Path(path), overrides, Sources(None, allow_code), spare_environment=False)
-
-
-def _load(
-    path: Path, overrides: Sequence[str], sources: Sources, spare_environment: bool
-) -> tuple[RunConfig, Node]:
+    path, sources = Path(path), Sources(stored, allow_code)
     reader = _ConfigReader(sources)
     root = reader.read(path, ())
     faults = reader.faults
