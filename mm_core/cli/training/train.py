@@ -30,6 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("overrides", nargs="*", metavar="key=value", help="override a config key, e.g. train.steps=10")
     add(
         "--nproc",
+        type=ranks,
         metavar="N|auto",
         help="ranks on this host; auto (the default): one per accelerator, 1 on CPU",
     )
@@ -97,7 +98,7 @@ def execute(args: argparse.Namespace) -> int:
             return _dry_run_of_rank(args)
         _be_rank(args)
     least, most = _hosts(args)
-    nproc = _ranks_here(args.nproc)
+    nproc = args.nproc
     config = config_of(args)  # finds every typo before a rank is started
     if nproc is None:
         from mm_core.runtime.launch.launcher import quiet_torch
@@ -226,32 +227,23 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
         "--stop-after": args.stop_after is not None,
     }
     given = [name for name, there in options.items() if there]
+    what = None
     if args.verify_resume is not None and given:
-        raise MMError(
+        what = (
             f"{', '.join(given)} cannot be used with --verify-resume, which trains from scratch in a"
-            " temporary folder and stops by itself",
-            where="command line",
-            hint="remove one of these options",
+            " temporary folder and stops by itself"
         )
-    if args.resume == "never" and args.allow:
-        raise MMError(
+    elif args.resume == "never" and args.allow:
+        what = (
             "--allow cannot be used with --resume never: --allow accepts changes since a checkpoint, and none"
-            " is read",
-            where="command line",
-            hint="remove one of the two options",
+            " is read"
         )
-    if args.json and not args.dry_run:
-        raise MMError(
-            "--json works only with --dry-run, whose plan it prints as JSON",
-            where="command line",
-            hint="add --dry-run or remove --json",
-        )
-    if (args.ops and not args.dry_run) or (args.device and not args.ops):
-        raise MMError(
-            "--ops works only with --dry-run, and --device with --ops",
-            where="command line",
-            accepted="--dry-run --ops --device KIND",
-        )
+    elif args.json and not args.dry_run:
+        what = "--json works only with --dry-run, whose plan it prints as JSON"
+    elif (args.ops and not args.dry_run) or (args.device and not args.ops):
+        what = "--ops works only with --dry-run, and --device with --ops"
+    if what is not None:
+        raise MMError(what, where="command line", hint="remove one of these options")
 
 
 def _hosts(args: argparse.Namespace) -> tuple[int, int]:
@@ -278,10 +270,6 @@ def _hosts(args: argparse.Namespace) -> tuple[int, int]:
     return least, most
 
 
-def _ranks_here(text: str | None) -> int | None:
-    """The number of ranks on this host; None: one per accelerator."""
-    if text is None or text == "auto":
-        return None
-    if re.fullmatch(r"[1-9]\d*", text):
-        return int(text)
-    raise MMError(f"{text!r} is not a number of ranks", where="--nproc", accepted="1, 2, ... or auto")
+def ranks(text: str) -> int | None:
+    """Parses --nproc of `mm train`; None: one rank per accelerator."""
+    return None if text == "auto" else count(text)
