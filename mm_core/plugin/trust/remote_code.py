@@ -62,18 +62,11 @@ def code_folder(folder: Path, trust: RemoteCode) -> Iterator[Path]:
         yield place
 
 
-def code_files(folder: Path) -> dict[str, bytes]:
+def _code(files: Mapping[str, Path]) -> dict[str, bytes]:
     """The files that determine which code a model's folder runs: path in the folder -> content.
 
     These are its Python files, at any depth, and the JSON files that name classes in them.
-
-    Raises:
-        CheckpointError: a file cannot be read.
     """
-    return _code(dict(_files(folder)))
-
-
-def _code(files: Mapping[str, Path]) -> dict[str, bytes]:
     found = {name: _read(path) for name, path in files.items() if path.suffix == ".py"}
     for name, path in files.items():
         if path.suffix == ".json" and _chooses(content := _read(path)):
@@ -118,8 +111,12 @@ def _check_within(folder: Path, code: Mapping[str, bytes]) -> None:
 
 
 def code_pieces(folder: Path) -> list[Piece]:
-    """The code of a model's folder as entries for the list of code that this user has trained with."""
-    return _pieces(folder, code_files(folder))
+    """The code of a model's folder as entries for the list of code that this user has trained with.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    return _pieces(folder, _code(dict(_files(folder))))
 
 
 def check_overrides(changes: Mapping[str, object], trust: RemoteCode) -> None:
