@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mm_core.cli.options import print_json, print_table
 from mm_core.errors import plural
@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="list|show|check|test|new", required=True)
     listing = actions.add_parser("list", help="all plugins and components", allow_abbrev=False)
-    listing.add_argument(
-        "--kind", type=_kind, choices=tuple(KINDS), metavar="KIND", help=f"one of {', '.join(KINDS)}"
-    )
+    kind: dict[str, Any] = {"type": _kind, "choices": tuple(KINDS), "metavar": "KIND"}
+    listing.add_argument("--kind", **kind, help=f"one of {', '.join(KINDS)}")
     show = actions.add_parser(
         "show", help="one component: its fields, defaults and source", allow_abbrev=False
     )
@@ -37,18 +36,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     test = actions.add_parser("test", help="run the conformance checks of components", allow_abbrev=False)
     test.add_argument("name", metavar="NAME", help="a plugin, or the name of a component")
-    test.add_argument(
-        "--kind", type=_kind, choices=tuple(KINDS), metavar="KIND", help="only components of this kind"
-    )
+    test.add_argument("--kind", **kind, help="only components of this kind")
     test.add_argument("--verbose", action="store_true", help="also print the checks that do not fail")
     new = actions.add_parser("new", help="write the files of a new plugin", allow_abbrev=False)
     new.add_argument("name", metavar="NAME", help="name of its distribution, such as my-dit")
     new.add_argument(
         "--kind",
-        type=_kind,
-        choices=tuple(KINDS),
+        **kind,
         action="append",
-        metavar="KIND",
         help=f"kind of component, once for each (default: predictor): one of {', '.join(KINDS)}",
     )
     new.add_argument(

@@ -44,11 +44,6 @@ class _Found:
     record: PluginRecord
     file: LocalFile | None = None  # a one-file plugin
 
-    @property
-    def path(self) -> Path | None:
-        """The path of a one-file plugin, else None."""
-        return self.file.path if self.file is not None else None
-
     def stop(self, status: Status, error: str) -> None:
         self.record = replace(self.record, status=status, error=error, components=())
 
@@ -224,7 +219,7 @@ def _isolated(f: _Found, doing: str = "") -> Iterator[None]:
         raise
     except HookFault as fault:
         module = sys.modules.get(f.record.module.partition(":")[0])
-        file = f.path or getattr(module, "__file__", None)
+        file = f.record.file or getattr(module, "__file__", None)
         line = "" if fault.line is None else f", line {fault.line}"
         f.stop("refused" if fault.refused else "failed", f"{fault} ({file}{line})" if file else str(fault))
     except Exception as error:
@@ -240,7 +235,7 @@ def _register(manager: pluggy.PluginManager, found: list[_Found], index: int) ->
     except (HookFault, TrustError):
         raise
     except Exception as error:
-        f.stop("failed", f"import of {f.path or f.record.module} failed: {one_line(error)}")
+        f.stop("failed", f"import of {f.record.file or f.record.module} failed: {one_line(error)}")
         return
     finally:
         f.record = replace(f.record, imports_torch="torch" in sys.modules and not torch_before)
@@ -266,7 +261,7 @@ def _import(f: _Found) -> ModuleType:
 
 def _complete(f: _Found, offered: list[tuple[str, Component]]) -> None:
     check_names(offered)
-    modules = {f.path.stem: f.record.module} if f.path is not None else {}
+    modules = {f.file.path.stem: f.record.module} if f.file is not None else {}
     plugin = (f.record.namespace, f.record.distribution, f.record.version)
     components = tuple(Registered(kind, component, *plugin, modules) for kind, component in offered)
     f.record = replace(f.record, components=components)
@@ -281,6 +276,6 @@ def _refuse_shared_local_names(local: list[_Found]) -> None:
                 owners[registered.kind, name].append(f)
     for (kind, name), claimants in owners.items():
         if len(claimants) > 1:
-            who = " and ".join(str(f.path) for f in claimants)
+            who = " and ".join(str(f.record.file) for f in claimants)
             for f in claimants:
                 f.stop("refused", f"the {kind} 'local/{name}' is defined by {who}: rename one of them")

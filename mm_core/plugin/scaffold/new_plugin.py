@@ -176,27 +176,18 @@ def _check(name: str, package: str, kinds: Sequence[str], registry: Registry, pa
             accepted="lower-case letters, digits and single hyphens, beginning with a letter: my-dit",
             hint=f"`mm plugins new {near}`" if _NAME.fullmatch(near) and near != name else None,
         )
+    plugins = [plugin.label for plugin in registry.plugins if plugin.namespace == package]
+    others = [each for kind in kinds for each in registry.components(kind) if package in each.names]
+    owners = [*plugins, *(f"the {other.kind} {other.qualified}" for other in others)]
+    what = None
     if package == NAMESPACE:
-        raise PluginError(
-            f"the name {package!r} is reserved for one-file plugins", hint="choose another name"
-        )
-    taken = {plugin.namespace: plugin for plugin in registry.plugins}
-    if package in taken:
-        raise PluginError(
-            f"the name {package!r} is taken by {taken[package].label}", hint="choose another name"
-        )
-    for kind in kinds:
-        for other in registry.components(kind):
-            if package in other.names:
-                raise PluginError(
-                    f"the name {package!r} is taken by the {kind} {other.qualified}",
-                    hint="choose another name",
-                )
-    if find_module(package) is not None:
-        raise PluginError(
-            f"a Python module named {package!r} is installed already: the plugin's package would hide it",
-            hint="choose another name",
-        )
+        what = f"the name {package!r} is reserved for one-file plugins"
+    elif owners:
+        what = f"the name {package!r} is taken by {owners[0]}"
+    elif find_module(package) is not None:
+        what = f"a Python module named {package!r} is installed already: the plugin's package would hide it"
+    if what is not None:
+        raise PluginError(what, hint="choose another name")
     if (parent / name).exists():
         raise PluginError(
             f"{parent / name} exists already",
