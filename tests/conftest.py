@@ -15,9 +15,8 @@ import pytest
 import yaml
 from PIL import Image
 
-from mm_core.plugin.registry import clear_cache
 from support import warm
-from support.sites import Site
+from support.sites import Site, clear_cache
 
 ROOT = Path(__file__).parents[1]
 

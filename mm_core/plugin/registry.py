@@ -14,12 +14,12 @@ from typing import Any
 from mm_core.errors import PluginError, article, did_you_mean, plural
 from mm_core.plugin.building import build_component, built_fields
 from mm_core.plugin.hookspecs import KINDS
-from mm_core.plugin.manager import discover, entry_point_records, local_files
+from mm_core.plugin.manager import discover, local_files
 from mm_core.plugin.records import PluginRecord, Registered
 from mm_core.schema.checking import check_component
 from mm_core.schema.fields import ComponentConfig
 
-__all__ = ["PluginRecord", "Registered", "Registry", "build", "clear_cache", "get_registry", "survey"]
+__all__ = ["PluginRecord", "Registered", "Registry", "build", "get_registry", "survey"]
 
 _LIST = "`mm plugins list` shows all components"
 
@@ -200,12 +200,6 @@ def survey(local_paths: tuple[str, ...] = ()) -> Registry:
         local_paths: the files of one-file plugins.
     """
     return Registry(discover(local_files(local_paths), os.environ))
-
-
-def clear_cache() -> None:
-    """Clears the cached list of installed plugins and of warnings already printed (imports stay)."""
-    _warn.cache_clear()
-    entry_point_records.cache_clear()
 
 
 def _report(plugins: tuple[PluginRecord, ...]) -> None:

@@ -16,7 +16,7 @@ from mm_core.cli.installation.findings import Report
 from mm_core.cli.installation.machine import check_machine
 from mm_core.cli.installation.packages import check_packages
 from mm_core.cli.main import main
-from mm_core.plugin.registry import clear_cache
+from support.sites import clear_cache
 
 pytestmark = pytest.mark.usefixtures("site")
 HOOKS = "from mm_core import Component, hookimpl\n"

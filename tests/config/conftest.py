@@ -10,7 +10,7 @@ import pytest
 from mm_core.config.load import load_config
 from mm_core.config.sections import RunConfig
 from mm_core.errors import ConfigError
-from mm_core.plugin.registry import clear_cache
+from support.sites import clear_cache
 
 TOY = '''
 from dataclasses import dataclass, field

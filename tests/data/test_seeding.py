@@ -20,8 +20,9 @@ from mm_core.data.loading.sampler import BatchPlan
 from mm_core.data.loading.seeding import build_dataset
 from mm_core.errors import DataError
 from mm_core.evaluation.batches import EvaluationData
-from mm_core.plugin.registry import clear_cache, get_registry
+from mm_core.plugin.registry import get_registry
 from mm_core.training.training_samples import sample_lengths
+from support.sites import clear_cache
 
 
 def draws() -> list[float]:

@@ -18,11 +18,11 @@ import yaml
 from mm_core.cli.main import main
 from mm_core.config.load import load_config
 from mm_core.plugin.hookspecs import KINDS
-from mm_core.plugin.registry import Registry, clear_cache, get_registry
+from mm_core.plugin.registry import Registry, get_registry
 from mm_core.plugin.scaffold.kinds import TEMPLATES
 from mm_core.plugin.scaffold.new_plugin import new_plugin, template_of
 from mm_core.testing.kit import KITS, Examination
-from support.sites import Site
+from support.sites import Site, clear_cache
 
 DIFFUSERS = (
     *("SD3Transformer2DModel", "FluxTransformer2DModel", "LTXVideoTransformer3DModel"),

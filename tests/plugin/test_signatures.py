@@ -12,10 +12,11 @@ import mm_core
 from mm_core.plugin.checks.inspection import inspect_plugins
 from mm_core.plugin.hookspecs import KINDS
 from mm_core.plugin.manager import discover, local_files
-from mm_core.plugin.registry import Registry, clear_cache, get_registry
+from mm_core.plugin.registry import Registry, get_registry
 from mm_core.plugin.signatures import LEADING
 from mm_core.schema.describe import describe_nested
 from support.logs import log_of
+from support.sites import clear_cache
 
 ONE_FILE = """
 from mm_core import Component, hookimpl

@@ -17,9 +17,10 @@ import torch
 
 from mm_core.errors import MMError
 from mm_core.plugin.checks.inspection import component_faults
-from mm_core.plugin.registry import Registry, clear_cache, get_registry, survey
+from mm_core.plugin.registry import Registry, get_registry, survey
 from mm_core.plugin.scaffold.new_plugin import new_plugin, template_of
 from mm_core.testing.kit import Examination
+from support.sites import clear_cache
 
 
 @dataclass(frozen=True)

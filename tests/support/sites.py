@@ -8,7 +8,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mm_core.plugin.registry import Registry, clear_cache, get_registry
+from mm_core.plugin.manager import entry_point_records
+from mm_core.plugin.registry import Registry, _warn, get_registry
 from support import warm
 
 HEAD = "from mm_core import Component, hookimpl\n\n"
@@ -36,6 +37,12 @@ class DiT(torch.nn.Module):
 
     def init_weights(self): ...
 """
+
+
+def clear_cache() -> None:
+    """Forgets the list of installed plugins and the warnings already printed; imports stay."""
+    _warn.cache_clear()
+    entry_point_records.cache_clear()
 
 
 class Site:

@@ -19,7 +19,7 @@ from mm_core.contracts import Randomness
 from mm_core.loading.known_code import remember
 from mm_core.modules.initialise import initialise
 from mm_core.plan import build_task
-from mm_core.plugin.registry import clear_cache
+from support.sites import clear_cache
 from support.tiny_models import ONE_BLOCK
 
 PLUGIN = """
