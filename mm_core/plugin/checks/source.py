@@ -64,7 +64,7 @@ class _Class:
     node: ast.ClassDef
 
 
-@dataclass(frozen=True)
+@dataclass
 class _View:
     """What is known of a class and its bases.
 
@@ -186,12 +186,11 @@ def _unused(cls: _Class, own: str, members: Mapping[str, Member], view: _View) -
 
 def _viewed(cls: _Class, own: str, skipped: str | tuple[str, str] | None) -> _View:
     view = _View(set(), {}, [], True)
-    complete = True
     for each in [cls, *_ancestors(cls, own)]:
         if isinstance(each, str):
             view.bases.append(each)
             view.names.update(PLAIN_BASES.get(each, ()))
-            complete &= each in PLAIN_BASES
+            view.complete &= each in PLAIN_BASES
             continue
         view.bases.append(_identity(each))
         ours = each.module.name.partition(".")[0] == "mm_core" != own
@@ -199,7 +198,7 @@ def _viewed(cls: _Class, own: str, skipped: str | tuple[str, str] | None) -> _Vi
             view.names.update(n.name for n in each.node.body if isinstance(n, Function) and n.decorator_list)
             continue
         view.names.update(_names(each.node))
-        complete &= ours or not _is_open(each)
+        view.complete &= ours or not _is_open(each)
         for node in each.node.body:
             if isinstance(node, Function) and not ours:
                 view.methods.setdefault(node.name, []).append((node, each.module.file))
@@ -208,7 +207,7 @@ def _viewed(cls: _Class, own: str, skipped: str | tuple[str, str] | None) -> _Vi
             del nodes[1:]
         if any(_decorators(node) not in ([], ["staticmethod"], ["classmethod"]) for node, _ in nodes):
             view.methods[name] = []
-    return _View(view.names, view.methods, view.bases, complete)
+    return view
 
 
 def _ancestors(cls: _Class, own: str) -> list[_Class | str]:
@@ -245,23 +244,16 @@ def _names(cls: ast.ClassDef) -> Iterator[str]:
 
 def _is_open(cls: _Class) -> bool:
     """Whether a class or its objects may get names that its source does not show."""
-    node = cls.node
-    if node.keywords or any(name not in _HARMLESS for name in _decorators(node)):
+    node, nodes = cls.node, [*ast.walk(cls.node)]
+    named = [getattr(each, "name", getattr(each, "id", getattr(each, "attr", None))) for each in nodes]
+    if node.keywords or not _HARMLESS.issuperset(_decorators(node)) or not _DYNAMIC.isdisjoint(named):
         return True
-    selves = {f.args.args[0].arg for f in ast.walk(node) if isinstance(f, Function) and f.args.args}
-    bare = 0
-    for each in ast.walk(node):
-        if isinstance(each, Function | ast.Name | ast.Attribute):
-            name = each.name if isinstance(each, Function) else getattr(each, "id", getattr(each, "attr", ""))
-            if name in _DYNAMIC:
-                return True
-        if isinstance(each, ast.Name) and each.id in selves & {"self", "cls"}:
-            bare += 1
-        if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name):
-            bare -= each.value.id in selves & {"self", "cls"}
+    read = {id(each.value) for each in nodes if isinstance(each, ast.Attribute)}
+    for each in nodes:
         if isinstance(each, ast.Call) and _dotted(each.func) in _READS_SELF:
-            bare -= sum(isinstance(arg, ast.Name) and arg.id in selves & {"self", "cls"} for arg in each.args)
-    if bare > 0:  # given to code that may set attributes
+            read.update(map(id, each.args))
+    selves = [each for each in nodes if isinstance(each, ast.Name) and each.id in ("self", "cls")]
+    if any(id(each) not in read for each in selves):  # given to code that may set attributes
         return True
     others = [one for one in cls.module.tree.body if not isinstance(one, ast.ClassDef | Function)]
     return any(
