@@ -95,7 +95,7 @@ def without_defaults(written: Any, value: object, registry: Registry) -> Any:
         return [without_defaults(*each, registry) for each in zip(written, value, strict=True)]
     if isinstance(value, ComponentConfig):
         class_ = registry.resolve(value.kind, value.type).config_class()
-    elif is_dataclass(value):
+    elif is_dataclass(value) and not isinstance(value, type):
         class_ = type(value)
     else:
         return written
