@@ -154,10 +154,11 @@ def load_sharded(folder: Path) -> int:
     class Timed:
         """Measures time and memory from opening the files to the last byte."""
 
-        def __init__(self, match: WeightMatch, task: Task) -> None:
+        def __init__(self, task: Task) -> None:
             warm(folder)
+            parts, formats = {"model": task.model}, formats_of(get_registry(()))
             self.memory, self.began = Anonymous(), time.perf_counter()
-            self.plan = match.covers(trained_state(task))
+            self.plan = WeightMatch(InitFromSection(path=str(folder)), trained_state(task), parts, formats)
             self.names = self.plan.names
 
         def fill(self, state):  # type: ignore[no-untyped-def]
@@ -170,13 +171,11 @@ def load_sharded(folder: Path) -> int:
         task = Task()
     engine = FSDP2Engine(sub_modules_to_wrap=("model.{*}",), param_dtype=None)
     plan = engine.plan(task, dist.get_world_size(), 0)
-    parts = {"model": task.model}
-    match = WeightMatch(InitFromSection(path=str(folder)), parts, formats_of(get_registry(())))
 
     def optimizer(parameters):  # type: ignore[no-untyped-def]
         return adamw([{"params": [*parameters.values()]}], **vars(AdamWConfig()))
 
-    start = Timed(match, task)
+    start = Timed(task)
     engine.prepare(task, plan, optimizer, Randomness(0), start)
     shard = sum(p.to_local().nbytes for _, p in engine.named_parameters())
     print(json.dumps({"seconds": start.seconds, "peak": start.peak, "shard": shard}), flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,18 +30,7 @@ class FrozenFiles:
     """
 
     def __init__(self, components: Mapping[str, nn.Module], registry: Registry, above: str = "task.") -> None:
-        self._starts: dict[str, WeightMatch] = {}
-        for name, component in components.items():
-            assert isinstance(component, Streamed)
-            if (given := component.weights_from) is None:
-                continue
-            formats: Formats = formats_of(registry, given.format)
-            if given.part:
-                formats = {key: FormatOfPart(one, name, component) for key, one in formats.items()}
-            exclude = tuple(f"{name}.{path}" for path in given.unused)
-            wanted = InitFromSection(given.path, format=given.format, include=(name,), exclude=exclude)
-            key = f"{above}{name} (or its config.json)"  # for hints
-            self._starts[name] = WeightMatch(wanted, {name: component}, formats, key)
+        self._components, self._registry, self._above = components, registry, above
 
     def covers(self, state: Mapping[str, Tensor]) -> WeightPlan:
         """Finds the weights of a frozen component in its files, except unused tensors.
@@ -48,8 +38,17 @@ class FrozenFiles:
         Raises:
             CheckpointError: lists every name that does not fit.
         """
-        start = self._starts.get(next(iter(state), "").partition(".")[0])
-        return start.covers(state) if start is not None else ExternalWeights()
+        name = next(iter(state), "").partition(".")[0]
+        component: Any = self._components.get(name)
+        if component is None or (given := component.weights_from) is None:
+            return ExternalWeights()
+        formats: Formats = formats_of(self._registry, given.format)
+        if given.part:
+            formats = {key: FormatOfPart(one, name, component) for key, one in formats.items()}
+        exclude = tuple(f"{name}.{path}" for path in given.unused)
+        wanted = InitFromSection(given.path, format=given.format, include=(name,), exclude=exclude)
+        hint = f"{self._above}{name} (or its config.json)"
+        return WeightMatch(wanted, state, {name: component}, formats, hint)
 
 
 def load_frozen_of(task: TaskModule, engine: Engine, plan: EnginePlan, config: RunConfig) -> None:

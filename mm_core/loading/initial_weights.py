@@ -14,8 +14,8 @@ from mm_core.checkpoint.reading import load_model_only
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import TaskModule
 from mm_core.errors import PlanError, plural
-from mm_core.loading.left_out import ExternalWeights, left_out, recorded, starts_of
-from mm_core.loading.matching import MatchedWeights
+from mm_core.loading.left_out import ExternalWeights, left_out, recorded, start_at, starts_of
+from mm_core.loading.matching import WeightMatch
 from mm_core.modules.adapter_layers import adapter_of, base_name
 from mm_core.modules.tying import trained_state
 from mm_core.runtime.ranks import Ranks
@@ -109,16 +109,16 @@ class FileWeights:
     def __init__(self, config: RunConfig, task: TaskModule) -> None:
         self._config, self._task = config, task
         self._adapters = AdapterWeights(task, config.train.adapters, formats_of(config.registry))
-        self._read: list[tuple[MatchedWeights, set[str]]] = []
+        self._read: list[tuple[WeightMatch, set[str]]] = []
         """The sources in reading order, and for each the names that no later source has."""
         self._known: set[str] = set()
         state = trained_state(task)
-        for start in reversed(starts_of(config, task)):
-            root = start.key.removeprefix("task.")
+        for key, init in reversed(starts_of(config, task)):
+            root = key.removeprefix("task.")
             own = [name for name in state if name.startswith(f"{root}.") and adapter_of(name) is None]
             if own and self._known.issuperset(own):
                 continue  # later sources have all of it: the folder is not opened
-            part = start.covers(state)
+            part = start_at(key, init, task, config, state)
             self._read.insert(0, (part, set(part.names) - self._known))
             self._known |= set(part.names)
         self.names = self._known | self._adapters.names
@@ -154,7 +154,7 @@ class FileWeights:
         for part, names in self._read:
             given_up = len(part.names) - len(names)
             also = f"; {given_up} of them replaced by {self._read[-1][0].init.path}" if given_up else ""
-            loaded.append(f"{part.init.path}: {part.found.report}{also}")
+            loaded.append(f"{part.init.path}: {part}{also}")
         return [*loaded, *adapters, *filter(None, left)]
 
 

@@ -22,7 +22,7 @@ from mm_core.config.sections import InitFromSection, RunConfig
 from mm_core.contracts import SupportsWeightsFrom, TaskModule, WeightsFrom
 from mm_core.errors import CheckpointError, MMError, TrustError, plural
 from mm_core.loading.checkpoint_source import CheckpointSource
-from mm_core.loading.matching import MatchedWeights, WeightMatch
+from mm_core.loading.matching import WeightMatch
 from mm_core.loading.run_adapters import task_of
 from mm_core.modules.adapter_layers import adapter_of
 from mm_core.runtime.ranks import Ranks
@@ -40,7 +40,7 @@ class ExternalWeights:
         starts: sources of weights, and for each the names (paths in the task) that are read from it.
     """
 
-    starts: tuple[tuple[MatchedWeights, frozenset[str]], ...] = ()
+    starts: tuple[tuple[WeightMatch, frozenset[str]], ...] = ()
 
     @property
     def names(self) -> frozenset[str]:
@@ -70,19 +70,15 @@ class ExternalWeights:
                 start.fill(wanted)
 
 
-def starts_of(config: RunConfig, task: TaskModule) -> list[WeightMatch]:
-    """The sources of a run's initial weights in reading order: the components' folders, then `init_from`.
-
-    Args:
-        config: the run's config.
-        task: on the meta device; weight formats inspect its components.
-    """
+def starts_of(config: RunConfig, task: TaskModule) -> list[tuple[str, InitFromSection]]:
+    """The sources of a run's initial weights in reading order, by config key: the components' folders, then
+    `init_from`."""
     rows = [(f"task.{root}", _own(task, root)) for root in task.trainable]
     places = (*rows, ("init_from", config.init_from))
-    return [_start(key, init, task, config) for key, init in places if init is not None]
+    return [(key, init) for key, init in places if init is not None]
 
 
-def left_out(starts: Sequence[MatchedWeights], task: TaskModule, config: RunConfig) -> ExternalWeights:
+def left_out(starts: Sequence[WeightMatch], task: TaskModule, config: RunConfig) -> ExternalWeights:
     """The frozen weights that a new run's checkpoints do not store: those unchanged since one of `starts`."""
     held = config.checkpoint.frozen
     if held or (held is None and not config.train.adapters):
@@ -120,14 +116,14 @@ def recorded(
     """
     rows = checkpoint.external
     absent = set(state).intersection(frozen_names(task)) - checkpoint.names("model")
-    starts: list[tuple[MatchedWeights, frozenset[str]]] = []
+    starts: list[tuple[WeightMatch, frozenset[str]]] = []
     # Later sources replaced earlier ones, so they are found first.
     for row in reversed(rows if absent else []):
         faults = []
         for path in _places(row, config, task):
             init = InitFromSection(path=path, **row.recipe)
             try:
-                start = _start(row.key, init, task, config).covers(state)
+                start = start_at(row.key, init, task, config, state)
                 names = absent.intersection(start.names)
                 if len(names) != row.tensors or _contents(start, names) != row.sha256:
                     raise CheckpointError("its weights have changed since the run used them", where=path)
@@ -171,7 +167,7 @@ def _places(row: ExternalRow, config: RunConfig, task: TaskModule) -> list[str]:
     return list(dict.fromkeys(path for path in (row.path, own.path if own is not None else None) if path))
 
 
-def _contents(start: MatchedWeights, names: Collection[str]) -> str:
+def _contents(start: WeightMatch, names: Collection[str]) -> str:
     return Ranks.current().on_first(f"reading {start.init.path}", lambda: start.fingerprint(names))
 
 
@@ -201,11 +197,23 @@ def _given(task: TaskModule, root: str) -> WeightsFrom | None:
     return component.weights_from if isinstance(component, SupportsWeightsFrom) else None
 
 
-def _start(key: str, init: InitFromSection, task: TaskModule, config: RunConfig) -> WeightMatch:
+def start_at(
+    key: str, init: InitFromSection, task: TaskModule, config: RunConfig, state: Mapping[str, Tensor]
+) -> WeightMatch:
+    """Matches one of `starts_of` with a task. Call it on all ranks.
+
+    Args:
+        key: config key of the source.
+        init: its section.
+        task: on the meta device or not; weight formats inspect its components.
+        config: the run's config.
+        state: the task's parameters and buffers, by path.
+    """
     roots = task.trainable if key == "init_from" else (key.removeprefix("task."),)
     parts = {root: task.get_submodule(root) for root in roots}
     formats: Formats = formats_of(config.registry, init.format)
     for root, component in parts.items() if key != "init_from" else ():
         if (given := _given(task, root)) is not None and given.part:
             formats = {name: FormatOfPart(one, root, component) for name, one in formats.items()}
-    return WeightMatch(init, parts, formats, key, partial(source_of_run, allow_code=config.allow_code))
+    open_run = partial(source_of_run, allow_code=config.allow_code)
+    return WeightMatch(init, state, parts, formats, key, open_run)

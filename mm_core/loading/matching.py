@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from torch import Tensor, nn
 
@@ -25,6 +25,7 @@ from mm_core.weights.fingerprint import fingerprint
 from mm_core.weights.fitting import (
     Fit,
     Formats,
+    Piece,
     best_layout,
     candidate_layouts,
     conflicting_aliases,
@@ -32,34 +33,79 @@ from mm_core.weights.fitting import (
     with_ties_resolved,
 )
 from mm_core.weights.formats.format import StoredTensors
-from mm_core.weights.formats.key_map import Copy, whole
+from mm_core.weights.formats.key_map import Shape, whole
 from mm_core.weights.progress import byte_bar
 from mm_core.weights.stored import TORCH_SUFFIXES, open_stored
 from mm_core.weights.streaming import overlap, shard_of, stream
 
-Pieces = list[tuple[Copy, StoredTensors]]
 
+class WeightMatch:
+    """Weights files matched with a task, for `init_from` or for a component that names its files.
 
-@dataclass(frozen=True)
-class MatchReport:
-    """The result of matching initial weights with a task, shown in the log.
+    Satisfies `WeightPlan`; create it on all ranks together.
+
+    Args:
+        init: the config section.
+        state: parameters and buffers by path in the task, on any device.
+        parts: components to fill, by their name in the task, on the meta device or not; weight formats
+            inspect them. Without any, stored names are compared with paths in the task only.
+        formats: weight formats to try, by qualified name.
+        key: config key of the section, for errors.
+        source_of_run: opens a checkpoint of mm_core.
 
     Attributes:
-        loaded: paths in the task that are read.
+        names: paths in the task that are filled.
+        loaded: the same, without adapters: adapted layers have their plain names in files.
         missing: paths in the task without a stored tensor; they keep their random initialisation.
         unexpected: names in the source that the task does not have.
         skipped: paths in the task that the patterns leave out.
         formats: formats used to read the files; empty if stored names are paths in the task.
         conflicting_aliases: shared tensors that files contain twice, with different numbers: the stored name
             that is read, and the other one. Filled on the first rank only.
+
+    Raises:
+        PlanError: a pattern in `include` or `exclude` matches nothing, or nothing is left to read.
+        CheckpointError: on all ranks: the weights cannot be read, shapes differ, or (with `strict`) one
+            side lacks a name.
     """
 
     loaded: tuple[str, ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
-    skipped: tuple[str, ...]
     formats: tuple[str, ...] = ()
     conflicting_aliases: tuple[tuple[str, str], ...] = ()
+
+    def __init__(
+        self,
+        init: InitFromSection,
+        state: Mapping[str, Tensor],
+        parts: Mapping[str, nn.Module] | None = None,
+        formats: Formats | None = None,
+        key: str = "init_from",
+        source_of_run: Callable[[Path, Literal["model", "ema"]], CheckpointSource] = CheckpointSource,
+    ) -> None:
+        self.init, self.key, self._open_run = init, key, source_of_run
+        self._pieces: list[Piece] = []
+        self._run: tuple[CheckpointSource, Mapping[str, str]] | None = None  # path in the task -> stored name
+        names = {base_name(name): name for name in state}
+        self._shapes = {name: tuple(state[own].shape) for name, own in names.items()}
+        chosen = set(select_parameters(init.include, names, "init_from.include") if init.include else names)
+        chosen -= set(select_parameters(init.exclude, names, "init_from.exclude"))
+        if not chosen:
+            raise PlanError(
+                "every parameter is left out, so no weight would be read",
+                where="init_from",
+                hint="widen init_from.include, or narrow init_from.exclude",
+            )
+        self._chosen = chosen
+        self.skipped = tuple(name for name in names if name not in chosen)
+        Ranks.current().agree(f"reading {init.path}", lambda: self._find(parts or {}, formats or {}))
+        self.names = [names[name] for name in self.loaded]
+
+    @property
+    def place(self) -> Path:
+        """Path of the initial weights: the files, or the run's checkpoint folder."""
+        return self._run[0].folder if self._run is not None else Path(self.init.path)
 
     def __str__(self) -> str:
         kinds = (("missing", self.missing), ("unexpected", self.unexpected), ("left out", self.skipped))
@@ -71,36 +117,6 @@ class MatchReport:
             for taken, left in self.conflicting_aliases
         ]
         return ", ".join([f"{plural(len(self.loaded), 'tensor')} loaded{read_by}", *parts])
-
-
-class Found(NamedTuple):
-    """Where the tensors are: pieces of files, or a checkpoint with path in the task -> stored name."""
-
-    report: MatchReport
-    pieces: Pieces
-    run: tuple[CheckpointSource, Mapping[str, str]] | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class MatchedWeights:
-    """Initial weights that fit a task, found by a `WeightMatch`. Satisfies `WeightPlan`.
-
-    Attributes:
-        init: the config section of the match.
-        key: config key of the section, for errors.
-        names: paths in the task that are filled.
-        found: where the tensors are, by the task's names without adapters.
-    """
-
-    init: InitFromSection
-    key: str
-    names: list[str]
-    found: Found
-
-    @property
-    def place(self) -> Path:
-        """Path of the initial weights: the files, or the run's checkpoint folder."""
-        return self.found.run[0].folder if self.found.run is not None else Path(self.init.path)
 
     def fill(self, state: Mapping[str, Tensor]) -> None:
         """Reads initial weights into the task's tensors, cast to their dtype. Call it on all ranks.
@@ -114,9 +130,9 @@ class MatchedWeights:
         ranks = Ranks.current()
         doing = f"reading {self.init.path}"
         own = {base_name(name): tensor for name, tensor in state.items()}
-        targets = {name: own[name] for name in self.found.report.loaded if name in own}
-        if self.found.run is not None:
-            source, origins = self.found.run
+        targets = {name: own[name] for name in self.loaded if name in own}
+        if self._run is not None:
+            source, origins = self._run
             stored = {origins[name]: tensor for name, tensor in targets.items()}
             ranks.agree(doing, source.verify)
             ranks.agree(doing, lambda: source.fill(stored))
@@ -128,171 +144,151 @@ class MatchedWeights:
 
         It needs no other rank.
         """
-        if self.found.run is not None:
-            return self.found.run[0].fingerprint()
+        if self._run is not None:
+            return self._run[0].fingerprint()
         wanted = {base_name(name) for name in names}
-        found = {(copy.component, copy.stored): held for copy, held in self.found.pieces}
+        found = {(copy.component, copy.stored): held for copy, held in self._pieces}
         keys = sorted(key for key in found if key[0] in wanted)
         return fingerprint((stored, found[name, stored]) for name, stored in keys)
 
     def _stream(self, targets: Mapping[str, Tensor], shown: bool) -> None:
         places = {name: shard_of(tensor)[1] for name, tensor in targets.items()}
         total = 0
-        pieces = [(copy, stored) for copy, stored in self.found.pieces if copy.component in targets]
+        pieces = [(copy, stored) for copy, stored in self._pieces if copy.component in targets]
         for copy, stored in pieces:
             if (box := overlap(copy, places[copy.component])) is not None:
                 total += prod(part.stop - part.start for part in box) * stored.dtypes[copy.stored].itemsize
         with byte_bar(f"reading {self.init.path}", total, shown) as advance:
             stream(targets, pieces, advance)
 
+    # -- matching ------------------------------------------------------------------------------
 
-class WeightMatch:
-    """The matching of weights files with a task, for `init_from` or for a component that names its files.
-
-    Args:
-        init: the config section.
-        parts: components to fill, by their name in the task, on the meta device or not; weight formats
-            inspect them. None compares stored names with paths in the task only.
-        formats: weight formats to try, by qualified name.
-        key: config key of the section, for errors.
-        source_of_run: opens a checkpoint of mm_core.
-    """
-
-    def __init__(
-        self,
-        init: InitFromSection,
-        parts: Mapping[str, nn.Module] | None = None,
-        formats: Formats | None = None,
-        key: str = "init_from",
-        source_of_run: Callable[[Path, Literal["model", "ema"]], CheckpointSource] = CheckpointSource,
-    ) -> None:
-        self.init, self.key, self._open_run = init, key, source_of_run
-        self._parts, self._formats = parts or {}, formats or {}
-        self._tied = {
-            root: {base_name(other): base_name(first) for other, first in tied_names(part).items()}
-            for root, part in self._parts.items()
-        }
-
-    def covers(self, state: Mapping[str, Tensor]) -> MatchedWeights:
-        """Compares a task's tensor names with those in the weights files. Call it on all ranks.
-
-        Args:
-            state: parameters and buffers by path in the task, on any device.
-
-        Raises:
-            PlanError: a pattern in `include` or `exclude` matches nothing, or nothing is left to read.
-            CheckpointError: on all ranks: the weights cannot be read, shapes differ, or (with `strict`) one
-                side lacks a name.
-        """
-        init = self.init
-        names = {base_name(name): name for name in state}  # adapted layers have their plain names in files
-        state = {name: state[own] for name, own in names.items()}
-        chosen = set(select_parameters(init.include, state, "init_from.include") if init.include else state)
-        chosen -= set(select_parameters(init.exclude, state, "init_from.exclude"))
-        if not chosen:
-            raise PlanError(
-                "every parameter is left out, so no weight would be read",
-                where="init_from",
-                hint="widen init_from.include, or narrow init_from.exclude",
-            )
-        found = Ranks.current().agree(f"reading {init.path}", lambda: self._find(state, chosen))
-        return MatchedWeights(init, self.key, [names[name] for name in found.report.loaded], found)
-
-    def _find(self, state: Mapping[str, Tensor], chosen: Collection[str]) -> Found:
+    def _find(self, parts: Mapping[str, nn.Module], formats: Formats) -> None:
         init, path = self.init, Path(self.init.path)
-        if init.format is not None or not self._by_name_alone(path):
-            found = self._by_format(path, state, chosen)
-            if found is not None:
-                return found
+        if init.format is not None or not self._by_name_alone(path, parts, formats):
+            if self._by_format(path, parts, formats):
+                return
             if path.is_dir() and not any(path.glob("*.safetensors")):  # a format recognises it
-                raise self._of_another(path)
+                raise _of_another(path, parts, formats)
         source = _open(path, init, self._open_run)
-        origins, report = _compare(init, source, state, chosen)
+        stored = renamed([*source.shapes, *source.others], init)
+        chosen = (name for name in self._shapes if name in self._chosen)
+        origins = {name: stored[name] for name in chosen if stored.get(name) in source.shapes}
+        unexpected = [n for name, n in stored.items() if name not in self._shapes or n in source.others]
+        shapes = {name: tuple(source.shapes[found]) for name, found in origins.items()}
+        misshapen = {name: (self._shapes[name], s) for name, s in shapes.items() if s != self._shapes[name]}
+        self._settle(origins, unexpected, misshapen, stored)
         if isinstance(source, CheckpointSource):
-            return Found(report, [], (source, origins))
-        return Found(report, [(whole(n, s, tuple(source.shapes[s])), source) for n, s in origins.items()])
+            self._run = source, origins
+        else:
+            self._pieces = [(whole(n, s, shapes[n]), source) for n, s in origins.items()]
 
-    def _of_another(self, path: Path) -> CheckpointError:
-        """The error for a folder that formats recognise but that has none of the components."""
-        known = [name for name, form in self._formats.items() if form.recognises(path)] or ["none"]
-        names = " or ".join(map(repr, self._parts))
-        return CheckpointError(
-            f"none of this folder's weights belong to {names}: it contains a different model",
-            where=str(path),
-            accepted="weights of the component that the config describes",
-            hint=f"compare the names in `mm weights show {path}` with the config's model"
-            f" (formats that recognise the folder: {', '.join(known)})",
-        )
-
-    def _by_name_alone(self, path: Path) -> bool:
+    def _by_name_alone(self, path: Path, parts: Mapping[str, nn.Module], formats: Formats) -> bool:
         """Whether only names are compared: for our own checkpoints, renamed files, and no task."""
         init = self.init
-        if not self._parts or init.prefixes or init.weights == "ema" or not path.exists():
+        if not parts or init.prefixes or init.weights == "ema" or not path.exists():
             return True
-        return path.is_dir() and not any(known.recognises(path) for known in self._formats.values())
+        return path.is_dir() and not any(known.recognises(path) for known in formats.values())
 
-    def _by_format(self, path: Path, state: Mapping[str, Tensor], chosen: Collection[str]) -> Found | None:
-        """Finds the components' tensors by weight formats; None if stored names are paths in the task."""
-        init = self.init
+    def _by_format(self, path: Path, parts: Mapping[str, nn.Module], formats: Formats) -> bool:
+        """Finds the components' tensors by weight formats; False if stored names are paths in the task."""
         fits: dict[str, Fit] = {}
-        for root, part in self._parts.items():
-            own = [name for name in state if name.startswith(f"{root}.") and adapter_of(name) is None]
-            if not any(name in chosen for name in own):
+        for root, part in parts.items():
+            own = [name for name in self._shapes if name.startswith(f"{root}.") and adapter_of(name) is None]
+            if not any(name in self._chosen for name in own):
                 continue
-            shapes = {name[len(root) + 1 :]: tuple(state[name].shape) for name in own}
-            shapes |= {other: shapes[first] for other, first in self._tied[root].items() if first in shapes}
-            ways = candidate_layouts(path, root, part, shapes, self._formats)
+            tied = {base_name(other): base_name(first) for other, first in tied_names(part).items()}
+            shapes = {name[len(root) + 1 :]: self._shapes[name] for name in own}
+            shapes |= {other: shapes[first] for other, first in tied.items() if first in shapes}
+            ways = candidate_layouts(path, root, part, shapes, formats)
             if ways:
-                fits[root] = with_ties_resolved(best_layout(ways, path, root), self._tied[root])
-        if init.format is not None and not fits:
-            raise no_layout_error(path, ", ".join(self._parts), self._formats)
+                fits[root] = with_ties_resolved(best_layout(ways, path, root), tied)
+        if self.init.format is not None and not fits:
+            raise no_layout_error(path, ", ".join(parts), formats)
         found = sum(way.found for way in fits.values())
-        if init.format is None:
-            named = {s for way in fits.values() for held in way.sources for s in held.shapes if s in state}
+        if self.init.format is None:
+            read = (held for way in fits.values() for held in way.sources)
+            named = {name for held in read for name in held.shapes if name in self._shapes}
             if not found or len(named) > found:
-                return None
+                return False
         _check_apart(path, fits)
-        return self._settle(fits, state, chosen)
+        self._take(fits)
+        return True
 
-    def _settle(self, fits: Mapping[str, Fit], state: Mapping[str, Tensor], chosen: Collection[str]) -> Found:
-        """The copies of the chosen names; raises an error if they do not fit."""
-        init, pieces = self.init, Pieces()
-        loaded: dict[str, None] = {}
+    def _take(self, fits: Mapping[str, Fit]) -> None:
+        """Keeps the copies of the chosen names."""
+        pieces: list[Piece] = []
         unexpected: dict[str, None] = {}
-        misshapen: list[str] = []
+        misshapen: dict[str, tuple[Shape, Shape]] = {}
         wanted = {(held.where, copy.stored) for way in fits.values() for copy, held in way.pieces}
         for root, way in fits.items():
-            for copy, held in way.pieces:
-                if (name := f"{root}.{copy.component}") in chosen:
-                    loaded[name] = None
-                    pieces.append((replace(copy, component=name), held))
+            named = ((f"{root}.{copy.component}", copy, held) for copy, held in way.pieces)
+            pieces += [(replace(copy, component=n), held) for n, copy, held in named if n in self._chosen]
             left = ((held, name) for held, name in way.unexpected if (held.where, name) not in wanted)
             unexpected |= dict.fromkeys(way.text(held, name) for held, name in left)
-            misshapen += [
-                f"{root}.{name} ({size_text(stored)} in the file, {size_text(own)} in the task)"
-                for name, own, stored in way.misshapen
-                if f"{root}.{name}" in chosen
-            ]
-        wrong = {text.partition(" ")[0] for text in misshapen}
-        missing = [
-            name
-            for name in state
-            if name in chosen and name not in loaded and name not in wrong and adapter_of(name) is None
-        ]
+            wrong = ((f"{root}.{name}", shapes) for name, *shapes in way.misshapen)
+            misshapen |= {name: (own, stored) for name, (own, stored) in wrong if name in self._chosen}
         spared = {f"{root}.{name}" for root, way in fits.items() for name in way.spared}
-        lacking = [name for name in missing if name not in spared]
-        if misshapen or (init.strict and (lacking or unexpected)) or not loaded:
-            absent = [folder for way in fits.values() for folder in way.absent]
-            mismatch = Mismatch(lacking, list(unexpected), misshapen)
-            raise mismatch_error(init, mismatch, {name: name for name in unexpected}, absent, self.key)
-        pieces.sort(key=lambda piece: (str(piece[1].where), piece[0].stored))
-        skipped = tuple(name for name in state if name not in chosen)
-        names = tuple(name for name in state if name in loaded)
+        absent = [folder for way in fits.values() for folder in way.absent]
+        loaded, stored = {copy.component for copy, _ in pieces}, {name: name for name in unexpected}
+        self._settle(loaded, list(unexpected), misshapen, stored, spared, absent)
+        self._pieces = sorted(pieces, key=lambda piece: (str(piece[1].where), piece[0].stored))
         places = (" in ".join(filter(None, (way.format, _folders(way)))) for way in fits.values())
-        kinds = tuple(dict.fromkeys(places))
-        first = Ranks.current().rank == 0
-        pairs = tuple(pair for way in fits.values() for pair in (conflicting_aliases(way) if first else ()))
-        return Found(MatchReport(names, tuple(missing), tuple(unexpected), skipped, kinds, pairs), pieces)
+        self.formats = tuple(dict.fromkeys(places))
+        if Ranks.current().rank == 0:
+            self.conflicting_aliases = tuple(
+                pair for way in fits.values() for pair in conflicting_aliases(way)
+            )
+
+    def _settle(
+        self,
+        loaded: Collection[str],
+        unexpected: list[str],
+        misshapen: Mapping[str, tuple[Shape, Shape]],
+        stored: Mapping[str, str],
+        spared: Collection[str] = (),
+        absent: Sequence[str] = (),
+    ) -> None:
+        """Keeps which names are read; raises an error if they do not fit.
+
+        Args:
+            loaded: paths in the task with a stored tensor.
+            unexpected: names in the source that the task does not have.
+            misshapen: path in the task -> its own and the stored shape.
+            stored: stored names, by their path in the task.
+            spared: paths in the task that may be missing.
+            absent: folders of missing names that do not exist.
+        """
+        self.loaded = tuple(name for name in self._shapes if name in loaded)
+        self.missing = tuple(
+            name
+            for name in self._shapes
+            if name in self._chosen
+            and name not in loaded
+            and name not in misshapen
+            and adapter_of(name) is None
+        )
+        self.unexpected = tuple(unexpected)
+        lacking = [name for name in self.missing if name not in spared]
+        if misshapen or (self.init.strict and (lacking or unexpected)) or not loaded:
+            wrong = [
+                f"{name} ({size_text(found)} in the file, {size_text(own)} in the task)"
+                for name, (own, found) in misshapen.items()
+            ]
+            raise mismatch_error(self.init, Mismatch(lacking, unexpected, wrong), stored, absent, self.key)
+
+
+def _of_another(path: Path, parts: Mapping[str, nn.Module], formats: Formats) -> CheckpointError:
+    """The error for a folder that formats recognise but that has none of the components."""
+    known = [name for name, form in formats.items() if form.recognises(path)] or ["none"]
+    return CheckpointError(
+        f"none of this folder's weights belong to {' or '.join(map(repr, parts))}: it contains a different"
+        " model",
+        where=str(path),
+        accepted="weights of the component that the config describes",
+        hint=f"compare the names in `mm weights show {path}` with the config's model"
+        f" (formats that recognise the folder: {', '.join(known)})",
+    )
 
 
 def _check_apart(path: Path, fits: Mapping[str, Fit]) -> None:
@@ -343,32 +339,6 @@ def _open(
         "or a .pt, .pth or .bin file of tensors",
         hint="set init_from.path",
     )
-
-
-def _compare(
-    init: InitFromSection,
-    source: StoredTensors | CheckpointSource,
-    parameters: Mapping[str, Tensor],
-    chosen: Collection[str],
-) -> tuple[dict[str, str], MatchReport]:
-    """(path in the task -> stored name) of the tensors to read, and the report."""
-    stored = renamed([*source.shapes, *source.others], init)
-    origins = {
-        name: stored[name] for name in parameters if name in chosen and stored.get(name) in source.shapes
-    }
-    missing = [
-        name for name in parameters if name in chosen and name not in origins and adapter_of(name) is None
-    ]
-    unexpected = [found for name, found in stored.items() if name not in parameters or found in source.others]
-    misshapen = [
-        f"{name} ({size_text(stored_shape)} in the file, {size_text(parameters[name].shape)} in the task)"
-        for name, found in origins.items()
-        if (stored_shape := tuple(source.shapes[found])) != tuple(parameters[name].shape)
-    ]
-    if misshapen or (init.strict and (missing or unexpected)) or not origins:
-        raise mismatch_error(init, Mismatch(missing, unexpected, misshapen), stored)
-    skipped = tuple(name for name in parameters if name not in chosen)
-    return origins, MatchReport(tuple(origins), tuple(missing), tuple(unexpected), skipped)
 
 
 def renamed(stored: Collection[str], init: InitFromSection) -> dict[str, str]:

@@ -19,7 +19,7 @@ from mm_core.checkpoint.store import CheckpointStore
 from mm_core.config.sections import InitFromSection
 from mm_core.errors import CheckpointError, PlanError
 from mm_core.loading import matching
-from mm_core.loading.matching import MatchReport, WeightMatch
+from mm_core.loading.matching import WeightMatch
 from mm_core.loading.mismatch import likely_prefix
 from support import parts_ranks
 from support.ranks import run_ranks
@@ -45,10 +45,10 @@ def task(seed: int = 2) -> dict[str, torch.Tensor]:
     return {f"predictor.{name}": tensor for name, tensor in weights(seed).items()}
 
 
-def begin(path: Path, into: dict[str, torch.Tensor], **fields) -> MatchReport:
-    found = WeightMatch(InitFromSection(path=str(path), **fields)).covers(into)
+def begin(path: Path, into: dict[str, torch.Tensor], **fields) -> WeightMatch:
+    found = WeightMatch(InitFromSection(path=str(path), **fields), into)
     found.fill(into)
-    return found.found.report
+    return found
 
 
 def fault(path: Path, into: dict[str, torch.Tensor], **fields) -> str:
@@ -453,11 +453,8 @@ def test_the_bar_counts_the_bytes_of_the_file_and_is_shown_for_more_than_one_ten
 def test_a_fingerprint_is_that_of_the_named_tensors(tmp_path):
     def of(stored: dict[str, torch.Tensor], *names: str) -> str:
         save_file(stored, tmp_path / "model.safetensors")
-        return (
-            WeightMatch(InitFromSection(path=str(tmp_path), prefixes={"": "predictor"}))
-            .covers(task())
-            .fingerprint(names)
-        )
+        init = InitFromSection(path=str(tmp_path), prefixes={"": "predictor"})
+        return WeightMatch(init, task()).fingerprint(names)
 
     first, last = "predictor.first.bias", "predictor.last.bias"
     changed = weights() | {"last.bias": torch.zeros(3)}

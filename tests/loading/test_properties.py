@@ -35,18 +35,17 @@ def test_every_name_is_loaded_missing_or_unexpected_and_nothing_else_is_touched(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "weights.safetensors"
         save_file(held, path)
-        match = WeightMatch(InitFromSection(path=str(path), strict=strict))
+        init = InitFromSection(path=str(path), strict=strict)
         if not fits:
             with pytest.raises(CheckpointError) as caught:
-                match.covers(into)
+                WeightMatch(init, into)
             if wrong:
                 assert all(f"{name} (" in str(caught.value) for name in sorted(wrong)[:1])
             assert all(torch.equal(into[name], tensor) for name, tensor in tensors(task, 100.0).items())
             return
-        plan = match.covers(into)
-        plan.fill(into)
-    report = plan.found.report
-    assert set(report.loaded) == both == set(plan.names)
+        report = WeightMatch(init, into)
+        report.fill(into)
+    assert set(report.loaded) == both == set(report.names)
     assert set(report.missing) == task.keys() - stored.keys()
     assert set(report.unexpected) == stored.keys() - task.keys()
     untouched = tensors(task, 100.0)

@@ -101,9 +101,9 @@ def use_match() -> dict[str, torch.Tensor]:
     _, engine = make(lambda groups: adamw(groups, **dataclasses.asdict(AdamWConfig())))
     model = engine.state_dict()["model"]
     init = InitFromSection(path=sys.argv[3], prefixes={"net": "predictor"})
-    found = WeightMatch(init).covers(model)
+    found = WeightMatch(init, model)
     found.fill(model)
-    assert set(found.names) == set(model) and not found.found.report.missing
+    assert set(found.names) == set(model) and not found.missing
     return all_whole(model)
 
 

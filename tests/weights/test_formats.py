@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from mm_core.config.sections import InitFromSection
 from mm_core.errors import CheckpointError, PluginError
-from mm_core.loading.matching import MatchReport, WeightMatch
+from mm_core.loading.matching import WeightMatch
 from mm_core.modules.tying import tie, tied_names
 from mm_core.plugin.registry import get_registry
 from mm_core.weights import streaming
@@ -51,18 +51,17 @@ def custom_dit() -> CustomDiT:
     return CustomDiT(num_heads=2, in_channels=4, out_channels=4, **SIZES)
 
 
-def start(task: Task, path: Path, **fields) -> MatchReport:
+def start(task: Task, path: Path, **fields) -> WeightMatch:
     """Weights of `path` in a task with allocated memory."""
     init = InitFromSection(path=str(path), **fields)
     parts = {name: task.get_submodule(name) for name in task.trainable}
     tied = tied_names(task)
-    found = WeightMatch(init, parts, formats(fields.get("format"))).covers(
-        {n: t for n, t in task.state_dict().items() if n not in tied}
-    )
+    state = {n: t for n, t in task.state_dict().items() if n not in tied}
+    found = WeightMatch(init, state, parts, formats(fields.get("format")))
     task.to_empty(device="cpu")
     tie(task, tied)
     found.fill(task.state_dict())
-    return found.found.report
+    return found
 
 
 def on_meta(make):

@@ -83,7 +83,7 @@ def started(library: str, path: Path, **fields: object) -> float:
         task = Task(predictor=MAKE[library]())
     init = InitFromSection(path=str(path), **fields)
     formats = formats_of(get_registry(()), fields.get("format"))
-    match = WeightMatch(init, {"predictor": task.predictor}, formats).covers(task.state_dict())
+    match = WeightMatch(init, task.state_dict(), {"predictor": task.predictor}, formats)
     task.to_empty(device="cpu")
     match.fill(task.state_dict())
     return first(task.predictor.get_parameter(NAME[library]))
