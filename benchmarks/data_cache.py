@@ -172,7 +172,7 @@ def measure_step(place: Path, rounds: int) -> list[tuple[str, str, str, str]]:
     built(config, place / "cache")
     with process_group(None):
         made = assemble(mm_core.load_config(config, [f"data.cache.dir={place / 'cache'}"]))
-        training, steps = made.training, 10
+        training, steps = made, 10
 
         def seconds(batches) -> float:  # type: ignore[no-untyped-def]
             began = time.perf_counter()

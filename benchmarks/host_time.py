@@ -294,12 +294,12 @@ def script(args: argparse.Namespace) -> int:
     config = mm_core.load_config(ROOT / "configs/wan/t2v_tiny.yaml", given)
     run = assemble(config, "never")
     run.between.steps = 1 << 30  # far away: the last step of a run would save
-    whole, taken = run.training.plan, [0]
+    whole, taken = run.plan, [0]
     theirs = Script(folder, config)
 
     def ours() -> None:
-        run.training.plan = dataclasses.replace(whole, steps=taken[0] + args.steps)
-        taken[0] = run_steps(run.training, taken[0])
+        run.plan = dataclasses.replace(whole, steps=taken[0] + args.steps)
+        taken[0] = run_steps(run, taken[0])
 
     times = paired(
         {"mm_core": ours, "script": partial(theirs.run, args.steps, config.log.every)}, args.rounds

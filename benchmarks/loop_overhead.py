@@ -92,7 +92,7 @@ def run_rank(rounds: int, steps: int, workers: int) -> int:
         ],
     )
     run = assemble(config, "never")
-    training = run.training
+    training = run
     whole = training.plan
     run.between.steps = 1 << 30  # far away: the last step of a run would save
     manual = HandWritten(config, training.task, run)

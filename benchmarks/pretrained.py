@@ -167,14 +167,14 @@ class Ours:
         path.write_text(yaml.safe_dump(document))
         self.assembly = assemble(mm_core.load_config(path), "never")
         self.assembly.between.steps = 1 << 30  # far away: the last step of a run would save
-        self.whole, self.taken = self.assembly.training.plan, 0
+        self.whole, self.taken = self.assembly.plan, 0
 
     def run(self, steps: int) -> None:
         """Trains the next steps."""
         from mm_core.training.loop import run_steps
 
-        self.assembly.training.plan = dataclasses.replace(self.whole, steps=self.taken + steps)
-        run_steps(self.assembly.training, self.taken)
+        self.assembly.plan = dataclasses.replace(self.whole, steps=self.taken + steps)
+        run_steps(self.assembly, self.taken)
         self.taken += steps
 
     @property
@@ -182,7 +182,7 @@ class Ours:
         """Losses as logged by mm_core."""
         import json
 
-        rows = (self.assembly.folder / "metrics.jsonl").read_text().splitlines()
+        rows = (self.assembly.reporter.run_dir / "metrics.jsonl").read_text().splitlines()
         return [row["loss"] for row in map(json.loads, rows) if "loss" in row]
 
 

@@ -36,8 +36,8 @@ from mm_core.contracts import Batch, Loss
 from mm_core.device import device_type, synchronize
 from mm_core.runtime.groups import start_process_group
 from mm_core.runtime.launch.rank_process import leave
-from mm_core.training.assembly import Assembly, assemble
-from mm_core.training.loop import run_steps
+from mm_core.training.assembly import assemble
+from mm_core.training.loop import Training, run_steps
 
 ROOT = Path(__file__).resolve().parents[1]
 BAR = 1.01
@@ -95,9 +95,10 @@ def main() -> int:
     start_process_group()
     with tempfile.TemporaryDirectory() as folder:
         run = assemble(configure(Path(folder), args.pairs, args.log_every), "never")
+        reporter = run.reporter
         times = measure(run, args.pairs)
-        run.reporter.close("done")
-        rows = len((run.folder / "metrics.jsonl").read_text().splitlines())
+        reporter.close("done")
+        rows = len((reporter.run_dir / "metrics.jsonl").read_text().splitlines())
     return report(times["on"], times["off"], rows)
 
 
@@ -118,14 +119,14 @@ def configure(folder: Path, pairs: int, log_every: int) -> RunConfig:
     return mm_core.load_config(ROOT / "configs/custom_dit/quickstart.yaml", overrides)
 
 
-def measure(run: Assembly, pairs: int) -> dict[str, Times]:
+def measure(training: Training, pairs: int) -> dict[str, Times]:
     """Runs steps of both kinds in turn through the training loop, and measures them."""
-    training = run.training
+    reporter = training.reporter
     read: Sequence[Batch] = list(itertools.islice(training.batches, 4))
-    watchdog = run.between.watchdog
+    watchdog = training.between.watchdog
     watchdog.start()
     training.between = Unending()
-    plan, reporters = training.plan, {"on": run.reporter, "off": Silent()}
+    plan, reporters = training.plan, {"on": reporter, "off": Silent()}
     times = {name: Times() for name in reporters}
     gc.collect()
     gc.disable()  # a collection would delay a random step
@@ -140,7 +141,7 @@ def measure(run: Assembly, pairs: int) -> dict[str, Times]:
             if step >= WARM_UP:
                 times[name].wall.append(time.perf_counter() - wall)
                 times[name].cpu.append(time.process_time() - cpu)
-            run.reporter.pause()
+            reporter.pause()
     gc.enable()
     watchdog.close()
     return times

@@ -31,7 +31,6 @@ class RunReporter:
     Rank 0 writes; the other ranks contribute to the means.
 
     Args:
-        run_dir: the run's folder.
         config: the run's config.
         plan: the run's plan.
         start: steps already taken; lines of metrics.jsonl after this step are dropped.
@@ -45,7 +44,6 @@ class RunReporter:
 
     def __init__(
         self,
-        run_dir: Path,
         config: RunConfig,
         plan: RunPlan,
         start: int,
@@ -54,7 +52,7 @@ class RunReporter:
         bins: Bins | None = None,
         watch: Callable[[str], None] | None = None,
     ) -> None:
-        self.run_dir, self.last_step = run_dir, plan.steps
+        self.run_dir, self.last_step = config.run.folder, plan.steps
         self.every, self.detail_every = config.log.every, config.log.detail_every
         self.phases = PhaseClock(watch=watch)
         self.window = MetricsWindow(
@@ -73,10 +71,11 @@ class RunReporter:
         self.trackers = TrackerSet({})
 
         def open_files() -> None:
-            write_telemetry(run_dir, bins)
-            self.trackers = open_trackers(run_dir, config.log.trackers, start, self.note, config.registry)
+            write_telemetry(self.run_dir, bins)
+            trackers = config.log.trackers
+            self.trackers = open_trackers(self.run_dir, trackers, start, self.note, config.registry)
 
-        Ranks.current().on_first("opening metrics.jsonl", open_files)
+        ranks.on_first("opening metrics.jsonl", open_files)
 
     def enter(self, phase: str) -> None:
         """Begins a phase of a training step: its time and FLOPs are measured separately."""

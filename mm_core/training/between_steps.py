@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 
+from mm_core.checkpoint.files.host_copies import State
+from mm_core.checkpoint.files.layout import Document
+from mm_core.checkpoint.store import CheckpointStore
+from mm_core.config.dump import to_yaml
+from mm_core.config.sections import RunConfig
 from mm_core.errors import MMError
+from mm_core.files import json_numbers
+from mm_core.loading.known_code import remember_imports
 from mm_core.optim.ema import EMA
 from mm_core.runtime.launch.signals import StopFlag
 from mm_core.runtime.launch.watchdog import Watchdog
+from mm_core.runtime.ranks import Ranks
 from mm_core.telemetry.profiler import ProfileWindow
 from mm_core.telemetry.reporter import RunReporter
 from mm_core.training.callback_list import CallbackList
 from mm_core.training.evaluating import Evaluating
-from mm_core.training.saving import Saving
 
 
 @dataclass
@@ -22,9 +29,12 @@ class BetweenSteps:
     """Everything that a training run does between its steps, in order.
 
     Attributes:
-        run_dir: the run's folder.
+        config: the checked config.
         steps: steps of the complete run.
-        saving: saves checkpoints.
+        store: the run's checkpoints.
+        state: returns the tensors to save.
+        facts: returns the facts to save.
+        manifest: the run's manifest.
         evaluating: validates, samples and tests.
         flag: records signals that ask this rank to save and stop.
         reporter: logs and shows.
@@ -32,15 +42,18 @@ class BetweenSteps:
         profile: records the profile.
         watchdog: ends a run that hangs.
         ema: the moving average of the weights; None without one.
-        stop_after: the step to stop after; None for the last one.
         evaluated: whether the validation and samples of the step resumed from are done.
+        stop_after: the step to stop after; None for the last one.
         step: steps taken.
         interrupted: whether the run stopped before its end.
     """
 
-    run_dir: Path
+    config: RunConfig
     steps: int
-    saving: Saving
+    store: CheckpointStore
+    state: Callable[[], State]
+    facts: Callable[[], Document]
+    manifest: Document
     evaluating: Evaluating
     flag: StopFlag
     reporter: RunReporter
@@ -48,14 +61,17 @@ class BetweenSteps:
     profile: ProfileWindow
     watchdog: Watchdog
     ema: EMA | None = None
-    stop_after: int | None = None
     evaluated: bool = True
+    stop_after: int | None = None
     step: int = 0
     interrupted: bool = False
     settled: Callable[[], bool] = lambda: True
     """Ends a step whose norm is not read (see `LateSteps`); whether all steps taken may be saved."""
     _owed: bool = False
     """Whether the validation or the samples of `step` are due and not done yet."""
+    _saved: int = 0
+    """The step that was saved last, or resumed from."""
+    _saved_at: float = field(default_factory=time.monotonic)
 
     def start(self, step: int) -> None:
         """Starts evaluation, watchdog, callbacks and saving before the first training step of this process.
@@ -63,20 +79,20 @@ class BetweenSteps:
         Args:
             step: steps taken before.
         """
-        self.step = step
+        self.step = self._saved = step
         self.evaluating.start()
         self.watchdog.start()
-        self.callbacks.run_started(self.run_dir, step, self.steps)
-        self.saving.start(step)
-        settings, done = self.saving.config.validation, step == self.steps
+        self.callbacks.run_started(self.config.run.folder, step, self.steps)
+        self.store.reserve(self.state())
+        settings, done = self.config.validation, step == self.steps
         if step == self.steps == 0:
-            self.saving.save(0, {}, last=True)  # a run without steps still saves its weights
+            self.save(0, {}, last=True)  # a run without steps still saves its weights
         elif step == 0 and settings is not None and settings.at_start:
             _, self.interrupted = self.evaluating.run(0, always=True)
         elif not self.evaluated:
             metrics, self.interrupted = self.evaluating.run(step, always=done, again=True)
             if self.evaluating.due(step, always=done):
-                self.saving.add(step, metrics, evaluated=not self.interrupted)
+                self._add(step, metrics, evaluated=not self.interrupted)
         if 0 < step == self.steps and not self.interrupted:
             self.interrupted = not self.evaluating.run_test(step, unless_logged=True)
 
@@ -88,7 +104,7 @@ class BetweenSteps:
     def fault(self) -> MMError | None:
         """The error of a background save since the last training step; None without one."""
         try:
-            self.saving.report_complete()
+            self._report_complete()
         except MMError as fault:
             return fault
         return None
@@ -101,7 +117,8 @@ class BetweenSteps:
     @property
     def save_due(self) -> bool:
         """Whether a checkpoint is due by the clock of this rank (`checkpoint.every_minutes`)."""
-        return self.saving.due_by_clock
+        minutes = self.config.checkpoint.every_minutes
+        return minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
 
     def updated(self, step: int, refused: str | None) -> None:
         """Called after a training step has updated the weights, or was skipped.
@@ -123,9 +140,8 @@ class BetweenSteps:
             stop: whether all ranks agreed to stop.
             save: whether all ranks agreed to save.
         """
-        done = step == self.steps
-        due = self.saving.due(step) or self.evaluating.due(step, always=done)
-        return stop or save or done or due or bool(self.callbacks) or self.profile.running
+        due = self._saves(step, stop, save) or self.evaluating.due(step, always=step == self.steps)
+        return due or bool(self.callbacks) or self.profile.running
 
     def after_step(self, step: int, logged: Mapping[str, float] | None, *, stop: bool, save: bool) -> bool:
         """Saves, validates and samples as due after a training step; returns whether the run ends here.
@@ -141,19 +157,19 @@ class BetweenSteps:
         self.callbacks.step_ended(step, logged)
         done = step == self.steps
         due = self.evaluating.due(step, always=done)
-        saving = stop or save or done or self.saving.due(step)
+        saving = self._saves(step, stop, save)
         if saving:
             # Before the evaluation: a validation that fails, on one rank or on all, loses no step. Metrics
             # are added to the checkpoint; an evaluation that was cut short is repeated at the resume.
-            self.saving.save(step, {}, last=stop or done, evaluated=not due)
+            self.save(step, {}, last=stop or done, evaluated=not due)
         if not stop:
             self._owed = due
             metrics, stop = self.evaluating.run(step, always=done)
             self._owed = False
             if saving and due:
-                self.saving.add(step, metrics, evaluated=not stop)
+                self._add(step, metrics, evaluated=not stop)
             elif stop:
-                self.saving.save(step, metrics, last=True, evaluated=False)
+                self.save(step, metrics, last=True, evaluated=False)
             stop = stop or (done and not self.evaluating.run_test(step))
         self.interrupted = stop and not (done and self.evaluating.nothing)
         self.reporter.pause()
@@ -165,15 +181,18 @@ class BetweenSteps:
         Args:
             error: the exception that ended the run; None without one.
         """
-        if isinstance(error, MMError) and error.on_all_ranks and self.settled():
-            self.saving.rescue(self.step, evaluated=not self._owed)
+        if isinstance(error, MMError) and error.on_all_ranks and self.settled() and self.step != self._saved:
+            try:
+                self.save(self.step, {}, last=True, evaluated=not self._owed)
+            except Exception as fault:  # the run ends with the earlier error
+                self.reporter.note(f"warning: step {self.step} could not be saved: {fault}")
         faults: list[Exception] = []
         endings: tuple[Callable[[], None], ...] = (
-            lambda: self.saving.close(error),
+            lambda: self._close_store(error),
             self.profile.close,
             self.watchdog.close,
             lambda: self.callbacks.run_ended(self.step, error),
-            self.saving.remember_code,
+            self._remember_code,
         )
         for ending in endings:
             try:
@@ -182,3 +201,50 @@ class BetweenSteps:
                 faults.append(fault)
         if faults and error is None:
             raise faults[0]
+
+    # -- checkpoints ---------------------------------------------------------------------------
+
+    def save(self, step: int, metrics: Mapping[str, float], *, last: bool, evaluated: bool = True) -> None:
+        """Saves a checkpoint of the training run.
+
+        Args:
+            step: steps taken.
+            metrics: of the step's evaluation, if that came before.
+            last: whether it is this process's last checkpoint; it is then complete when this returns.
+            evaluated: whether the validation and samples that were due are done.
+        """
+        self.reporter.enter("checkpoint")
+        facts = {**self.facts(), "metrics": json_numbers(metrics), "evaluated": evaluated}
+        self.store.save(step, self.state(), facts, to_yaml(self.config), manifest=self.manifest)
+        self._remember_code()
+        self._saved, self._saved_at = step, time.monotonic()
+        if last:
+            self.store.wait()
+        self._report_complete()
+
+    def _saves(self, step: int, stop: bool, save: bool) -> bool:
+        return stop or save or step == self.steps or step % self.config.checkpoint.every == 0
+
+    def _add(self, step: int, metrics: Mapping[str, float], *, evaluated: bool) -> None:
+        """Adds validation metrics to the checkpoint of `step`, which was saved before the validation."""
+        if metrics or evaluated:
+            self.store.add(step, json_numbers(metrics), evaluated=evaluated)
+
+    def _report_complete(self) -> None:
+        """Reports the checkpoints that have become complete; CheckpointError if one failed."""
+        for path in self.store.poll():
+            self.reporter.note(f"saved {path}")
+            self.callbacks.saved(int(path.name.removeprefix("step_")), path)
+
+    def _remember_code(self) -> None:
+        """Records modules that plugins imported during training as trusted code of the run."""
+        if Ranks.current().rank == 0:
+            remember_imports(self.config)
+
+    def _close_store(self, error: BaseException | None) -> None:
+        """Completes the last checkpoint."""
+        try:
+            self.store.close(after_fault=error is not None)
+        finally:
+            if error is None:
+                self._report_complete()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from mm_core.config.sections import RunConfig
 from mm_core.errors import ConfigError, did_you_mean
@@ -13,7 +12,6 @@ from mm_core.runtime.ranks import Ranks
 from mm_core.telemetry.reporter import RunReporter
 from mm_core.telemetry.trackers.local import read_metrics
 from mm_core.training.callback_list import CallbackList
-from mm_core.training.saving import best_metric
 
 
 @dataclass
@@ -22,7 +20,6 @@ class Evaluating:
 
     Attributes:
         config: the checked config.
-        run_dir: the run's folder.
         reporter: logs the metrics.
         callbacks: are called after each evaluation.
         validator: validates and samples; None if neither is configured.
@@ -30,7 +27,6 @@ class Evaluating:
     """
 
     config: RunConfig
-    run_dir: Path
     reporter: RunReporter
     callbacks: CallbackList
     validator: Validator | None = None
@@ -120,7 +116,7 @@ class Evaluating:
         """The metrics of an evaluation that an earlier process has logged; {} if none has."""
 
         def read() -> dict[str, float]:
-            rows = [row for row in read_metrics(self.run_dir) if row["step"] == step]
+            rows = [row for row in read_metrics(self.config.run.folder) if row["step"] == step]
             found = next((row for row in rows if f"{split}/loss" in row), {})
             return {name: float(value) for name, value in found.items() if name != "step"}
 
@@ -135,3 +131,11 @@ class Evaluating:
                 accepted=", ".join(metrics),
                 hint=did_you_mean(best, metrics),
             )
+
+
+def best_metric(config: RunConfig) -> str | None:
+    """The full metric name of `checkpoint.best`: that of the weight average, if the run keeps one."""
+    best = config.checkpoint.best
+    if best is None or "/" in best:
+        return best
+    return f"{'validation' if config.ema is None else 'validation_ema'}/{best}"

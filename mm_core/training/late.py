@@ -123,12 +123,6 @@ def late_steps(training: Training) -> LateSteps | None:
     return LateSteps(training, engine)
 
 
-def with_late_steps(training: Training) -> Training:
-    """The parts of a run, with the way its steps end late, if they do."""
-    training.late = late_steps(training)
-    return training
-
-
 def on_host(norm: Tensor, losses: Sequence[Loss]) -> Callable[[], tuple[float, list[Loss]]]:
     """Begins to copy a step's norm and losses to the host; returns a function that waits for them."""
     numbers = [norm]

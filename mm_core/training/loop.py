@@ -54,6 +54,7 @@ class Training:
         between: the work between steps: average, callbacks, evaluation, checkpoints, profile, watchdog, and
             whether to stop.
         clip_grad_norm: L2 norm to which gradients are clipped; None without clipping.
+        start: steps already taken when the run was assembled.
         late: ends steps on a device that decides about updates itself; None: steps end as below.
     """
 
@@ -67,6 +68,7 @@ class Training:
     reporter: RunReporter
     between: BetweenSteps
     clip_grad_norm: float | None
+    start: int
     late: LateSteps | None = None
 
 

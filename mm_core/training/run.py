@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mm_core.config.sections import RunConfig
+from mm_core.data.loading.skipped import SKIPPED
 from mm_core.data.loading.stopping import StopRequested, stop_on
 from mm_core.device import set_numerics
 from mm_core.runtime.launch.rank_logs import rank_log
 from mm_core.runtime.launch.signals import StopFlag, leaving_at_signals
 from mm_core.runtime.process_group import process_group
-from mm_core.training.assembly import Assembly, assemble
-from mm_core.training.loop import run_steps
+from mm_core.training.assembly import assemble
+from mm_core.training.loop import Training, run_steps
 from mm_core.training.optional.memory import advise
 
 UNREADY = 10.0
@@ -76,30 +77,31 @@ def train(
         for sentence in numerics:
             run.reporter.note(sentence)
         run.between.stop_after = stop_after
-        steps, step = run.training.plan.steps, run.start
+        steps, step = run.plan.steps, run.start
         with running(run):
             if not run.between.interrupted and (stop_after is None or step < stop_after):
-                step = run_steps(run.training, run.start)
+                step = run_steps(run, run.start)
         # A stop request to one rank stops all ranks.
         reason = (stop and stop.requested) or ("--stop-after" if stop_after else _OTHER_RANK)
         unfinished = step < steps or run.between.interrupted
-        return RunResult(run.folder, step, steps, reason if unfinished else None)
+        return RunResult(folder, step, steps, reason if unfinished else None)
 
 
 @contextmanager
-def running(run: Assembly) -> Iterator[None]:
+def running(run: Training) -> Iterator[None]:
     """Starts the work around training steps, and closes files, trackers and callbacks after the block."""
     between = run.between
+    config, skipped = between.config, between.config.run.folder / SKIPPED
     error: BaseException | None = None
     try:
         between.start(run.start)
         yield
-        if run.ledger.path.exists():
+        if skipped.exists():
             what = "samples that could not be read were replaced, or parts of them skipped"
-            run.reporter.note(f"{what}; see {run.ledger.path} for the list")
+            run.reporter.note(f"{what}; see {skipped} for the list")
     except BaseException as raised:
         error = raised
-        advise(error, between.saving.config, run.training.plan)
+        advise(error, config, run.plan)
         raise
     finally:
         try:

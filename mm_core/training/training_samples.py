@@ -17,7 +17,7 @@ from mm_core.errors import ContractError, PlanError, plural
 from mm_core.plan import RunPlan, bucket_order, sample_order
 from mm_core.plugin.checks.places import place_of_object
 from mm_core.plugin.checks.values import returned
-from mm_core.training.restore import Restored
+from mm_core.training.parts import Restored
 
 
 def sample_lengths(config: RunConfig, dataset: Dataset) -> Tensor | None:

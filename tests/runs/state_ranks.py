@@ -19,7 +19,7 @@ def main(config: str, *overrides: str) -> None:
     start_process_group()
     run = assemble(load_config(config, overrides))
     lines = []
-    for part, tensors in sorted(run.between.saving.state().items()):
+    for part, tensors in sorted(run.between.state().items()):
         for name, tensor in sorted(tensors.items()):
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             data = whole.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -28,7 +28,8 @@ from mm_core.errors import CacheError, PlanError
 from mm_core.loading import caching
 from mm_core.loading.caching import build_cache
 from mm_core.runtime.process_group import process_group
-from mm_core.training.assembly import Assembly, assemble
+from mm_core.training.assembly import assemble
+from mm_core.training.loop import Training
 from support import warm
 from support.logs import losses
 from support.ranks import run_ranks
@@ -104,7 +105,7 @@ def place(tmp_path) -> Place:
 
 
 @contextmanager
-def assembled(config: RunConfig) -> Iterator[Assembly]:
+def assembled(config: RunConfig) -> Iterator[Training]:
     """A run before its first step."""
     with process_group(None):
         made = assemble(config)
@@ -182,7 +183,7 @@ def test_nothing_is_loaded_that_nothing_needs(place, capsys):
     config = place.config("built", *place.cached())
     build_cache(config, note)
     with assembled(config) as made:
-        task = made.training.task
+        task = made.task
         assert task.frozen == () and task.text_encoder.table is None
     run = [f"{place.folder}/built.yaml", *place.cached(), "engine={frozen: {text_encoder: replicated}}"]
     assert main(["train", "--dry-run", "--config", *run]) == 0
@@ -196,7 +197,7 @@ def test_prompts_are_cached_too(place, same_clips):
     config = place.config("cached", *samples, *place.cached())
     build_cache(config, note)
     with assembled(config) as made:
-        assert made.training.task.frozen == ("autoencoder",)
+        assert made.task.frozen == ("autoencoder",)
     clips = [
         mm_core.train(each).run_dir / "samples/step_00000020"
         for each in (place.config("online", *samples), config)
@@ -320,7 +321,7 @@ def test_what_changes_while_a_run_fills_the_cache_is_trained_on_and_not_kept(pla
             (place.folder / f"photos/{number}.txt").write_text("another caption")
             Image.new("RGB", (24, 16), (1, 2, number)).save(place.folder / f"photos/{number}.png")
         for _ in range(40):
-            next(made.training.batches)
+            next(made.batches)
         made.between.callbacks.run_ended(20, None)
     place.config("again", *place.cached(), **SMALL)
     built = build_cache(place.config("again", *place.cached(), **SMALL), note)
@@ -336,7 +337,7 @@ def test_only_the_empty_caption_may_be_missing(place):
     fills = place.cached("data.cache.missing=encode")
     assert train(place.config("cached", *held, *fills)) == pytest.approx(online, abs=1e-6)
     with assembled(place.config("again", *fills)) as made:
-        assert made.training.task.frozen == ()
+        assert made.task.frozen == ()
 
 
 def test_reasons_tell_a_variant_from_another_autoencoder(place):
@@ -364,7 +365,7 @@ def test_a_prune_for_two_configs_leaves_a_running_one_what_it_needs(place):
     with assembled(config) as made:
         assert main(["cache", "prune", "--config", f"{place.folder}/cached.yaml", *place.cached()]) == 0
         for _ in range(20):
-            next(made.training.batches)
+            next(made.batches)
 
 
 def test_a_task_of_a_plugin_takes_part(place):
@@ -416,7 +417,7 @@ def test_a_cache_that_was_pruned_under_a_run_ends_it_with_a_sentence(place, miss
         for shard in (place.folder / "cache/shards").iterdir():
             shard.unlink()
         with pytest.raises(CacheError, match=r"latents of .* no longer in the cache(.|\n)*`mm cache prune`"):
-            next(made.training.batches)
+            next(made.batches)
 
 
 # -- builds that die, and builds that meet -------------------------------------------------------

@@ -80,7 +80,7 @@ def test_state_at_load_is_bit_equal_on_another_world(whole, tiny, tmp_path, mm):
     config = load_config(tiny, [f"run.dir={tmp_path}", "data.loader.workers=0"])
     with process_group():
         assembly = assemble(config)
-        state = assembly.training.engine.state_dict()
+        state = assembly.engine.state_dict()
         assembly.reporter.close("done")
         assert assembly.start == 6
         loaded = {

@@ -51,9 +51,9 @@ def train(config: Path, folder: Path, late: bool, plants: dict[int, tuple[int, s
     overrides += ["train.micro_batch_size=1", "train.global_batch_size=4"]
     overrides += [f"train.non_finite={{policy: {policy}, in_a_row: 1000, in_all: 1000}}", "log.every=1"]
     run = assemble(load_config(config, [*overrides, "checkpoint.every=40"]), "never")
-    task, engine = run.training.task, run.training.engine
+    task, engine = run.task, run.engine
     engine.late, loss_of, update = late, task.loss, engine.update
-    run.training.late = late_steps(run.training)
+    run.late = late_steps(run)
     found: dict = {"notes": [], "moved": [], "fault": "", "updates": 0}
     note = run.reporter.progress.note
     run.reporter.progress.note = lambda text: (found["notes"].append(text), note(text))
@@ -81,7 +81,7 @@ def train(config: Path, folder: Path, late: bool, plants: dict[int, tuple[int, s
     task.loss, engine.update = loss, watched
     try:
         with running(run):
-            run_steps(run.training, run.start)
+            run_steps(run, run.start)
     except MMError as fault:
         found["fault"] = str(fault)
     state = engine.state_dict()

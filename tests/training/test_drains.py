@@ -149,7 +149,7 @@ def waits(tiny, folder, device: StandInDevice, on: bool) -> list[str]:
     """What waits in steps 3 to 6 of a run that logs each step."""
     overrides = [f"run.dir={folder}", "train.steps=9", "checkpoint.every=100", "ema={decay: 0.9}"]
     run = assemble(load_config(tiny, [*overrides, "log={every: 1, detail_every: 100}"]), "never")
-    engine, training = run.training.engine, run.training
+    engine, training = run.engine, run
     device.put("device", *(shard.master for shard in engine.shards()), *run.between.ema.state_dict().values())
     engine.late = on
     training.late = late.late_steps(training)

@@ -30,7 +30,6 @@ from mm_core.training.between_steps import BetweenSteps
 from mm_core.training.callback_list import CallbackList
 from mm_core.training.evaluating import Evaluating
 from mm_core.training.run import train
-from mm_core.training.saving import Saving
 
 COMMANDS = {
     "sample": ("sample", "--run", "{run}", "--prompt", "a circle"),
@@ -481,22 +480,24 @@ def test_what_a_plugin_imports_between_saves_is_recorded(stranger, monkeypatch):
     saved = SimpleNamespace(poll=list, save=lambda *given, **more: None, close=lambda **more: None)
     reporter = SimpleNamespace(enter=lambda phase: None)
     callbacks, quiet = CallbackList(), SimpleNamespace(close=lambda: None)
-    saving = Saving(config, saved, dict, dict, "", {}, reporter, callbacks)
     between = BetweenSteps(
-        stranger.run,
-        9,
-        saving,
-        Evaluating(config, stranger.run, reporter, callbacks),
-        StopFlag(),
-        reporter,
-        callbacks,
+        config,
+        steps=9,
+        store=saved,
+        state=dict,
+        facts=dict,
+        manifest={},
+        evaluating=Evaluating(config, reporter, callbacks),
+        flag=StopFlag(),
+        reporter=reporter,
+        callbacks=callbacks,
         profile=quiet,
         watchdog=quiet,
     )
     library = stranger.plugin.parent / "beside_lib.py"
     digest = digest_of(library.read_bytes())
     assert not KnownCode.of_user().holds(digest)
-    saving.save(1, {}, last=False)
+    between.save(1, {}, last=False)
     assert KnownCode.of_user().holds(digest)
     importlib.import_module("beside_package.inner")
     between.close(None)

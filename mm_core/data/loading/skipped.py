@@ -14,6 +14,9 @@ from typing import IO
 from mm_core.contracts import Batch, FailureRecord
 from mm_core.errors import DataError, plural
 
+SKIPPED = "skipped.jsonl"
+"""The file in a run's folder."""
+
 MIN_DRAWS = 20
 """Samples drawn before the failed share is checked: one bad file among the first few proves nothing."""
 
@@ -41,7 +44,7 @@ class SkipLedger:
     """
 
     def __init__(self, run_dir: Path, max_failed_share: float, min_draws: int = MIN_DRAWS) -> None:
-        self.path = Path(run_dir) / "skipped.jsonl"
+        self.path = Path(run_dir) / SKIPPED
         self.max_failed_share = max_failed_share
         self.min_draws = min_draws
         self.draws = 0

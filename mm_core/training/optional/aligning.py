@@ -14,8 +14,8 @@ from mm_core.report.align.records import Names
 from mm_core.runtime.launch.rank_logs import rank_log
 from mm_core.runtime.process_group import process_group
 from mm_core.telemetry.align.attaching import Attached, Recorded, RunRecorder
-from mm_core.training.assembly import Assembly, assemble
-from mm_core.training.loop import run_steps
+from mm_core.training.assembly import assemble
+from mm_core.training.loop import Training, run_steps
 from mm_core.training.run import running
 
 QUIET = (
@@ -75,26 +75,26 @@ def record(config: RunConfig, asked: Recording) -> list[str]:
         like = Recorded(asked.like, asked.names) if asked.like is not None else None
         run = assemble(config, asked.resume)
         first = run.start + asked.after
-        if first + asked.steps > run.training.plan.steps:
+        if first + asked.steps > run.plan.steps:
             raise MMError(
-                f"the run has only {plural(run.training.plan.steps, 'step')}",
+                f"the run has only {plural(run.plan.steps, 'step')}",
                 where="--steps",
-                accepted=f"1 to {run.training.plan.steps - first}",
+                accepted=f"1 to {run.plan.steps - first}",
             )
         with running(run):
             _train(run, run.start, first)
-            notes = [like.weights(run.training.engine)] if like is not None else []
+            notes = [like.weights(run.engine)] if like is not None else []
             recorder = RunRecorder(
                 asked.out,
-                run.training.engine,
-                run.training.task,
+                run.engine,
+                run.task,
                 rank=ranks.rank,
                 step=first,
-                facts=json.loads((run.folder / "manifest.json").read_text(encoding="utf-8")),
+                facts=json.loads((config.run.folder / "manifest.json").read_text(encoding="utf-8")),
                 weights=asked.weights,
                 modules=asked.modules,
             )
-            Attached(recorder, run.training.task, run.training.engine, like)
+            Attached(recorder, run.task, run.engine, like)
             _train(run, first, first + asked.steps)
             recorder.close()
         if like is not None:
@@ -104,10 +104,10 @@ def record(config: RunConfig, asked: Recording) -> list[str]:
         return notes
 
 
-def _train(run: Assembly, start: int, end: int) -> None:
+def _train(run: Training, start: int, end: int) -> None:
     """Runs steps without the end of the run, which would save a checkpoint."""
     if end > start:
-        plan = run.training.plan
-        run.training.plan = replace(plan, steps=end)
-        run_steps(run.training, start)
-        run.training.plan = plan
+        plan = run.plan
+        run.plan = replace(plan, steps=end)
+        run_steps(run, start)
+        run.plan = plan

@@ -37,7 +37,7 @@ from mm_core.parallel import recompute
 from mm_core.parallel.layout import ShardedPlan
 from mm_core.plan import build_frozen, check_data, in_buckets, in_cache, make_plan
 from mm_core.telemetry.operators import Calls, Operators, Signature, make_fake
-from mm_core.training.restore import Restored
+from mm_core.training.parts import Restored
 from mm_core.training.training_samples import make_loader
 
 
