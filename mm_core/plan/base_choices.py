@@ -11,6 +11,7 @@ from mm_core.config.sections import RunConfig
 from mm_core.contracts import Engine, EnginePlan
 from mm_core.errors import MMError
 from mm_core.plan.planning import build_frozen, build_task, state_tensors
+from mm_core.plan.run_plan import device_bytes, host_bytes
 from mm_core.weights.adapters.inject import Structure
 
 
@@ -73,18 +74,11 @@ def _choice(
     build_frozen(task)
     engine: Engine = config.registry.build("engine", settings)
     plan: EnginePlan = engine.plan(task, world, state_tensors(config))
-    ours = plan.parameter_bytes - plan.offloaded_bytes
-    device, host = ours + plan.gathered_bytes, plan.offloaded_bytes
-    if plan.offloaded_bytes:
-        host += plan.gradient_bytes + plan.optimizer_bytes
-    elif plan.optimizer_on_host:
-        device, host = device + plan.gradient_bytes, plan.optimizer_bytes + 2 * plan.gradient_bytes
-    else:
-        device += plan.gradient_bytes + plan.optimizer_bytes
-    calls = [part.call_bytes for part in plan.frozen]
-    device += sum(part.device_bytes for part in plan.parts) + max(calls, default=0)
+    device = sum(device_bytes(plan).values()) + sum(part.device_bytes for part in plan.parts)
+    device += plan.gathered_bytes + max((part.call_bytes for part in plan.frozen), default=0)
     device += plan.base.call_bytes if plan.base is not None else 0
-    return BaseChoice(label, device, host + sum(part.host_bytes for part in plan.parts))
+    host = sum(host_bytes(plan).values()) + sum(part.host_bytes for part in plan.parts)
+    return BaseChoice(label, device, host)
 
 
 def table_of(choices: tuple[BaseChoice, ...]) -> list[str]:

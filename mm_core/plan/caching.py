@@ -18,8 +18,9 @@ from mm_core.data.cache.rows import CacheRows, PartKey, Size, keys_of_texts, row
 from mm_core.data.cache.samples import CachedSamples
 from mm_core.data.cache.shards import KEY
 from mm_core.data.cache.store import Store
+from mm_core.data.class_names import check_class_names
 from mm_core.data.loading.bucketed import BucketedSamples
-from mm_core.data.loading.plain import AnyDataset, PlainBatches, PlainSamples, rows_of
+from mm_core.data.loading.plain import AnyDataset, PlainBatches, PlainSamples
 from mm_core.data.loading.seeding import build_split
 from mm_core.data.rows.mapped_rows import read_once
 from mm_core.errors import CacheError, MMError, PlanError
@@ -213,25 +214,25 @@ def in_cache(
 def cache_of(config: RunConfig, create: bool = False) -> tuple[TaskModule, RunCache]:
     """The task of a run, built, and its cache, for commands; see `open_cache`."""
     task = build_task(config)
-    return task, open_cache(config, task, _datasets(config, task), create=create)
+    return task, open_cache(config, task, open_datasets(config, task), create=create)
 
 
 def plan_with_cache(config: RunConfig, world: int, task: TaskModule) -> RunPlan:
     """The plan of a run whose data are cached, for a number of ranks; see `in_cache` and `make_plan`."""
-    datasets, notes, _ = in_cache(config, task, _datasets(config, task))
-    train = datasets["train"]
-    samples = train if isinstance(train, BucketedSamples) else None
-    plan = make_plan(config, world, task, None, rows_of(train), samples)
+    datasets, notes, _ = in_cache(config, task, open_datasets(config, task))
+    plan = make_plan(config, world, task, train=datasets["train"])
     return replace(plan, notes=(*plan.notes, *notes))
 
 
-def _datasets(config: RunConfig, task: TaskModule) -> dict[str, AnyDataset]:
-    check_data(config, task)
+def open_datasets(config: RunConfig, task: TaskModule) -> dict[str, AnyDataset]:
+    """The datasets of a run by split, checked against its task; see `in_buckets`. A collective call."""
+    check_data(config, task)  # before any data is measured
     mode = config.data.loader.mode
     datasets = {
         name: build_split(config.registry, section, config.run.seed, mode, name)
         for name, section in config.data.splits.items()
     }
+    check_class_names(task, datasets)
     return in_buckets(config, task, datasets)
 
 

@@ -30,7 +30,7 @@ from mm_core.contracts import (
     TrainingFacts,
 )
 from mm_core.data.loading.bucketed import BucketedSamples, BucketOrder
-from mm_core.data.loading.plain import rows_of
+from mm_core.data.loading.plain import AnyDataset, rows_of
 from mm_core.data.loading.sampler import BatchPlan, Order
 from mm_core.data.loading.seeding import build_dataset, build_split
 from mm_core.device import untested_torch
@@ -149,8 +149,7 @@ def make_plan(
     world: int,
     task: TaskModule | None = None,
     engine: Engine | None = None,
-    num_samples: int | None = None,
-    samples: BucketedSamples | None = None,
+    train: AnyDataset | None = None,
 ) -> RunPlan:
     """Computes the plan of a run for `world` ranks.
 
@@ -159,8 +158,8 @@ def make_plan(
         world: number of ranks.
         task: the task; None: built here.
         engine: the engine; None: built here.
-        num_samples: number of samples in data.train; None: counted if `train.epochs` is set.
-        samples: those of data.train in buckets; None with the mode `variable`: opened here.
+        train: the samples of data.train, in buckets with the mode `variable`; None: opened here, if the plan
+            depends on them.
 
     Raises:
         ConfigError: a target does not keep the contract of its kind.
@@ -179,8 +178,8 @@ def make_plan(
     layout = engine.plan(task, world, states)
     _check_base_dtype(config, task, layout)
     size, accumulation = _batch(config, layout.data_parallel)
-    order = _buckets(config, task, size, accumulation, samples)
-    steps = _steps(config, size, num_samples, order)
+    order = _buckets(config, task, size, accumulation, train)
+    steps = _steps(config, size, order, train)
     modules = _modules(task)
     return RunPlan(
         name=config.run.name,
@@ -226,16 +225,17 @@ def _batch(config: RunConfig, shares: int) -> tuple[int, int]:
 
 
 def _buckets(
-    config: RunConfig, task: TaskModule, size: int, accumulation: int, samples: BucketedSamples | None
+    config: RunConfig, task: TaskModule, size: int, accumulation: int, train: AnyDataset | None
 ) -> BucketOrder | None:
     """The order of samples in buckets; None in other modes of the loader."""
     if config.data.loader.mode != "variable":
         return None
     check_group(accumulation, config.data.loader.buckets_per_step)
-    if samples is None:
+    if train is None:
         opened = build_dataset(config.registry, config.data.train, config.run.seed)
-        samples = bucketed(config, task, config.data.train, opened, "train")
-    return bucket_order(config, size, samples)
+        train = bucketed(config, task, config.data.train, opened, "train")
+    assert isinstance(train, BucketedSamples)
+    return bucket_order(config, size, train)
 
 
 def _model_states(modules: Sequence[ModuleFact], states: float, world: int) -> tuple[StageBytes, ...]:
@@ -308,26 +308,23 @@ def _check_base_dtype(config: RunConfig, task: TaskModule, layout: EnginePlan) -
             )
 
 
-def _steps(
-    config: RunConfig, global_batch_size: int, num_samples: int | None, order: Order | None = None
-) -> int:
+def _steps(config: RunConfig, size: int, order: Order | None, train: AnyDataset | None) -> int:
     """The total number of steps; epochs are rounded up to complete steps."""
     if config.train.steps is not None:
         return config.train.steps
     assert config.train.epochs is not None
-    if order is not None:
-        return math.ceil(config.train.epochs * order.batches_per_epoch)
-    if num_samples is None:
-        mode = config.data.loader.mode
-        num_samples = rows_of(build_split(config.registry, config.data.train, config.run.seed, mode, "train"))
-    if num_samples is None:
-        raise PlanError(
-            "an IterableDataset or DataLoader has no known number of samples, so its epochs have no known"
-            " number of steps",
-            where="train.epochs",
-            hint="set train.steps instead",
-        )
-    order = sample_order(config, global_batch_size, num_samples)
+    if order is None:
+        if train is None:
+            mode = config.data.loader.mode
+            train = build_split(config.registry, config.data.train, config.run.seed, mode, "train")
+        if (count := rows_of(train)) is None:
+            raise PlanError(
+                "an IterableDataset or DataLoader has no known number of samples, so its epochs have no known"
+                " number of steps",
+                where="train.epochs",
+                hint="set train.steps instead",
+            )
+        order = sample_order(config, size, count)
     return math.ceil(config.train.epochs * order.batches_per_epoch)
 
 

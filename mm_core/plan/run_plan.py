@@ -71,28 +71,17 @@ class RunPlan:
     @property
     def device_bytes(self) -> dict[str, int]:
         """The planned bytes on a rank's device between steps, by category."""
-        engine = self.engine
-        found = {"parameters": engine.parameter_bytes - engine.offloaded_bytes}
-        if not engine.offloaded_bytes:
-            found |= {"gradients": engine.gradient_bytes}
-            found |= {} if engine.optimizer_on_host else {"optimizer": engine.optimizer_bytes}
+        found = device_bytes(self.engine)
         if self.ema_bytes and not self.ema_on_host:
             found["average"] = self.ema_bytes
-        return found | {part.name: part.device_bytes for part in engine.parts}
+        return found | {part.name: part.device_bytes for part in self.engine.parts}
 
     @property
     def host_bytes(self) -> dict[str, int]:
         """The planned bytes in a rank's host memory, by category, without frozen components."""
-        engine, found = self.engine, {}
-        if engine.offloaded_bytes:
-            found = {
-                "parameters": engine.offloaded_bytes,
-                "gradients": engine.gradient_bytes,
-                "optimizer": engine.optimizer_bytes,
-            }
-        elif engine.optimizer_on_host:
-            found = {"optimizer": engine.optimizer_bytes, "copies": 2 * engine.gradient_bytes}
-        return found | ({"average": self.ema_bytes} if self.ema_bytes and self.ema_on_host else {})
+        return host_bytes(self.engine) | (
+            {"average": self.ema_bytes} if self.ema_bytes and self.ema_on_host else {}
+        )
 
     def to_mapping(self) -> dict[str, Any]:
         """The plan of a run as plain values, for `--dry-run --json`."""
@@ -195,6 +184,28 @@ class RunPlan:
         if unknown := [m.name for m in self.modules if not m.trainable and m.name not in known]:
             lines.append(f"  not counted: {', '.join(unknown)}")
         return lines
+
+
+def device_bytes(engine: EnginePlan) -> dict[str, int]:
+    """The planned bytes of the trained modules on a rank's device between steps, by category."""
+    found = {"parameters": engine.parameter_bytes - engine.offloaded_bytes}
+    if not engine.offloaded_bytes:
+        found |= {"gradients": engine.gradient_bytes}
+        found |= {} if engine.optimizer_on_host else {"optimizer": engine.optimizer_bytes}
+    return found
+
+
+def host_bytes(engine: EnginePlan) -> dict[str, int]:
+    """The planned bytes of the trained modules in a rank's host memory, by category."""
+    if engine.offloaded_bytes:
+        return {
+            "parameters": engine.offloaded_bytes,
+            "gradients": engine.gradient_bytes,
+            "optimizer": engine.optimizer_bytes,
+        }
+    if engine.optimizer_on_host:
+        return {"optimizer": engine.optimizer_bytes, "copies": 2 * engine.gradient_bytes}
+    return {}
 
 
 def _table(sizes: Mapping[str, int]) -> list[str]:

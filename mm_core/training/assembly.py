@@ -15,11 +15,8 @@ from mm_core.checkpoint.store import CheckpointStore
 from mm_core.config.dump import to_yaml
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import Engine, Randomness
-from mm_core.data.class_names import check_class_names
-from mm_core.data.loading.bucketed import BucketedSamples
-from mm_core.data.loading.plain import promise_of, rows_of
+from mm_core.data.loading.plain import promise_of
 from mm_core.data.loading.sampler import Order
-from mm_core.data.loading.seeding import build_split
 from mm_core.data.loading.skipped import SkipLedger
 from mm_core.data.loading.streams import TrainingStream
 from mm_core.errors import PlanError
@@ -32,7 +29,7 @@ from mm_core.loading.run_adapters import task_of
 from mm_core.modules.quantised import check_in_files
 from mm_core.optim.configured import make_lr_schedule, make_optimizer
 from mm_core.optim.ema import EMA
-from mm_core.plan import RunPlan, check_data, in_buckets, in_cache, make_plan
+from mm_core.plan import RunPlan, in_cache, make_plan, open_datasets
 from mm_core.runtime.launch.rank_logs import current_log
 from mm_core.runtime.launch.signals import StopFlag
 from mm_core.runtime.launch.watchdog import Watchdog
@@ -81,20 +78,10 @@ def build_parts(config: RunConfig, store: CheckpointStore, resume: str) -> RunPa
     check_plugins(config)
     check_commands(config)
     source, refused = store.open(resume)
-    registry = config.registry
     task = task_of(config, source)
-    engine: Engine = registry.build("engine", config.engine)
-    check_data(config, task)  # before any data is measured
-    datasets = {
-        name: build_split(registry, section, config.run.seed, config.data.loader.mode, name)
-        for name, section in config.data.splits.items()
-    }
-    check_class_names(task, datasets)
-    datasets = in_buckets(config, task, datasets)
-    datasets, cached, filled = in_cache(config, task, datasets)
-    train = datasets["train"]
-    samples = train if isinstance(train, BucketedSamples) else None
-    plan = make_plan(config, Ranks.current().count, task, engine, rows_of(train), samples)
+    engine: Engine = config.registry.build("engine", config.engine)
+    datasets, cached, filled = in_cache(config, task, open_datasets(config, task))
+    plan = make_plan(config, Ranks.current().count, task, engine, datasets["train"])
     plan = replace(plan, notes=(*plan.notes, *cached))
     if missing := [file.path for file in plan.missing if file.needed == "to train"]:
         raise PlanError(

@@ -47,7 +47,7 @@ def yaml(tmp_path, monkeypatch) -> Path:
 def manifest_of(yaml: Path) -> dict:
     config = load_config(yaml)
     dataset = config.registry.build("dataset", config.data.train)
-    return run_manifest(config, make_plan(config, 1, num_samples=len(dataset)), {"train": dataset})
+    return run_manifest(config, make_plan(config, 1, train=dataset), {"train": dataset})
 
 
 def test_the_manifest_lists_what_the_run_is_made_of(yaml):

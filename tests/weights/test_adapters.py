@@ -480,13 +480,13 @@ def test_weights_below_adapters_are_held_in_bf16(tmp_path):
     kinds = {adapter_of(n) is None: p.dtype for n, p in task.predictor.named_parameters()}
     assert kinds == {True: torch.bfloat16, False: torch.float32}
     own = sum(p.nbytes for p in task.predictor.parameters())
-    assert make_plan(config, 1, task, num_samples=100).engine.parameter_bytes == own
+    assert make_plan(config, 1, task, train=range(100)).engine.parameter_bytes == own
 
 
 def test_a_dtype_below_adapters_that_nothing_computes_in_is_a_readable_error(tmp_path, monkeypatch):
     monkeypatch.setattr(casting, "shards_mixed", lambda: True)
     with pytest.raises(PlanError) as caught:
-        make_plan(with_base_dtype(tmp_path, param_dtype=None), 1, num_samples=100)
+        make_plan(with_base_dtype(tmp_path, param_dtype=None), 1, train=range(100))
     assert str(caught.value) == (
         "train.base_dtype: adapters are fp32 but the weights under them would be bf16, and no dtype is set"
         " for the computation\n  hint: set engine.param_dtype: bf16, or what your engine calls that"
@@ -494,6 +494,6 @@ def test_a_dtype_below_adapters_that_nothing_computes_in_is_a_readable_error(tmp
     monkeypatch.setattr(casting, "shards_mixed", lambda: False)
     said = "predictor has parameters in bfloat16 and float32, which torch .* cannot shard together"
     with pytest.raises(PlanError, match=said):
-        make_plan(with_base_dtype(tmp_path, param_dtype="bf16"), 1, num_samples=100)
+        make_plan(with_base_dtype(tmp_path, param_dtype="bf16"), 1, train=range(100))
     with pytest.raises(ValueError, match="base_dtype works only with adapters"):
         TrainSection(steps=1, base_dtype="bf16")

@@ -27,8 +27,6 @@ from mm_core.contracts import (
     torch_dtype,
 )
 from mm_core.contracts.bases.task_module import loss_of
-from mm_core.data.loading.bucketed import BucketedSamples
-from mm_core.data.loading.plain import rows_of
 from mm_core.data.loading.seeding import build_split
 from mm_core.errors import MMError
 from mm_core.loading.run_adapters import task_of
@@ -76,8 +74,7 @@ def first_forward(config: RunConfig) -> Forward:
     train = build_split(config.registry, config.data.train, config.run.seed, loader.mode, "train")
     datasets, *_ = in_cache(config, task, in_buckets(config, task, {"train": train}))
     samples = datasets["train"]
-    buckets = samples if isinstance(samples, BucketedSamples) else None
-    plan = make_plan(config, 1, task, engine, rows_of(samples), buckets)
+    plan = make_plan(config, 1, task, engine, samples)
     engine.data_ranks = DataRanks(0, plan.engine.data_parallel)
     _, batches = make_loader(config, plan, samples, task, engine, Restored(), lambda _: None)
     batch = next(iter(batches)).to(torch.device("cpu"))

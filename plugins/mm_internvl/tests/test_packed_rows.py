@@ -43,13 +43,13 @@ def test_larger_packed_batches_are_refused_before_rows_are_read(place, tmp_path,
         raise AssertionError("opened")
 
     monkeypatch.setattr(Conversations, "__init__", opened)
-    for beginning in (lambda: make_plan(config, 1, num_samples=9), lambda: mm_core.train(config)):
+    for beginning in (lambda: make_plan(config, 1, train=range(9)), lambda: mm_core.train(config)):
         with pytest.raises(ContractError, match="a micro-batch of 2 packed rows is not supported") as fault:
             beginning()
         assert fault.value.where == "train.micro_batch_size"
     batches["micro_batch_size"] = 1
     single = runs.config_of(tmp_path, place / "model", **sections, train=batches)
-    assert make_plan(single, 1, num_samples=9).accumulation == 2
+    assert make_plan(single, 1, train=range(9)).accumulation == 2
 
 
 def test_it_pickles_without_its_tokenizer(place):
