@@ -8,9 +8,8 @@ backward of a trained module counts as twice its forward; what the backward reco
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,19 +27,6 @@ _ATTENTION = (  # scaled_dot_product_attention on CPU and on out-of-tree devices
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
     torch.ops.aten._scaled_dot_product_fused_attention_overrideable,
 )
-
-
-@dataclass(frozen=True)
-class CountedFlops:
-    """FLOPs of one training step over all ranks.
-
-    Attributes:
-        trained: forward and backward of the trained modules.
-        encode: encoding of their inputs (frozen encoders).
-    """
-
-    trained: float
-    encode: float
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -83,45 +69,27 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class ForwardFlops:
-    """Counts the FLOPs of the first micro-batch that runs within `counting()`, and of no later one.
+    """Counts the FLOPs of the first forward that runs within `counting()`, and of no later one.
 
-    FLOPs of the phases `encode` and `forward_backward` are counted separately. Only the forward may run
-    within `counting()`; every rank counts its own micro-batch.
+    Every rank counts its own micro-batch.
     """
 
     def __init__(self) -> None:
-        self._mode: _Counter | None = None
-        self._encode = 0
-        self._faults: list[str] = []
-        self._counted: tuple[int, int] | None = None
-
-    @property
-    def counted(self) -> bool:
-        """Whether the FLOPs of a micro-batch have been counted."""
-        return self._counted is not None
+        self._counted: int | None = None
+        self._failed: list[object] = []
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """A context that counts the FLOPs of encoding and forward; it costs nothing after the first time."""
-        if self.counted:
+        """A context that counts the FLOPs of a forward; it costs nothing after the first time."""
+        if self._counted is not None:
             yield
             return
-        self._encode = 0
-        try:
-            with _Counter(formulas(self._faults.append)) as self._mode:
-                yield
-                total = self._mode.total
-            self._counted = (self._encode, total - self._encode)
-        finally:
-            self._mode = None
+        with _Counter(formulas(self._failed)) as mode:
+            yield
+        self._counted = mode.total
 
-    def enter(self, phase: str) -> None:
-        """Begins a phase of a step: FLOPs counted before `forward_backward` are those of encoding."""
-        if self._mode is not None and phase == "forward_backward":
-            self._encode = self._mode.total
-
-    def of_step(self, accumulation: int, gather: Gather = gather_rows) -> CountedFlops | None:
-        """FLOPs of a training step over all ranks; None if any rank could not count them.
+    def of_step(self, accumulation: int, gather: Gather = gather_rows) -> float | None:
+        """FLOPs of the trained modules in one step over all ranks; None if any rank could not count them.
 
         All ranks must call it.
 
@@ -129,33 +97,23 @@ class ForwardFlops:
             accumulation: micro-batches per rank and step; each counts like the counted one.
             gather: the collective that exchanges the counts.
         """
-        encode, forward = self._counted or (0, 0)
-        known = self.counted and not self._faults
-        rows = torch.stack(list(gather(_row(encode, forward, known))))
-        if not bool(rows[:, 2].all()):
+        known = self._counted is not None and not self._failed
+        rows = torch.stack(list(gather(torch.tensor([self._counted or 0, known], dtype=torch.float64))))
+        if not bool(rows[:, 1].all()):
             return None
-        encode_all, forward_all = (float(value) * accumulation for value in rows[:, :2].sum(0))
-        return CountedFlops(_FORWARD_AND_BACKWARD * forward_all, encode_all)
-
-    @property
-    def faults(self) -> Sequence[str]:
-        """Why the FLOPs are unknown: operators on which torch's formulas failed, with their errors."""
-        return tuple(self._faults)
+        return _FORWARD_AND_BACKWARD * accumulation * float(rows[:, 0].sum())
 
 
-def _row(encode: int, forward: int, known: bool) -> Tensor:
-    return torch.tensor([encode, forward, known], dtype=torch.float64)
-
-
-def formulas(fault: Callable[[str], None]) -> dict[object, Callable[..., int]]:
-    """FLOP formulas of torch and the missing ones; a formula that fails does not end the forward."""
+def formulas(failed: list[object]) -> dict[object, Callable[..., int]]:
+    """FLOP formulas of torch and the missing ones; one that fails does not end the forward: its operator is
+    added to `failed`."""
 
     def tolerant(operator: object, formula: Callable[..., int]) -> Callable[..., int]:
         def count(*args: object, **kwargs: object) -> int:
             try:
                 return formula(*args, **kwargs)
-            except Exception as error:
-                fault(f"{operator}: {type(error).__name__}: {error}")
+            except Exception:
+                failed.append(operator)
                 return 0
 
         return count

@@ -52,7 +52,7 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, calls: dict[Signature, Calls]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls = calls
-        self._formulas = formulas(lambda _: None)
+        self._formulas = formulas([])
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -78,12 +78,11 @@ class RunReporter:
         ranks.on_first("opening metrics.jsonl", open_files)
 
     def enter(self, phase: str) -> None:
-        """Begins a phase of a training step: its time and FLOPs are measured separately."""
+        """Begins a phase of a training step: its time is measured separately."""
         self.phases.enter(phase)
-        self._flops.enter(phase)
 
     def counting(self) -> AbstractContextManager[None]:
-        """A context around the encoding and forward of a micro-batch; FLOPs of the first one are counted."""
+        """A context around the forward of a micro-batch; FLOPs of the first one are counted."""
         return self._flops.counting()
 
     def micro(self, loss: Loss) -> None:
@@ -107,8 +106,7 @@ class RunReporter:
         """
         self.window.step(grad_norm=grad_norm, data_wait=data_wait, samples=samples)
         if not self._steps:
-            counted = self._flops.of_step(self._accumulation)
-            self.window.step_flops = counted.trained if counted is not None else 0.0
+            self.window.step_flops = self._flops.of_step(self._accumulation) or 0.0
         self._steps += 1
         detailed = step % self.detail_every == 0 or step == self.last_step
         if step % self.every and not detailed:

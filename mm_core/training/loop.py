@@ -145,12 +145,12 @@ def read_step(training: Training) -> tuple[list[Batch], list[float], MMError | N
 def compute(training: Training, step: int, index: int, batch: Batch) -> Loss:
     """Computes the loss of a step's micro-batch on the device: encodes without gradients, then forward."""
     seed_model(training, step, index)
+    training.reporter.enter("encode")
+    on_device = batch.to(training.engine.device, non_blocking=True)
+    with torch.no_grad():
+        inputs = training.task.prepare(on_device, training.rng)
+    training.reporter.enter("forward_backward")
     with training.reporter.counting():
-        training.reporter.enter("encode")
-        on_device = batch.to(training.engine.device, non_blocking=True)
-        with torch.no_grad():
-            inputs = training.task.prepare(on_device, training.rng)
-        training.reporter.enter("forward_backward")
         return loss_of(training.task, inputs)
 
 
