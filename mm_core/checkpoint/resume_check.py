@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from mm_core.checkpoint.files.layout import Document
 from mm_core.errors import CheckpointError, plural
 from mm_core.schema.fields import Resume, Verdict
+from mm_core.schema.nodes import leaves
 
 _NONE: Mapping[str, Resume] = MappingProxyType({})
 
@@ -108,7 +109,7 @@ def differences_of(
         marks: of the fields of the run's config, from `resume_marks`.
     """
     resolved = all(manifest.get("adapters") for manifest in (before, after))
-    old, new = (dict(_flat(_by_name(manifest, resolved))) for manifest in (before, after))
+    old, new = (dict(leaves(_by_name(manifest, resolved))) for manifest in (before, after))
     keys = [key for key in old if key in new and not _same(old[key], new[key])]
     for here, there in ((old, new), (new, old)):
         keys += [
@@ -238,14 +239,6 @@ def _by_name(manifest: Document, resolved: bool) -> Document:
         train = {**config.get("train", {}), "adapters": manifest["adapters"]}
         found["config"] = {**config, "train": train}
     return found
-
-
-def _flat(value: object, key: str = "") -> Iterator[tuple[str, object]]:
-    if isinstance(value, Mapping) and value:
-        for name, item in value.items():
-            yield from _flat(item, f"{key}.{name}" if key else str(name))
-    else:
-        yield key, value
 
 
 def _same(one: object, other: object) -> bool:

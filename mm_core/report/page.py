@@ -14,6 +14,7 @@ from importlib.resources import files
 from mm_core.errors import MMError
 from mm_core.report import clips, curves
 from mm_core.report.reading import Run
+from mm_core.schema.nodes import leaves
 
 _SHOWN_ELSEWHERE = re.compile(r"samples|(loss|grad_norm|timesteps)_by_.*|time/.*|.*/rows")
 
@@ -119,13 +120,11 @@ def differing(runs: Sequence[Run]) -> list[str]:
     return [key for key in keys if len({config.get(key) for config in configs}) > 1]
 
 
-def flatten(value: object, key: str = "") -> Iterator[tuple[str, str]]:
+def flatten(value: object) -> Iterator[tuple[str, str]]:
     """The dotted keys of a run's config or manifest with their values as text, for the report's tables."""
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from flatten(item, f"{key}.{name}" if key else str(name))
-    elif key:
-        yield key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    for key, leaf in leaves(value):
+        if key and leaf != {}:
+            yield key, leaf if isinstance(leaf, str) else json.dumps(leaf, ensure_ascii=False)
 
 
 def _page(title: str, data: Mapping[str, object]) -> str:

@@ -138,6 +138,15 @@ def inside(value: object) -> dict[str, object] | list[object] | None:
     return list(value) if isinstance(value, (list, tuple)) else None
 
 
+def leaves(value: Any, key: str = "", *, lists: bool = False) -> Iterator[tuple[str, Any]]:
+    """What is in nested mappings (and lists) and is not one of them, or an empty one, by dotted key."""
+    if value and (isinstance(value, Mapping) or (lists and isinstance(value, list))):
+        for name, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from leaves(item, f"{key}.{name}" if key else str(name), lists=lists)
+    else:
+        yield key, value
+
+
 def rebuilt(value: object, change: Callable[[object, str], object]) -> object:
     """A checked tuple, list or dataclass with each value replaced by `change(value, key)`.
 

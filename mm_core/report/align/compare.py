@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mm_core.report.align.records import PHASES, Call, Record, Row, order_of
+from mm_core.schema.nodes import leaves
 
 TOLERANCES = {"float64": 1e-12, "float32": 1e-6, "float16": 1e-3, "bfloat16": 4e-3}
 """Largest relative L2 difference that counts as equal, by the coarser dtype; others must be equal."""
@@ -240,15 +241,5 @@ def _tolerance(one: Row, other: Row, given: float | None) -> float:
 
 def settings_that_differ(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Facts that are in both documents and differ, by dotted key; lists and sections are compared by item."""
-    one, other = ({k: v for k, v in flat(x) if k not in _PLACES} for x in (a, b))
+    one, other = ({k: v for k, v in leaves(x, lists=True) if k not in _PLACES} for x in (a, b))
     return {key: (one[key], other[key]) for key in one if key in other and one[key] != other[key]}
-
-
-def flat(value: Any, path: str = "") -> Iterable[tuple[str, Any]]:
-    """The leaves of nested mappings and lists, by dotted key."""
-    if isinstance(value, dict | list) and value:
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, each in items:
-            yield from flat(each, f"{path}.{key}" if path else str(key))
-    else:
-        yield path, value

@@ -8,7 +8,7 @@ import queue
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +21,7 @@ from mm_core.data.media.video_files import clip_name
 from mm_core.errors import MMError, plural
 from mm_core.runtime.background import BackgroundQueue
 from mm_core.runtime.launch.signals import STOPPED
+from mm_core.schema.nodes import leaves
 
 _BACKLOG = 1000
 """Most messages that may wait for a server."""
@@ -191,7 +192,11 @@ class MlflowTracker:
 
     def _describe(self, run_dir: Path) -> None:
         """Sends the config, as parameters (to compare runs) and as a file."""
-        parameters = [self._entities.Param(key, text[:500]) for key, text in _leaves(_config(run_dir))]
+        parameters = [
+            self._entities.Param(key, str(value)[:500])
+            for key, value in leaves(_config(run_dir))
+            if value != {}
+        ]
         for first in range(0, len(parameters), 100):  # limit of one request
             self._client.log_batch(self._id, params=parameters[first : first + 100])
         if (run_dir / "config.yaml").exists():
@@ -292,15 +297,6 @@ def _config(run_dir: Path) -> dict[str, object]:
     path = Path(run_dir) / "config.yaml"
     found = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
     return found if isinstance(found, dict) else {}
-
-
-def _leaves(value: object, key: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted keys of a config and their values as text."""
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _leaves(inner, f"{key}.{name}" if key else str(name))
-    else:
-        yield key, str(value)
 
 
 def _files(clips: Sequence[Clip], folder: Path) -> list[tuple[Path, Clip]]:
