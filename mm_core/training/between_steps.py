@@ -82,7 +82,7 @@ class BetweenSteps:
         self.step = self._saved = step
         self.evaluating.start()
         self.watchdog.start()
-        self.callbacks.run_started(self.config.run.folder, step, self.steps)
+        self.callbacks.call("run_started", self.config.run.folder, step, self.steps)
         self.store.reserve(self.state())
         settings, done = self.config.validation, step == self.steps
         if step == self.steps == 0:
@@ -154,7 +154,7 @@ class BetweenSteps:
         """
         self.step = step
         self.profile.step_ended(step)
-        self.callbacks.step_ended(step, logged)
+        self.callbacks.call("step_ended", step, logged)
         done = step == self.steps
         due = self.evaluating.due(step, always=done)
         saving = self._saves(step, stop, save)
@@ -191,7 +191,7 @@ class BetweenSteps:
             lambda: self._close_store(error),
             self.profile.close,
             self.watchdog.close,
-            lambda: self.callbacks.run_ended(self.step, error),
+            lambda: self.callbacks.call("run_ended", self.step, error),
             self._remember_code,
         )
         for ending in endings:
@@ -234,7 +234,7 @@ class BetweenSteps:
         """Reports the checkpoints that have become complete; CheckpointError if one failed."""
         for path in self.store.poll():
             self.reporter.note(f"saved {path}")
-            self.callbacks.saved(int(path.name.removeprefix("step_")), path)
+            self.callbacks.call("saved", int(path.name.removeprefix("step_")), path)
 
     def _remember_code(self) -> None:
         """Records modules that plugins imported during training as trusted code of the run."""

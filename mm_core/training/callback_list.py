@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import Callback
@@ -29,34 +28,11 @@ class CallbackList:
     def __len__(self) -> int:
         return len(self._callbacks)
 
-    def run_started(self, run_dir: Path, step: int, last_step: int) -> None:
-        """Calls the callbacks when the run is ready for its first step; `step` steps were taken before."""
-        self._call("run_started", lambda callback: callback.run_started(run_dir, step, last_step))
-
-    def step_ended(self, step: int, metrics: Mapping[str, float] | None) -> None:
-        """Calls the callbacks after training step `step`; `metrics` is None if none were logged."""
-        self._call("step_ended", lambda callback: callback.step_ended(step, metrics))
-
-    def validated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Calls the callbacks after a validation or test, with its metrics."""
-        self._call("validated", lambda callback: callback.validated(step, metrics))
-
-    def sampled(self, step: int, folder: Path) -> None:
-        """Calls the callbacks after clips were sampled into `folder`."""
-        self._call("sampled", lambda callback: callback.sampled(step, folder))
-
-    def saved(self, step: int, path: Path) -> None:
-        """Calls the callbacks after a checkpoint is complete."""
-        self._call("saved", lambda callback: callback.saved(step, path))
-
-    def run_ended(self, step: int, error: BaseException | None) -> None:
-        """Calls the callbacks at the end of the run, with the exception that ended it, if any."""
-        self._call("run_ended", lambda callback: callback.run_ended(step, error))
-
-    def _call(self, event: str, call: Callable[[Callback], None]) -> None:
+    def call(self, event: str, *args: object) -> None:
+        """Calls the method `event` of each callback."""
         for name, callback in self._callbacks:
             try:
-                call(callback)
+                getattr(callback, event)(*args)
             except MMError:
                 raise
             except Exception as fault:

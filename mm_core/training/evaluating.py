@@ -78,7 +78,7 @@ class Evaluating:
             folder = validator.sample(step)
             if folder is None:
                 return metrics, True
-            self.callbacks.sampled(step, folder)
+            self.callbacks.call("sampled", step, folder)
         return metrics, False
 
     def run_test(self, step: int, *, unless_logged: bool = False) -> bool:
@@ -109,7 +109,7 @@ class Evaluating:
         metrics = validator.run(step)
         if metrics is not None:
             self.reporter.log(step, metrics)
-            self.callbacks.validated(step, metrics)
+            self.callbacks.call("validated", step, metrics)
         return metrics
 
     def _logged(self, step: int, split: str) -> dict[str, float]:

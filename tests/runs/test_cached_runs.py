@@ -322,7 +322,7 @@ def test_what_changes_while_a_run_fills_the_cache_is_trained_on_and_not_kept(pla
             Image.new("RGB", (24, 16), (1, 2, number)).save(place.folder / f"photos/{number}.png")
         for _ in range(40):
             next(made.batches)
-        made.between.callbacks.run_ended(20, None)
+        made.between.callbacks.call("run_ended", 20, None)
     place.config("again", *place.cached(), **SMALL)
     built = build_cache(place.config("again", *place.cached(), **SMALL), note)
     assert built.encoded == {"latents": 9, "text states": 1}

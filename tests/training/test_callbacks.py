@@ -31,14 +31,14 @@ class Noting(Callback):
 def test_callbacks_are_called_in_the_order_of_the_list():
     heard: list = []
     callbacks = CallbackList([("b", Noting("b", heard)), ("a", Noting("a", heard))])
-    callbacks.step_ended(3, {"loss": 1.0})
-    callbacks.run_started(Path("x"), 0, 9)
+    callbacks.call("step_ended", 3, {"loss": 1.0})
+    callbacks.call("run_started", Path("x"), 0, 9)
     assert heard == [("b", 3, {"loss": 1.0}), ("a", 3, {"loss": 1.0})]
 
 
 def test_a_callback_that_raises_is_named():
     with pytest.raises(MMError) as caught:
-        CallbackList([("my/noting", Noting("x", []))]).saved(4, Path("p"))
+        CallbackList([("my/noting", Noting("x", []))]).call("saved", 4, Path("p"))
     assert str(caught.value) == (
         "callbacks: callback my/noting raised KeyError at saved: 'gone'\n"
         "  hint: fix the callback or remove it from `callbacks`; MM_DEBUG=1 shows the traceback"
