@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from mm_core.contracts import Engine, Loss, TaskModule
 from mm_core.modules.shards import local
 from mm_core.runtime.ranks import on_any_rank
+from mm_core.telemetry.align.recorder import flatten
 
 
 def first_non_finite(
@@ -92,13 +93,6 @@ def _finite(values: object) -> bool:
     return all(bool(torch.isfinite(tensor.detach()).all()) for tensor in _tensors(values))
 
 
-def _tensors(values: object) -> Iterator[Tensor]:
+def _tensors(values: object) -> list[Tensor]:
     """The floating tensors of a module's input or output."""
-    if isinstance(values, Tensor):
-        if values.is_floating_point():
-            yield values
-    elif isinstance(values, dict):
-        yield from _tensors(list(values.values()))
-    elif isinstance(values, (tuple, list)):
-        for value in values:
-            yield from _tensors(value)
+    return [tensor for _, tensor in flatten(values) if tensor.is_floating_point()]
