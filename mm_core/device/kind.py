@@ -8,7 +8,6 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import cast
 
 import torch
 from packaging.version import Version
@@ -111,17 +110,13 @@ def _has_npu() -> bool:
             where="environment",
             hint="load the CANN environment of this host, or set MM_DEVICE=cpu",
         ) from fault
-    return bool(module_of("npu").is_available())
-
-
-def module_of(kind: str) -> ModuleType:
-    """torch's module for a kind of accelerator: `torch.cuda`, `torch.npu`."""
-    return cast(ModuleType, getattr(torch, kind))
+    return bool(torch.get_device_module("npu").is_available())
 
 
 def current_module() -> ModuleType:
     """torch's module for this host's accelerator."""
-    return module_of(device_type())
+    found: ModuleType = torch.get_device_module(device_type())
+    return found
 
 
 def bind_device(local_rank: int) -> None:
@@ -138,7 +133,7 @@ def bind_device(local_rank: int) -> None:
             f"there is no {kind} device for local rank {local_rank}: this host has {device_count()}",
             hint=f"start at most {plural(device_count(), 'rank')} per host: --nproc auto",
         )
-    module_of(kind).set_device(local_rank)
+    torch.get_device_module(kind).set_device(local_rank)
 
 
 def communication_backends() -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from mm_core.device.kind import device_type, module_of
+import torch
+
+from mm_core.device.kind import device_type
 
 _PEAKS: tuple[tuple[str, float], ...] = (
     ("GB300", 2500e12),  # nvidia.com/en-us/data-center/gb300-nvl72: 360 PF sparse over 72, halved
@@ -39,4 +41,4 @@ def published_peak(name: str) -> float | None:
 def peak_flops() -> float | None:
     """The published peak performance of this device, in dense bf16 FLOPs per second; None if unknown."""
     kind = device_type()
-    return None if kind == "cpu" else published_peak(str(module_of(kind).get_device_name()))
+    return None if kind == "cpu" else published_peak(str(torch.get_device_module(kind).get_device_name()))
