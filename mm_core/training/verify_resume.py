@@ -22,8 +22,11 @@ from mm_core.runtime.launch.launcher import COMMAND
 from mm_core.runtime.launch.signals import STOPPED
 from mm_core.telemetry.trackers.local import read_metrics
 
-_NEVER = 10**9
-"""More steps than any run has."""
+QUIET = (
+    *("checkpoint.best=null", f"checkpoint.every={10**9}", "checkpoint.every_minutes=null"),
+    *("callbacks=[]", "profile=null", "log={every: 1, trackers: []}"),
+)
+"""Overrides that leave out checkpoints, except the last one, and what reports a run."""
 
 _AT_ONCE = 1 << 30
 """Bytes of tensors that are compared at a time."""
@@ -79,10 +82,8 @@ def verify_resume(
     # torch can read tensor types of an optimizer's library only after that is imported.
     checked.registry.resolve("optimizer", checked.optimizer.type).load_target()
     with tempfile.TemporaryDirectory(prefix="mm_core-verify-") as folder:
-        quiet = ["checkpoint.best=null", "log={every: 1, trackers: []}", "callbacks=[]", "profile=null"]
         # Only the stop saves a checkpoint: saving is not part of the comparison.
-        base = [*overrides, f"checkpoint.every={_NEVER}", "checkpoint.every_minutes=null", *quiet]
-        base += ["--allow-code"] * allow_code
+        base = [*overrides, *QUIET, *(["--allow-code"] * allow_code)]
         whole, halves = (Path(folder) / name for name in ("whole", "halves"))
         _train(config, [*base, f"run.dir={whole}"], nproc, 2 * steps, "the uninterrupted run")
         reached = int(open_checkpoint(whole / run).facts["step"])

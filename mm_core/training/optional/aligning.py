@@ -14,21 +14,12 @@ from mm_core.report.align.records import Names
 from mm_core.runtime.launch.rank_logs import rank_log
 from mm_core.runtime.process_group import process_group
 from mm_core.telemetry.align.attaching import Attached, Recorded, RunRecorder
+from mm_core.training import verify_resume
 from mm_core.training.assembly import assemble
 from mm_core.training.loop import Training, run_steps
 from mm_core.training.run import running
 
-QUIET = (
-    *("checkpoint.best=null", "checkpoint.every=1000000000", "checkpoint.every_minutes=null"),
-    *(
-        "validation=null",
-        "data.validation=null",
-        "data.test=null",
-        "callbacks=[]",
-        "profile=null",
-        "log={every: 1, trackers: []}",
-    ),
-)
+QUIET = (*verify_resume.QUIET, "validation=null", "data.validation=null", "data.test=null")
 """Overrides that leave out everything but the training steps."""
 
 
