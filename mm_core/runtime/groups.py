@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from mm_core.device import (
     CPU_BACKEND,
-    World,
     bind_device,
     communication_backends,
     device_type,
@@ -40,10 +39,10 @@ def set_patience(stuck_after: float | None) -> None:
     _patience[0] = timedelta(seconds=seconds)
 
 
-def start_process_group() -> World:
+def start_process_group() -> None:
     """Joins the default process group of the ranks (of one without a launcher) and binds the device."""
-    world, backend = environment_world(), communication_backends()
-    bind_device(world.local_rank)
+    backend = communication_backends()
+    bind_device(environment_world().local_rank)
     if "RANK" in os.environ:
         missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
         if missing:
@@ -62,7 +61,6 @@ def start_process_group() -> World:
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=_patience[0])
-    return world
 
 
 def end_process_group() -> None:

@@ -20,20 +20,21 @@ def make_progress(total: int, rank: int, start: int = 0, stream: TextIO | None =
         stream: where to write; standard error by default.
     """
     if rank > 0:
-        return Progress(total)
+        return Progress(total, None)
     stream = sys.stderr if stream is None else stream
-    return LiveProgress(total, start, stream) if stream.isatty() else PlainProgress(total, stream)
+    return LiveProgress(total, start, stream) if stream.isatty() else Progress(total, stream)
 
 
 class Progress:
-    """Progress display of a run; this base class shows nothing, for ranks other than 0.
+    """Progress display for log files: one line per logged step.
 
     Args:
         total: steps of the run.
+        stream: where to write; None shows nothing, for ranks other than 0.
     """
 
-    def __init__(self, total: int) -> None:
-        self.total = total
+    def __init__(self, total: int, stream: TextIO | None) -> None:
+        self.total, self._stream = total, stream
         self._step_time: float | None = None
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -43,9 +44,13 @@ class Progress:
             step: steps taken.
             metrics: its metrics, with the names of metrics.jsonl.
         """
+        self.note(f"step {step}/{self.total}  {self.line(step, metrics)}")
 
     def note(self, text: str) -> None:
         """Shows a message in the progress display."""
+        if self._stream is not None:
+            self._stream.write(text + "\n")
+            self._stream.flush()
 
     def close(self) -> None:
         """Closes the progress display and restores the terminal. May be called twice."""
@@ -57,29 +62,12 @@ class Progress:
         return "  ".join([*describe(metrics), f"eta {duration((self.total - step) * self._step_time)}"])
 
 
-class PlainProgress(Progress):
-    """Progress display for log files: one line per logged step."""
-
-    def __init__(self, total: int, stream: TextIO) -> None:
-        super().__init__(total)
-        self._stream = stream
-
-    def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes the line of a logged step."""
-        self.note(f"step {step}/{self.total}  {self.line(step, metrics)}")
-
-    def note(self, text: str) -> None:
-        """Writes a message as a line of the log."""
-        self._stream.write(text + "\n")
-        self._stream.flush()
-
-
 class LiveProgress(Progress):
     """Progress bar on the last line of a terminal, redrawn for each logged step (no thread)."""
 
     def __init__(self, total: int, start: int, stream: TextIO) -> None:
-        super().__init__(total)
-        self._start, self._stream = start, stream
+        super().__init__(total, stream)
+        self._start = start
         self._bar: Bar | None = None
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
