@@ -1,26 +1,25 @@
 """torch.distributed.checkpoint made safe: nothing in a checkpoint folder can run code.
 
 `.metadata` is read by the module `metadata`; torch reads tensors with `weights_only`, from archives that
-unpack to no more than their size; what is not a tensor, which torch would unpickle freely, is refused.
+unpack to no more than their size. What is not a tensor, which torch would unpickle freely, is refused by that module.
 """
 
 from __future__ import annotations
 
-import io
 import warnings
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, NoReturn
+from typing import IO
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
@@ -86,22 +85,6 @@ class _Reader(FileSystemReader):
         return super()._slice_file(file, sinfo)
 
 
-class _LoadPlanner(DefaultLoadPlanner):
-    """Loads tensors only."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self._folder = folder
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> NoReturn:
-        raise CheckpointError(
-            f"this checkpoint stores {read_item.storage_index.fqn} as an object that is not a tensor, but the"
-            " model expects a tensor",
-            where=str(self._folder),
-            hint="choose a checkpoint of this model",
-        )
-
-
 def write_tensors(
     folder: Path, tensors: State, *, ranks: Ranks, expected: Mapping[str, Fingerprint] = MappingProxyType({})
 ) -> dict[str, Checksum]:
@@ -156,12 +139,7 @@ def read_tensors(folder: Path, checked: Metadata, tensors: State, *, alone: bool
         alone: whether the process has no other ranks, or reads without them.
     """
     with _quiet(alone):
-        load(
-            _sections(tensors),
-            storage_reader=_Reader(folder, checked),
-            planner=_LoadPlanner(folder),
-            no_dist=alone,
-        )
+        load(_sections(tensors), storage_reader=_Reader(folder, checked), no_dist=alone)
 
 
 def check_fits(checked: Metadata, tensors: State, folder: Path, *, exact: bool) -> None:
