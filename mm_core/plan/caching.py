@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -206,7 +206,7 @@ def in_cache(
     task.frozen = tuple(name for name in task.frozen if name not in spared)
     if cache.text_part is not None:
         assert isinstance(task, SupportsCache)
-        task.use_texts(TextFinder(cache.store, cache.keyed[cache.text_part]))
+        task.use_texts(partial(_text_features, cache.store, cache.keyed[cache.text_part]))
     notes = [f"features are read from {cache.section.dir}; not loaded: {', '.join(spared) or 'nothing'}"]
     return found, notes, cache if filling else None
 
@@ -236,15 +236,9 @@ def open_datasets(config: RunConfig, task: TaskModule) -> dict[str, AnyDataset]:
     return in_buckets(config, task, datasets)
 
 
-@dataclass(frozen=True)
-class TextFinder:
-    """Finds the features of a text in the cache; None if it is not there."""
-
-    store: Store
-    part: PartKey
-
-    def __call__(self, text: str) -> Any:
-        return self.store.get(keys_of_texts(self.part, [text]))[0]
+def _text_features(store: Store, part: PartKey, text: str) -> Any:
+    """The features of a text in the cache; None if it is not there."""
+    return store.get(keys_of_texts(part, [text]))[0]
 
 
 def _cached(cache: RunCache, split: CachedSplit, dataset: AnyDataset, fills: set[str]) -> AnyDataset:

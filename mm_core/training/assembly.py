@@ -43,7 +43,7 @@ from mm_core.training.guard import UpdateGuard
 from mm_core.training.late import late_steps
 from mm_core.training.loop import Training
 from mm_core.training.non_finite import first_non_finite
-from mm_core.training.optional.caching import filled
+from mm_core.training.optional.caching import FilledBatches
 from mm_core.training.parts import Restored, RunParts, restore
 from mm_core.training.training_samples import make_loader
 from mm_core.weights.adapters.record import record_of
@@ -128,16 +128,18 @@ def equip(
         undo: gets what closes the reporter if this function or its caller fails.
     """
     config, plan, task, engine = parts.config, parts.plan, parts.task, parts.engine
-    folder, rank = config.run.folder, Ranks.current().rank
-    watchdog = Watchdog(folder, rank, plan.engine.world, config.run.stuck_after, log=current_log())
+    folder, ranks, log = config.run.folder, Ranks.current(), current_log()
+    watchdog = Watchdog(folder, ranks.rank, plan.engine.world, config.run.stuck_after, log=log)
     reporter = make_reporter(parts, restored, watchdog)
     undo.callback(reporter.close, "failed")
     order, loader = make_loader(config, plan, parts.datasets["train"], task, engine, restored, reporter.note)
     ledger = SkipLedger(folder, config.data.loader.max_failed_share)
     guard = make_guard(parts, restored, reporter)
     read = iter(loader) if isinstance(loader, TrainingStream) else ledger.watch(loader)
-    batches, filling = filled(read, parts.filled, task, plan.engine, engine.device, reporter.note)
-    callbacks = CallbackList.of(config, filling)
+    filling = None
+    if parts.filled is not None:
+        filling = FilledBatches(read, task, parts.filled, plan.engine, engine.device, reporter.note)
+    callbacks = CallbackList.of(config, [("the feature cache", filling)] if filling is not None else [])
     between = BetweenSteps(
         config=config,
         steps=plan.steps,
@@ -149,7 +151,7 @@ def equip(
         flag=stop,
         reporter=reporter,
         callbacks=callbacks,
-        profile=ProfileWindow(config.profile, folder, rank),
+        profile=ProfileWindow(config.profile, folder, ranks.rank),
         watchdog=watchdog,
         ema=parts.ema,
         evaluated=bool(restored.facts.get("evaluated", True)),
@@ -158,7 +160,7 @@ def equip(
         plan=plan,
         task=task,
         engine=engine,
-        batches=batches,
+        batches=read if filling is None else filling,
         lr_schedule=make_lr_schedule(config, plan.steps, engine.base_lr),
         rng=Randomness(config.run.seed),
         guard=guard,

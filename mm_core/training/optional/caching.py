@@ -129,27 +129,3 @@ class FilledBatches(Iterator[FeatureBatch], Callback):
                 self._note(f"warning: nothing is added to the cache any more: {error.what}")
         self._new.clear()
         self._bytes = 0
-
-
-def filled(
-    batches: Iterator[Batch],
-    cache: RunCache | None,
-    task: TaskModule,
-    plan: EnginePlan,
-    device: torch.device,
-    note: Callable[[str], None],
-) -> tuple[Iterator[Batch], list[tuple[str, Callback]]]:
-    """The batches of a run, and the callbacks that belong to them: as they are if the cache lacks nothing.
-
-    Args:
-        batches: this rank's.
-        cache: to which training adds; None: it adds nothing.
-        task: see `FilledBatches`, as for the others.
-        plan: of the engine.
-        device: where the encoders compute.
-        note: receives messages for the user.
-    """
-    if cache is None:
-        return batches, []
-    filling = FilledBatches(batches, task, cache, plan, device, note)
-    return filling, [("the feature cache", filling)]
