@@ -147,6 +147,7 @@ def equip(
         state=partial(state_of, engine, parts.ema, parts.external.names),
         facts=partial(facts_of, parts, restored, order, reporter, guard),
         manifest=manifest,
+        config_yaml=to_yaml(config),
         evaluating=make_evaluating(parts, reporter, callbacks, stop),
         flag=stop,
         reporter=reporter,

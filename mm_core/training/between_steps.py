@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from mm_core.checkpoint.files.host_copies import State
 from mm_core.checkpoint.files.layout import Document
 from mm_core.checkpoint.store import CheckpointStore
-from mm_core.config.dump import to_yaml
 from mm_core.config.sections import RunConfig
 from mm_core.errors import MMError
 from mm_core.files import json_numbers
@@ -35,6 +34,7 @@ class BetweenSteps:
         state: returns the tensors to save.
         facts: returns the facts to save.
         manifest: the run's manifest.
+        config_yaml: the resolved config.
         evaluating: validates, samples and tests.
         flag: records signals that ask this rank to save and stop.
         reporter: logs and shows.
@@ -54,6 +54,7 @@ class BetweenSteps:
     state: Callable[[], State]
     facts: Callable[[], Document]
     manifest: Document
+    config_yaml: str
     evaluating: Evaluating
     flag: StopFlag
     reporter: RunReporter
@@ -215,7 +216,7 @@ class BetweenSteps:
         """
         self.reporter.enter("checkpoint")
         facts = {**self.facts(), "metrics": json_numbers(metrics), "evaluated": evaluated}
-        self.store.save(step, self.state(), facts, to_yaml(self.config), manifest=self.manifest)
+        self.store.save(step, self.state(), facts, self.config_yaml, manifest=self.manifest)
         self._remember_code()
         self._saved, self._saved_at = step, time.monotonic()
         if last:

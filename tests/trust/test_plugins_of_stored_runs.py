@@ -487,6 +487,7 @@ def test_what_a_plugin_imports_between_saves_is_recorded(stranger, monkeypatch):
         state=dict,
         facts=dict,
         manifest={},
+        config_yaml="",
         evaluating=Evaluating(config, reporter, callbacks),
         flag=StopFlag(),
         reporter=reporter,
