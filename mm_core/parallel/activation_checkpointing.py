@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from mm_core.builtin.configs.engines import FSDP2Config
 from mm_core.device import ATTENTION_OPERATORS
 from mm_core.errors import PlanError
+from mm_core.parallel.forwards import around_forward
 
 Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 
@@ -96,8 +97,7 @@ def _nested(outer: AbstractContextManager[None], inner: AbstractContextManager[N
 def recompute(module: nn.Module, use_reentrant: bool, contexts: Callable[[], Contexts] | None = None) -> None:
     """Makes a module keep only its inputs, and recompute its forward (activations) in the backward.
 
-    The bound `forward` is replaced, so parameter paths stay the same, and hooks (also those of fully_shard)
-    are not run again.
+    Hooks (also those of fully_shard) are not run again.
 
     Args:
         module: changes in place.
@@ -105,15 +105,12 @@ def recompute(module: nn.Module, use_reentrant: bool, contexts: Callable[[], Con
         contexts: called at each forward, for the contexts of it and of its recomputation; the older path
             has none.
     """
-    forward = module.forward
     more: Any = {} if contexts is None else {"context_fn": contexts}
 
-    @functools.wraps(forward)  # input casting reads the names of positions from the signature
-    def recomputed(*args: Any, **kwargs: Any) -> object:
+    def recomputed(forward: Callable[..., object], *args: Any, **kwargs: Any) -> object:
         return checkpoint(forward, *args, use_reentrant=False, **more, **kwargs)
 
-    @functools.wraps(forward)
-    def reentrant(*args: object, **kwargs: object) -> object:
+    def reentrant(forward: Callable[..., object], *args: object, **kwargs: object) -> object:
         names, values = tuple(kwargs), tuple(kwargs.values())
 
         def run(_: torch.Tensor, *flat: object) -> object:
@@ -125,8 +122,7 @@ def recompute(module: nn.Module, use_reentrant: bool, contexts: Callable[[], Con
         anchor = torch.empty(0, requires_grad=torch.is_grad_enabled())
         return checkpoint(run, anchor, *args, *values, use_reentrant=True)
 
-    replacement: Callable[..., object] = reentrant if use_reentrant else recomputed
-    module.forward = replacement
+    around_forward(module, reentrant if use_reentrant else recomputed)
 
 
 def offload_activations(module: nn.Module, pin_memory: bool) -> None:
@@ -138,10 +134,8 @@ def offload_activations(module: nn.Module, pin_memory: bool) -> None:
         module: changes in place.
         pin_memory: use page-locked host memory where the device is not a CPU.
     """
-    forward = module.forward
 
-    @functools.wraps(forward)
-    def offloading(*args: Any, **kwargs: Any) -> object:
+    def offloading(forward: Callable[..., object], *args: Any, **kwargs: Any) -> object:
         state = (*module.parameters(), *module.buffers())
         known = {tensor.untyped_storage()._cdata for tensor in state}
 
@@ -158,5 +152,4 @@ def offload_activations(module: nn.Module, pin_memory: bool) -> None:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             return forward(*args, **kwargs)
 
-    replacement: Callable[..., object] = offloading
-    module.forward = replacement
+    around_forward(module, offloading)

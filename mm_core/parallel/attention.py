@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from mm_core.contracts import TaskModule
 from mm_core.errors import PlanError, first_line
 from mm_core.parallel.context.layout import ContextLayout
+from mm_core.parallel.forwards import around_forward
 
 _KEY = "engine.attention"
 _DIFFUSERS = {
@@ -131,12 +131,8 @@ def set_attention(task: TaskModule, trainable: Sequence[str], wanted: str, block
 
 
 def _within(module: nn.Module, kernel: SDPBackend) -> None:
-    forward = module.forward
-
-    @functools.wraps(forward)  # input casting reads the names of positions from the signature
-    def attending(*args: Any, **kwargs: Any) -> object:
+    def attending(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with sdpa_kernel(kernel):
             return forward(*args, **kwargs)
 
-    replacement: Callable[..., object] = attending
-    module.forward = replacement
+    around_forward(module, attending)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from mm_core.builtin.configs.engines import FSDP2Config
 from mm_core.contracts import TaskModule
 from mm_core.errors import PlanError, first_line
 from mm_core.modules.patterns import match
+from mm_core.parallel.forwards import around_forward
 from mm_core.parallel.layout import check_callable, like_blocks
 
 _logger = logging.getLogger(__name__)
@@ -77,8 +77,6 @@ def _within(path: str, others: Sequence[str]) -> bool:
 def compile_module(module: nn.Module, path: str, mode: str, dynamic: bool) -> None:
     """Compiles a module's forward as one graph. Call it after `recompute` and before sharding.
 
-    The bound `forward` is replaced, so parameter paths stay the same and hooks are not part of the graph.
-
     Args:
         module: changes in place.
         path: of the module in the task, for errors.
@@ -87,11 +85,9 @@ def compile_module(module: nn.Module, path: str, mode: str, dynamic: bool) -> No
             run computes with the graphs of the run that it continues.
     """
     torch._dynamo.config.recompile_limit = max(_GRAPHS, torch._dynamo.config.recompile_limit)
-    eager = module.forward
-    compiled = torch.compile(eager, fullgraph=True, dynamic=dynamic, mode=mode)
+    compiled = torch.compile(module.forward, fullgraph=True, dynamic=dynamic, mode=mode)
 
-    @functools.wraps(eager)  # input casting reads the names of positions from the signature
-    def forward(*args: Any, **kwargs: Any) -> object:
+    def forward(eager: Callable[..., object], *args: Any, **kwargs: Any) -> object:
         if torch._C._len_torch_dispatch_stack():
             _observe(eager, args, kwargs)
         before, start = graphs(), time.monotonic()
@@ -109,8 +105,7 @@ def compile_module(module: nn.Module, path: str, mode: str, dynamic: bool) -> No
             _logger.warning("%s: compiled graph %d in %.0f s", path, count, time.monotonic() - start)
         return out
 
-    replacement: Callable[..., object] = forward
-    module.forward = replacement
+    around_forward(module, forward)
 
 
 def _observe(eager: Callable[..., object], args: Any, kwargs: Any) -> None:

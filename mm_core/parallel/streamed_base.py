@@ -7,7 +7,6 @@ the backward would use weights that have left.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from mm_core.contracts import FrozenPlan, TaskModule
 from mm_core.errors import PlanError
 from mm_core.modules.adapter_layers import adapter_of
+from mm_core.parallel.forwards import around_forward
 from mm_core.parallel.layout import Layout, shared_outside
 
 WHERE = "engine.base.stream"
@@ -200,11 +200,9 @@ class StreamedBase:
                 block.leave()
 
     def _wrap(self, module: nn.Module, index: int) -> None:
-        forward: Callable[..., object] = module.forward
         block = self._blocks[index]
 
-        @functools.wraps(forward)
-        def streamed(*args: object, **kwargs: object) -> object:
+        def streamed(forward: Callable[..., object], *args: object, **kwargs: object) -> object:
             again = _in_backward()
             self._come(index)
             if torch.is_grad_enabled():
@@ -217,7 +215,7 @@ class StreamedBase:
                 _on_gradient(out, lambda: self._come(index))
             return out
 
-        module.forward = streamed
+        around_forward(module, streamed)
 
     def _come(self, index: int) -> None:
         self._blocks[index].come(self._side)

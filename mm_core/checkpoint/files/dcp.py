@@ -1,7 +1,7 @@
 """torch.distributed.checkpoint made safe: nothing in a checkpoint folder can run code.
 
 `.metadata` is read by the module `metadata`; torch reads tensors with `weights_only`, from archives that
-unpack to no more than their size. That module refuses what is not a tensor, which torch would unpickle freely.
+unpack to no more than their size. It refuses what is not a tensor, which torch would unpickle freely.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
@@ -18,6 +18,7 @@ from mm_core.errors import ContractError, plural
 from mm_core.parallel.context.exchange import Peers, gather, split, ulysses
 from mm_core.parallel.context.layout import ContextLayout
 from mm_core.parallel.context.ring import ring
+from mm_core.parallel.forwards import around_forward
 
 Forward = Callable[..., Any]
 
@@ -42,11 +43,11 @@ class Spreading:
         Call it after `recompute`: what a recomputed module keeps is this rank's part.
         """
         for path in self.layout.attention:
-            _replace(task.get_submodule(path), functools.partial(self._attend, path))
+            around_forward(task.get_submodule(path), functools.partial(self._attend, path))
         for path, dims in self.layout.split.items():
-            _replace(task.get_submodule(path), functools.partial(self._split, path, dims))
+            around_forward(task.get_submodule(path), functools.partial(self._split, path, dims))
         for path, dim in self.layout.gather.items():
-            _replace(task.get_submodule(path), functools.partial(self._gather, dim))
+            around_forward(task.get_submodule(path), functools.partial(self._gather, dim))
 
     def kept(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Contexts of a forward and of its recomputation, which begins with the tokens and dropout of the
@@ -165,13 +166,3 @@ class _Attention(TorchFunctionMode):
                 accepted="ulysses",
             )
         return ring(query, key, value, tokens, peers, scale)
-
-
-def _replace(module: nn.Module, around: Callable[..., Any]) -> None:
-    forward = module.forward
-
-    @functools.wraps(forward)  # input casting reads the names of positions from the signature
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        return around(forward, *args, **kwargs)
-
-    module.forward = replaced
