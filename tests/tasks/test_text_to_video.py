@@ -4,7 +4,6 @@ import pickle
 import re
 from dataclasses import replace
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from mm_core.diffusion.flow_match import FlowMatch
 from mm_core.errors import ContractError
 from mm_core.plan import build_task
 from mm_core.tasks.text_to_video.captions import chosen
-from mm_core.tasks.text_to_video.encoded import stored_posterior
 from mm_core.tasks.text_to_video.task import TextToVideo
 from support.text_to_video import CAPTIONS, RNG, SmallPredictor, make_batch, make_task, row
 
@@ -154,9 +152,10 @@ def test_moments_are_refused_where_the_autoencoder_cannot_take_them_or_frames_ar
     task.frames = ("first",)
     with pytest.raises(ContractError, match="is shown frames of the clips, but the batch has no pixels"):
         task.prepare(stored, RNG)
-    unstored = SimpleNamespace(autoencoder=object(), frames=())
+    task.frames = ()
+    unstored = replace(task._encoder, autoencoder=object())
     with pytest.raises(ContractError, match="the autoencoder has no method `posterior`"):
-        stored_posterior(unstored, stored)
+        unstored.encode(stored, 1.0, drops=False)
 
 
 def test_captions_are_dropped_at_the_rate_that_was_asked_for():

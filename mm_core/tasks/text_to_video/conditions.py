@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,6 @@ from mm_core.errors import ContractError, did_you_mean, plural
 from mm_core.modules.casting import KEEP
 from mm_core.plugin.checks.contract import call_fault
 from mm_core.plugin.checks.places import place_of_method, place_of_object
-
-if TYPE_CHECKING:
-    from mm_core.tasks.text_to_video.task import TextToVideo
 
 T = TypeVar("T")
 _INPUTS = ("latents", "timestep", "text", "text_mask")
@@ -108,8 +105,13 @@ class Conditions:
         for name in sorted(self.needed.difference(given)):
             raise _missing(name, text, self._predictor)
 
-    def faults(self, task: TextToVideo) -> Iterator[ContractError]:
-        """Conditions that the predictor needs and nothing gives, or whose shapes do not match."""
+    def faults(self, encoder: TextEncoder, shows: bool) -> Iterator[ContractError]:
+        """Conditions that the predictor needs and nothing gives, or whose shapes do not match.
+
+        Args:
+            encoder: the task's text encoder.
+            shows: whether the predictor is shown frames of the clips.
+        """
         where = f"task.predictor, {place_of_object(self._predictor)}"
         if unknown := self.unknown:
             yield ContractError(
@@ -118,22 +120,21 @@ class Conditions:
                 accepted=", ".join(sorted(self._named)) or "no condition",
                 hint=did_you_mean(unknown[0], self._named),
             )
-        yield from self._guidance_faults(task)
-        if task.text_encoder.missing_files():
+        if encoder.missing_files():
             return  # its files may decide what the text encoder returns
-        text = shapes_of(task.text_encoder)
+        text = shapes_of(encoder)
         for name in sorted(set(text) & {*_INPUTS, *CLIP_CONDITIONS}):
             yield ContractError(
                 f"the text encoder's condition_shapes names `{name}`, which the task itself gives",
-                where=f"task.text_encoder, {place_of_object(task.text_encoder)}",
+                where=f"task.text_encoder, {place_of_object(encoder)}",
                 hint="give this condition another name in encode and in condition_shapes",
             )
         # The names of what `with_frames` returns are known from the first batch on.
-        if not (isinstance(task.predictor, SupportsFrames) and task.frames):
+        if not (isinstance(self._predictor, SupportsFrames) and shows):
             for name in sorted(self.needed.difference(text, CLIP_CONDITIONS)):
                 yield _missing(name, text, self._predictor)
-        flops = task.predictor.module_flops if isinstance(task.predictor, SupportsModuleFlops) else None
         shapes = dict.fromkeys(("latents", "timestep", "text", *self.of_text(text)))
+        flops = self._predictor.module_flops if isinstance(self._predictor, SupportsModuleFlops) else None
         if flops is not None and (fault := call_fault(flops, (), shapes)):
             yield ContractError(
                 f"module_flops cannot be called with the shapes of {', '.join(shapes)}: {fault[1]}",
@@ -150,12 +151,8 @@ class Conditions:
                     accepted=_text(found),
                 )
 
-    def _guidance_faults(self, task: TextToVideo) -> Iterator[ContractError]:
-        """Settings of embedded guidance for a predictor that takes none."""
-        settings = {
-            "task.train_guidance": task.train_guidance,
-            "task.sample.true_guidance": task.sample_defaults.true_guidance,
-        }
+    def guidance_faults(self, settings: Mapping[str, float | None]) -> Iterator[ContractError]:
+        """Settings of embedded guidance, by their keys, for a predictor that takes none."""
         for where, value in settings.items():
             if value is not None and not self.embedded_guidance:
                 yield ContractError(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mm_core.contracts import (
+    Autoencoder,
     Batch,
     CachePart,
     FeatureBatch,
@@ -24,11 +24,9 @@ from mm_core.contracts import (
 )
 from mm_core.errors import ContractError
 from mm_core.plugin.checks.places import place_of_object
-from mm_core.tasks.text_to_video.captions import Encoded
-from mm_core.tasks.text_to_video.frames import clip_digest, frame_features, frame_latents, image_dim
-
-if TYPE_CHECKING:
-    from mm_core.tasks.text_to_video.task import TextToVideo
+from mm_core.tasks.text_to_video.captions import Captions, Encoded
+from mm_core.tasks.text_to_video.conditions import Conditions
+from mm_core.tasks.text_to_video.frames import ShownFrames, clip_digest, image_dim
 
 
 @dataclass(frozen=True)
@@ -85,91 +83,122 @@ class TextToVideoInputs:
     expert: str | None = None
 
 
-def stored_posterior(task: TextToVideo, batch: VideoTextBatch) -> Posterior:
-    """The posterior of clips of which a batch has the moments in place of pixels.
-
-    Raises:
-        ContractError: the autoencoder takes no moments, or the predictor is shown frames of the clips.
-    """
-    if task.frames:
-        raise ContractError(
-            "the predictor is shown frames of the clips, but the batch has no pixels",
-            where="task.frames",
-            hint="let the dataset return pixels in place of moments",
-        )
-    assert batch.moments is not None
-    return _posterior(task, batch.moments)
-
-
-def _posterior(task: TextToVideo, moments: Tensor) -> Posterior:
-    if not isinstance(task.autoencoder, SupportsPosterior):
-        raise ContractError(
-            "the batch has moments in place of pixels, but the autoencoder has no method `posterior`",
-            where=f"task.autoencoder, {place_of_object(task.autoencoder)}",
-            hint="add `posterior(moments)` to it, which returns what encode does",
-        )
-    return task.autoencoder.posterior(moments)
-
-
 LATENTS, FRAMES, IMAGES, TEXTS = "latents", "frame latents", "image features", "text states"
 """The parts of the feature cache."""
 
 
-def cache_parts(task: TextToVideo) -> tuple[CachePart, ...]:
-    """The parts of a cache for a text-to-video task. ContractError if its autoencoder takes no moments."""
-    _posterior(task, torch.empty(0))
-    found = [CachePart(LATENTS, ("autoencoder",), "media")]
-    predictor = task.predictor
-    if isinstance(predictor, SupportsFrames) and task.frames:
-        settings = {"frames": list(task.frames), "clip": clip_digest(predictor, task.frames)}
-        found.append(CachePart(FRAMES, ("autoencoder",), "media", settings))
-        if image_dim(predictor) is not None:
-            shown = {"frames": list(task.frames)}
-            found.append(CachePart(IMAGES, ("image_encoder",), "media", shown))
-    empty = ("",) if task.caption_dropout > 0 else ()
-    return (*found, CachePart(TEXTS, ("text_encoder",), "text", texts=empty))
+@dataclass(frozen=True)
+class ClipEncoder:
+    """Encodes clips with the frozen components of a text-to-video task.
 
+    Attributes:
+        autoencoder: of the clips.
+        captions: encodes their captions.
+        conditions: of the predictor.
+        shown: frames that the predictor is shown.
+        guidance: the scale that the predictor is given as a condition.
+        drops: whether captions are dropped.
+    """
 
-def features_of(task: TextToVideo, part: str, given: Batch | Sequence[str]) -> list[Features]:
-    """What a cache stores of each clip of a batch, or of each text."""
-    if not isinstance(given, Batch):
-        return task.captions.features(given, task.compute_device())
-    assert isinstance(given, VideoTextBatch)
-    pixels = given.to(given.device).pixels
-    if part != LATENTS:
-        assert pixels is not None
-        found = (frame_latents if part == FRAMES else frame_features)(task, pixels)
-        return [{"values": row} for row in found]
-    posterior = stored_posterior(task, given) if pixels is None else task.autoencoder.encode(pixels)
-    size = torch.tensor(given.size)
-    rows: list[Features] = [{"moments": row, "size": size} for row in posterior.moments]
-    if given.fps is not None:
-        rows = [{**row, "fps": fps} for row, fps in zip(rows, given.fps, strict=True)]
-    return rows
+    autoencoder: Autoencoder
+    captions: Captions
+    conditions: Conditions
+    shown: ShownFrames
+    guidance: float
+    drops: bool
 
+    def encode(self, batch: Batch, weight: float, drops: bool) -> EncodedClips:
+        """A batch after `TextToVideo.encode`, from clips or from the features of a cache.
 
-def cached_clips(task: TextToVideo, batch: FeatureBatch, drops: bool) -> EncodedClips:
-    """What `TextToVideo.encode` returns, from the features of a batch."""
-    features, device = batch.features, batch.device
-    size: tuple[int, int, int] = tuple(features[f"{LATENTS}.size"][0])
-    texts, empty = batch.texts.get("", {}), None
-    length = max((found[f"{TEXTS}.mask"].shape[1] for found in (features, texts) if found), default=0)
-    if drops and task.caption_dropout > 0:
-        empty = task.captions.of_features(texts, TEXTS, device, length)
-    fps = features.get(f"{LATENTS}.fps")
-    given = task.conditions.of_clips(len(batch), size[1:], device, fps, task.given_guidance)
-    frames = None
-    if task.frames:
-        shown = features.get(f"{IMAGES}.values")
-        frames = GivenFrames(task.frames, features[f"{FRAMES}.values"], shown)
-    return EncodedClips(
-        keys=batch.keys,
-        sample_weights=batch.sample_weights,
-        weight=task.weight(batch),
-        posterior=_posterior(task, features[f"{LATENTS}.moments"]),
-        shape=(len(batch), *task.autoencoder.latent_shape(*size)),
-        text=task.captions.of_features(features, TEXTS, device, length),
-        empty=empty,
-        conditions=given,
-        frames=frames,
-    )
+        Args:
+            batch: a `VideoTextBatch` or `FeatureBatch`.
+            weight: the task's weight of the batch.
+            drops: whether captions may be dropped.
+        """
+        drops, empty = drops and self.drops, None
+        if isinstance(batch, FeatureBatch):
+            features, device = batch.features, batch.device
+            size: tuple[int, int, int] = tuple(features[f"{LATENTS}.size"][0])
+            fps = features.get(f"{LATENTS}.fps")
+            posterior = self._of_moments(features[f"{LATENTS}.moments"])
+            texts = batch.texts.get("", {})
+            length = max((found[f"{TEXTS}.mask"].shape[1] for found in (features, texts) if found), default=0)
+            if drops:
+                empty = self.captions.of_features(texts, TEXTS, device, length)
+            text = self.captions.of_features(features, TEXTS, device, length)
+            frames = None
+            if names := self.shown.names:
+                frames = GivenFrames(names, features[f"{FRAMES}.values"], features.get(f"{IMAGES}.values"))
+        else:
+            assert isinstance(batch, VideoTextBatch)
+            size, fps, device = batch.size, batch.fps, batch.device
+            pixels = batch.to(device).pixels  # floats, also of a batch that never moved
+            posterior = self._posterior(batch, pixels)
+            text, empty = self.captions.encoded(batch, empty=drops)
+            frames = self.shown.of_clips(pixels)
+        return EncodedClips(
+            keys=batch.keys,
+            sample_weights=batch.sample_weights,
+            weight=weight,
+            posterior=posterior,
+            shape=(len(batch), *self.autoencoder.latent_shape(*size)),
+            text=text,
+            empty=empty,
+            conditions=self.conditions.of_clips(len(batch), size[1:], device, fps, self.guidance),
+            frames=frames,
+        )
+
+    def _posterior(self, batch: VideoTextBatch, pixels: Tensor | None) -> Posterior:
+        """The posterior of clips, which may have moments in place of pixels.
+
+        Raises:
+            ContractError: the autoencoder takes no moments, or the predictor is shown frames of the clips.
+        """
+        if pixels is not None:
+            return self.autoencoder.encode(pixels)
+        if self.shown.names:
+            raise ContractError(
+                "the predictor is shown frames of the clips, but the batch has no pixels",
+                where="task.frames",
+                hint="let the dataset return pixels in place of moments",
+            )
+        assert batch.moments is not None
+        return self._of_moments(batch.moments)
+
+    def _of_moments(self, moments: Tensor) -> Posterior:
+        if not isinstance(self.autoencoder, SupportsPosterior):
+            raise ContractError(
+                "the batch has moments in place of pixels, but the autoencoder has no method `posterior`",
+                where=f"task.autoencoder, {place_of_object(self.autoencoder)}",
+                hint="add `posterior(moments)` to it, which returns what encode does",
+            )
+        return self.autoencoder.posterior(moments)
+
+    def cache_parts(self) -> tuple[CachePart, ...]:
+        """The parts of a cache for the task. ContractError if its autoencoder takes no moments."""
+        self._of_moments(torch.empty(0))
+        found = [CachePart(LATENTS, ("autoencoder",), "media")]
+        predictor, names = self.shown.predictor, self.shown.names
+        if isinstance(predictor, SupportsFrames) and names:
+            shown = {"frames": list(names)}
+            settings = {**shown, "clip": clip_digest(predictor, names)}
+            found.append(CachePart(FRAMES, ("autoencoder",), "media", settings))
+            if image_dim(predictor) is not None:
+                found.append(CachePart(IMAGES, ("image_encoder",), "media", shown))
+        return (*found, CachePart(TEXTS, ("text_encoder",), "text", texts=("",) if self.drops else ()))
+
+    def features(self, part: str, batch: Batch) -> list[Features]:
+        """What a cache stores of each clip of a batch."""
+        assert isinstance(batch, VideoTextBatch)
+        pixels = batch.to(batch.device).pixels
+        if part != LATENTS:
+            assert pixels is not None
+            found = self.shown.latents(pixels) if part == FRAMES else self.shown.features(pixels)
+            return [{"values": row} for row in found]
+        size = torch.tensor(batch.size)
+        rows: list[Features] = [
+            {"moments": row, "size": size} for row in self._posterior(batch, pixels).moments
+        ]
+        if batch.fps is not None:
+            rows = [{**row, "fps": fps} for row, fps in zip(rows, batch.fps, strict=True)]
+        return rows

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mm_core.contracts import (
+    Autoencoder,
     FrameNames,
     GivenFrames,
+    ImageEncoder,
     Predictor,
     PredictorInputs,
     Randomness,
@@ -22,9 +23,6 @@ from mm_core.contracts import (
 from mm_core.data.media.images import fit_image
 from mm_core.errors import ContractError, plural
 from mm_core.tasks.text_to_video.returned_shapes import expect_features, expect_latents
-
-if TYPE_CHECKING:
-    from mm_core.tasks.text_to_video.task import TextToVideo
 
 _PLACES = {"first": 0, "last": -1}
 _BY_COUNT: tuple[FrameNames, ...] = ((), ("first",), ("first", "last"))
@@ -45,38 +43,79 @@ def image_dim(predictor: Predictor) -> int | None:
     return predictor.image_dim if isinstance(predictor, SupportsFrames) else None
 
 
-def clip_frames(task: TextToVideo, pixels: Tensor | None, names: FrameNames) -> GivenFrames | None:
-    """Given frames taken from the training clips themselves, encoded; None if `names` is empty.
+@dataclass(frozen=True)
+class ShownFrames:
+    """The frames of a clip that a text-to-video predictor is shown, and what frozen components make of them.
 
-    Args:
-        task: the text-to-video task.
-        pixels: [B,3,F,Y,X] in [-1,1]; None only without names.
-        names: the frames to give.
+    Attributes:
+        predictor: the task's.
+        autoencoder: encodes frames.
+        image_encoder: encodes their features; None for a predictor that takes none.
+        names: the frames given in training.
     """
-    if not names:
-        return None
-    assert pixels is not None
-    frames = _taken(pixels, names)
-    originals = None if image_dim(task.predictor) is None else _pictures(frames)
-    return _encode(task, names, frames, originals, pixels.shape[2])
 
+    predictor: Predictor
+    autoencoder: Autoencoder
+    image_encoder: ImageEncoder | None
+    names: FrameNames
 
-def _taken(pixels: Tensor, names: FrameNames) -> list[Tensor]:
-    return [pixels[:, :, _PLACES[name]] for name in names]
+    def of_clips(self, pixels: Tensor | None) -> GivenFrames | None:
+        """Given frames taken from training clips, encoded; None without names.
 
+        Args:
+            pixels: [B,3,F,Y,X] in [-1,1]; None only without names.
+        """
+        if not self.names:
+            return None
+        assert pixels is not None
+        latents = self.latents(pixels)
+        return GivenFrames(self.names, latents, None if self._featureless else self.features(pixels))
 
-def _pictures(frames: Sequence[Tensor]) -> list[list[Tensor]]:
-    return [list(((f + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)) for f in frames]
+    def of_images(
+        self, images: Sequence[Sequence[Tensor]], size: tuple[int, int, int], device: torch.device
+    ) -> GivenFrames | None:
+        """Given frames made from the images of a sampling request, encoded; None without images.
 
+        Args:
+            images: for each clip the same number of images, uint8 [3,Y,X] of any size.
+            size: (F, Y, X) of the clips.
+            device: where to encode.
+        """
+        names = _BY_COUNT[len(images[0])] if images else ()
+        if not names:
+            return None
+        originals = [[clip[place] for clip in images] for place in range(len(names))]
+        frames = [torch.stack([fit_image(i, *size[1:]) for i in column]).to(device) for column in originals]
+        latents = self._latents(frames, size[0])
+        return GivenFrames(names, latents, None if self._featureless else self._features(originals))
 
-def frame_latents(task: TextToVideo, pixels: Tensor) -> Tensor:
-    """What a cache stores of the given frames of clips: latents [B,C,T',H,W] from pixels [B,3,F,Y,X]."""
-    return _latents(task, _taken(pixels, task.frames), pixels.shape[2])
+    def latents(self, pixels: Tensor) -> Tensor:
+        """The latents [B,C,T',H,W] of the given frames of clips [B,3,F,Y,X]."""
+        return self._latents(self._taken(pixels), pixels.shape[2])
 
+    def features(self, pixels: Tensor) -> Tensor:
+        """The image encoder's features of the given frames of clips: [B,K,D], K over all frames."""
+        bytes_ = (((f + 1) * 127.5).round().clamp(0, 255).to(torch.uint8) for f in self._taken(pixels))
+        return self._features([list(frame) for frame in bytes_])
 
-def frame_features(task: TextToVideo, pixels: Tensor) -> Tensor:
-    """What a cache stores of the image encoder's features of given frames: [B,K,D], K over all frames."""
-    return _features(task, _pictures(_taken(pixels, task.frames)))
+    @property
+    def _featureless(self) -> bool:
+        return image_dim(self.predictor) is None
+
+    def _taken(self, pixels: Tensor) -> list[Tensor]:
+        return [pixels[:, :, _PLACES[name]] for name in self.names]
+
+    def _latents(self, frames: Sequence[Tensor], num_frames: int) -> Tensor:
+        assert isinstance(self.predictor, SupportsFrames)
+        clip = self.predictor.frames_clip(frames, num_frames)
+        shape = (len(clip), *self.autoencoder.latent_shape(*clip.shape[2:]))
+        return expect_latents(self.autoencoder.encode(clip), shape, self.autoencoder)
+
+    def _features(self, originals: Sequence[Sequence[Tensor]]) -> Tensor:
+        encoder = self.image_encoder
+        assert encoder is not None
+        columns = (expect_features(encoder.encode(column), len(column), encoder) for column in originals)
+        return torch.cat([*columns], dim=1)
 
 
 def clip_digest(predictor: SupportsFrames, names: FrameNames) -> str:
@@ -84,50 +123,6 @@ def clip_digest(predictor: SupportsFrames, names: FrameNames) -> str:
     frames = [Randomness(0).normal((1, 3, 16, 16), "frames", name).clamp(-1, 1) for name in names]
     clip = predictor.frames_clip(frames, 5)
     return hashlib.sha256(clip.contiguous().numpy().tobytes() + repr(clip.shape).encode()).hexdigest()[:16]
-
-
-def image_frames(
-    task: TextToVideo, images: Sequence[Sequence[Tensor]], size: tuple[int, int, int], device: torch.device
-) -> GivenFrames | None:
-    """Given frames made from the images of a sampling request, encoded; None without images.
-
-    Args:
-        task: the text-to-video task.
-        images: for each clip the same number of images, uint8 [3,Y,X] of any size.
-        size: (F, Y, X) of the clips.
-        device: where to encode.
-    """
-    names = _BY_COUNT[len(images[0])] if images else ()
-    if not names:
-        return None
-    originals = [[clip[place] for clip in images] for place in range(len(names))]
-    frames = [torch.stack([fit_image(i, *size[1:]) for i in column]).to(device) for column in originals]
-    return _encode(task, names, frames, None if image_dim(task.predictor) is None else originals, size[0])
-
-
-def _encode(
-    task: TextToVideo,
-    names: FrameNames,
-    frames: Sequence[Tensor],
-    originals: Sequence[Sequence[Tensor]] | None,
-    num_frames: int,
-) -> GivenFrames:
-    latents = _latents(task, frames, num_frames)
-    return GivenFrames(names, latents, None if originals is None else _features(task, originals))
-
-
-def _latents(task: TextToVideo, frames: Sequence[Tensor], num_frames: int) -> Tensor:
-    assert isinstance(task.predictor, SupportsFrames)
-    clip = task.predictor.frames_clip(frames, num_frames)
-    shape = (len(clip), *task.autoencoder.latent_shape(*clip.shape[2:]))
-    return expect_latents(task.autoencoder.encode(clip), shape, task.autoencoder)
-
-
-def _features(task: TextToVideo, originals: Sequence[Sequence[Tensor]]) -> Tensor:
-    encoder = task.image_encoder
-    assert encoder is not None
-    columns = (expect_features(encoder.encode(column), len(column), encoder) for column in originals)
-    return torch.cat([*columns], dim=1)
 
 
 def inputs_of(

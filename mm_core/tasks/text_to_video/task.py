@@ -19,7 +19,6 @@ from mm_core.contracts import (
     CachePart,
     Clip,
     Evaluation,
-    FeatureBatch,
     Features,
     FrameNames,
     ImageEncoder,
@@ -32,7 +31,6 @@ from mm_core.contracts import (
     StepFlops,
     TaskModule,
     TextEncoder,
-    VideoTextBatch,
 )
 from mm_core.device import copied_to
 from mm_core.diffusion.mixture import clean_estimate, noise_share
@@ -41,21 +39,21 @@ from mm_core.modules.casting import main_dtype
 from mm_core.plugin.checks.values import returned
 from mm_core.tasks.text_to_video.bins import declared_bins, sum_by_bin
 from mm_core.tasks.text_to_video.captions import Captions, TokenizeCaptions, chosen
-from mm_core.tasks.text_to_video.checks import SIZES, collect_faults, latents_of
-from mm_core.tasks.text_to_video.conditions import Conditions, cast_condition, shapes_of
-from mm_core.tasks.text_to_video.encoded import (
-    EncodedClips,
-    TextToVideoInputs,
-    cache_parts,
-    cached_clips,
-    features_of,
-    stored_posterior,
+from mm_core.tasks.text_to_video.checks import (
+    SIZES,
+    component_faults,
+    frame_faults,
+    latents_faults,
+    latents_of,
+    size_faults,
 )
+from mm_core.tasks.text_to_video.conditions import Conditions, cast_condition, shapes_of
+from mm_core.tasks.text_to_video.encoded import ClipEncoder, EncodedClips, TextToVideoInputs
 from mm_core.tasks.text_to_video.experts import Experts
-from mm_core.tasks.text_to_video.flops import TrainedFlops, sample_flops, sample_forward
-from mm_core.tasks.text_to_video.frames import check_images, choices, clip_frames, inputs_of
-from mm_core.tasks.text_to_video.returned_shapes import expect, expect_latents
-from mm_core.tasks.text_to_video.sampling import check_guidance, completed, generate, sample_shape
+from mm_core.tasks.text_to_video.flops import TrainedFlops, sample_forward
+from mm_core.tasks.text_to_video.frames import ShownFrames, choices, inputs_of
+from mm_core.tasks.text_to_video.returned_shapes import expect, expect_latents, scheduler_faults
+from mm_core.tasks.text_to_video.sampling import ClipSampler
 
 
 class TextToVideo(TaskModule):
@@ -107,6 +105,20 @@ class TextToVideo(TaskModule):
         self.conditions = Conditions(predictor)
         self.captions = Captions(text_encoder, predictor.text_padding, self.conditions)
 
+    @property
+    def _shown(self) -> ShownFrames:
+        return ShownFrames(self.predictor, self.autoencoder, self.image_encoder, self.frames)
+
+    @property
+    def _encoder(self) -> ClipEncoder:
+        dropped, guidance = self.caption_dropout > 0, self.given_guidance
+        return ClipEncoder(self.autoencoder, self.captions, self.conditions, self._shown, guidance, dropped)
+
+    @property
+    def _sampler(self) -> ClipSampler:
+        parts = (self._shown, self.captions, self.conditions, self.experts)
+        return ClipSampler(*parts, self.schedule_of, self.predict, self.sample_defaults)
+
     # -- training ------------------------------------------------------------------------------
 
     @cached_property
@@ -143,33 +155,18 @@ class TextToVideo(TaskModule):
     def encode(self, batch: Batch, *, drops: bool = True) -> EncodedClips:
         """What of a `VideoTextBatch` needs no randomness: moments, text states (with `drops` also those of
         the empty caption, if any are dropped), given frames, conditions."""
-        if isinstance(batch, FeatureBatch):
-            return cached_clips(self, batch, drops)
-        assert isinstance(batch, VideoTextBatch)
-        pixels, count = batch.to(batch.device).pixels, len(batch)  # floats, also of a batch that never moved
-        posterior = stored_posterior(self, batch) if pixels is None else self.autoencoder.encode(pixels)
-        given = self.conditions.of_clips(count, batch.size[1:], batch.device, batch.fps, self.given_guidance)
-        text, empty = self.captions.encoded(batch, empty=drops and self.caption_dropout > 0)
-        return EncodedClips(
-            keys=batch.keys,
-            sample_weights=batch.sample_weights,
-            weight=self.weight(batch),
-            posterior=posterior,
-            shape=(count, *self.autoencoder.latent_shape(*batch.size)),
-            text=text,
-            empty=empty,
-            conditions=given,
-            frames=clip_frames(self, pixels, self.frames),
-        )
+        return self._encoder.encode(batch, self.weight(batch), drops)
 
     def cache_parts(self) -> tuple[CachePart, ...]:
         """See `SupportsCache`: latents, given frames and their features, captions."""
-        return cache_parts(self)
+        return self._encoder.cache_parts()
 
     @torch.no_grad()
     def features(self, part: str, given: Batch | Sequence[str]) -> list[Features]:
         """See `SupportsCache`."""
-        return features_of(self, part, given)
+        if isinstance(given, Batch):
+            return self._encoder.features(part, given)
+        return self.captions.features(given, self.compute_device())
 
     def use_texts(self, find: Callable[[str], Features | None]) -> None:
         """See `SupportsCache`."""
@@ -304,18 +301,10 @@ class TextToVideo(TaskModule):
     @torch.no_grad()
     def clips(self, request: SampleRequest) -> Iterator[Clip]:
         """Generates one clip for each prompt, and yields each as soon as it is ready."""
-        wanted = completed(self, request)
-        self.check_request(wanted)
-        shape = sample_shape(self, wanted)
-        with self.experts.complete(self.compute_device()):
-            for first in range(0, len(wanted.prompts), self.sample_defaults.batch_size):
-                prompts = wanted.prompts[first : first + self.sample_defaults.batch_size]
-                numbers = range(wanted.first + first, wanted.first + first + len(prompts))
-                noise = torch.stack([Randomness(wanted.seed).normal(shape, "sample", i) for i in numbers])
-                images = wanted.images[first : first + len(prompts)]
-                pixels = generate(self, prompts, images, noise, wanted).float().clamp(-1, 1).cpu()
-                assert wanted.fps is not None
-                yield from (Clip(p, wanted.fps, prompt) for p, prompt in zip(pixels, prompts, strict=True))
+        sampler, device = self._sampler, self.compute_device()
+        wanted = sampler.completed(request)
+        with self.experts.complete(device):
+            yield from sampler.clips(wanted, device)
 
     def check_request(self, request: SampleRequest) -> None:
         """Checks a sampling request before any work: sizes, images, guidance, files of all experts.
@@ -323,10 +312,7 @@ class TextToVideo(TaskModule):
         Raises:
             MMError: `sample` would refuse the request.
         """
-        wanted = completed(self, request)
-        sample_shape(self, wanted)
-        check_images(self.predictor, wanted.images, len(wanted.prompts))
-        check_guidance(self, wanted)
+        self._sampler.completed(request)
         with self.experts.complete(self.compute_device()):
             pass  # opening the context checks that the experts' files exist
 
@@ -347,11 +333,12 @@ class TextToVideo(TaskModule):
 
     def sample_flops(self, batch_spec: Mapping[str, Any], recomputed: Collection[str]) -> StepFlops | None:
         """FLOPs of one training clip, for the plan; None where they are unknown."""
-        return sample_flops(self, batch_spec, recomputed)
+        found = self.sample_forward(batch_spec)
+        return None if found is None else self.flops.of_sample(found[1], recomputed)
 
     def sample_forward(self, batch_spec: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:
         """The predictor's arguments for one training clip, for the plan; None where sizes are unknown."""
-        return sample_forward(self, batch_spec)
+        return sample_forward(self._shown, self.text_encoder, self.conditions, batch_spec)
 
     def check(self, batch_spec: Mapping[str, Any]) -> None:
         """Checks that the components match each other, the clip sizes of the data and the sizes to sample.
@@ -363,7 +350,22 @@ class TextToVideo(TaskModule):
         own = {name: getattr(self.sample_defaults, name) or batch_spec.get(name) for name in SIZES}
         if own != sizes["data.train"]:
             sizes["task.sample"] = own
-        faults = collect_faults(self, sizes)
+        guidance = {
+            "task.train_guidance": self.train_guidance,
+            "task.sample.true_guidance": self.sample_defaults.true_guidance,
+        }
+        faults = [
+            *component_faults(self.predictor, self.autoencoder, self.text_encoder),
+            *frame_faults(self._shown),
+            *latents_faults(self.autoencoder, self.latents),
+            *self.conditions.guidance_faults(guidance),
+            *self.conditions.faults(self.text_encoder, bool(self.frames)),
+            *scheduler_faults(self.scheduler, self.autoencoder.latent_channels),
+        ]
+        for where, clip in sizes.items():
+            known = {name: size for name, size in clip.items() if size is not None}
+            if len(known) == len(SIZES):
+                faults += size_faults(self.predictor, self.autoencoder, where, known)
         try:
             self.experts.scales(self.sample_defaults.guidance, "task.sample.guidance")
         except ContractError as fault:
@@ -376,9 +378,9 @@ class TextToVideo(TaskModule):
                     [f"the task has {plural(len(faults), 'error')}:", *(fault.render() for fault in faults)]
                 )
             )
-        known = [size for size in sizes["data.train"].values() if size is not None]
-        if self._shape is None and len(known) == len(SIZES):  # the first that is checked is data.train
-            self._shape = self.autoencoder.latent_shape(*known)
+        trained = [size for size in sizes["data.train"].values() if size is not None]
+        if self._shape is None and len(trained) == len(SIZES):  # the first that is checked is data.train
+            self._shape = self.autoencoder.latent_shape(*trained)
 
 
 def _squared_error(predicted: Tensor, target: Tensor, counts: Tensor | None) -> Tensor:
