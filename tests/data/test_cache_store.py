@@ -293,8 +293,8 @@ def test_a_read_only_cache_is_read():
 
 
 def test_features_of_a_strange_dtype_are_refused(store):
-    with pytest.raises(CacheError, match="complex64"):
-        store.add(keys_of(0), [{"a": torch.zeros(2, dtype=torch.complex64)}])
+    with pytest.raises(CacheError, match="complex128"):
+        store.add(keys_of(0), [{"a": torch.zeros(2, dtype=torch.complex128)}])
 
 
 # -- claims -----------------------------------------------------------------------------------------

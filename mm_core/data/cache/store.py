@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -78,7 +77,7 @@ class Store:
         self.folder = folder
         self._shards: dict[str, Shard] = {}
         self._list: list[Shard] = []
-        self._open: OrderedDict[str, mmap.mmap] = OrderedDict()
+        self._open: OrderedDict[str, Any] = OrderedDict()
         self._ready, self._looked = False, 0.0
         self._check_format(create)
         self.refresh()
