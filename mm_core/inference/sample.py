@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from mm_core.checkpoint.opened import OpenedCheckpoint
-from mm_core.checkpoint.reading import StoredRun, Weights, Which, open_checkpoint, stored_run
+from mm_core.checkpoint.reading import StoredRun, Weights, Which, stored_run
 from mm_core.checkpoint.run_manifest import check_plugins
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import (
@@ -193,24 +193,6 @@ def _write(clip: Clip, path: Path) -> None:
 
 
 # -- weights -------------------------------------------------------------------------------------
-
-
-def load_task(
-    config: RunConfig, checkpoint: Path | OpenedCheckpoint, weights: Weights = "auto"
-) -> TaskModule:
-    """Loads the complete task of a stored run on this process's device, in evaluation mode.
-
-    On an accelerator, weights have the dtype that the engine computed with in training.
-
-    Args:
-        config: of the run.
-        checkpoint: whose weights are loaded.
-        weights: `ema`, `model`, or `auto`: the average if the checkpoint contains one.
-    """
-    opened = open_checkpoint(checkpoint)
-    task = task_of(config, opened)
-    load_alone(task, config, opened, weights)
-    return task
 
 
 @dataclass

@@ -24,13 +24,14 @@ from mm_core.engines import base
 from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.errors import CheckpointError, DataError, MMError
 from mm_core.inference import sample as sampling
-from mm_core.inference.sample import compute_as_planned, load_task, sample
+from mm_core.inference.sample import compute_as_planned, sample
 from mm_core.loading import initial_weights
 from mm_core.loading.run_adapters import task_of
 from mm_core.modules.initialise import initialise
 from mm_core.plan import build_task
 from mm_core.runtime.process_group import process_group
 from mm_core.tasks.text_to_video.task import TextToVideo
+from support.runs import load_task
 from support.tiny_models import ONE_BLOCK
 
 PROMPTS = ["a red circle moves left", "a blue square"]
@@ -355,7 +356,7 @@ def test_weights_are_read_in_the_dtype_that_computes(run, monkeypatch):
     """No tensor of the predictor is ever held in another one."""
     config = load_config(run / "config.yaml", ["engine.param_dtype=bf16"])
     checkpoint = run / "checkpoints/step_00000007"
-    later = sampling.load_task(config, checkpoint)  # a CPU computes in float32: cast afterwards
+    later = load_task(config, checkpoint)  # a CPU computes in float32: cast afterwards
     compute_as_planned(later, on_accelerator(later, param_dtype="bf16"))
     monkeypatch.setattr(base, "current_device", lambda: torch.device("cuda"))
     read = {}
@@ -365,7 +366,7 @@ def test_weights_are_read_in_the_dtype_that_computes(run, monkeypatch):
         return load(path, state, weights)
 
     monkeypatch.setattr(initial_weights, "load_model_only", reading)
-    task = sampling.load_task(config, checkpoint)
+    task = load_task(config, checkpoint)
     assert {torch.bfloat16} == {read[f"predictor.{name}"] for name, _ in task.predictor.named_parameters()}
     for name, tensor in task.predictor.state_dict(keep_vars=True).items():
         assert torch.equal(tensor, later.predictor.state_dict()[name]), name

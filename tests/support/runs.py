@@ -9,12 +9,15 @@ from typing import Any
 import torch
 import yaml
 
+from mm_core.checkpoint.reading import Weights, open_checkpoint
 from mm_core.checkpoint.store import CheckpointStore
 from mm_core.config.load import load_config
 from mm_core.config.sections import RunConfig
-from mm_core.inference.sample import load_task
+from mm_core.contracts import TaskModule
+from mm_core.inference.sample import load_alone
 from mm_core.interchange.export_plan import own_state
 from mm_core.interchange.import_weights import import_weights
+from mm_core.loading.run_adapters import task_of
 from support import out_parts
 
 DIT = {"num_layers": 2, "num_heads": 2, "head_dim": 12, "in_channels": 12, "out_channels": 12}
@@ -82,6 +85,14 @@ def published(folder: Path, kind: str, dtype: torch.dtype = torch.float32) -> Pa
     torch.nn.Module.to(model, dtype)  # a library's own `to` may warn
     model.save_pretrained(saved)
     return saved
+
+
+def load_task(config: RunConfig, checkpoint: Path, weights: Weights = "auto") -> TaskModule:
+    """The complete task of a run with the weights of a checkpoint, on this process's device."""
+    opened = open_checkpoint(checkpoint)
+    task = task_of(config, opened)
+    load_alone(task, config, opened, weights)
+    return task
 
 
 def trained(config: RunConfig, origin: Path) -> torch.nn.Module:

@@ -420,7 +420,7 @@ def test_a_classifier_without_a_padding_token_has_a_hint_how_to_name_one(folders
 def test_it_makes_no_clips(folders):
     task = task_of(folders("bert_classes"), "bert_classes")
     for ask in (task.sample, task.check_request):
-        with pytest.raises(ContractError, match="a Transformers model generates no clips"):
+        with pytest.raises(ContractError, match="PretrainedTask makes no clips"):
             ask(SampleRequest(("a cat",)))
 
 

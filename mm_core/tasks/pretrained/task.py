@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +14,11 @@ from torch import Tensor, nn
 from mm_core.builtin.configs.pretrained import PretrainedConfig
 from mm_core.contracts import (
     Batch,
-    Clip,
     Decoding,
     Evaluation,
     Loss,
     OnText,
     Randomness,
-    SampleRequest,
     TaskModule,
     TextBatch,
 )
@@ -266,21 +264,6 @@ class PretrainedTask(TaskModule):
     ) -> list[str]:
         """Answers prompts by the model's own `generate`; arguments as in `Answers.to`."""
         return self.check_answers().to(questions, decoding, numbers, on_text, stopped)
-
-    # -- the rest of the contract --------------------------------------------------------------
-
-    def sample(self, request: SampleRequest) -> list[Clip]:
-        """Refuses to sample clips, since a Transformers model makes none: always a ContractError."""
-        self.check_request(request)
-
-    def check_request(self, request: SampleRequest) -> NoReturn:
-        """Refuses a request to sample clips, before any training: always a ContractError."""
-        raise ContractError(
-            "a Transformers model generates no clips",
-            where="task.type",
-            hint="remove validation.samples; `mm eval` evaluates the run; `mm sample` prints answers of"
-            " models that generate text",
-        )
 
 
 def _head_of_chunks(model: PreTrainedModel, wanted: PretrainedConfig) -> tuple[nn.Linear, ...]:

@@ -10,9 +10,9 @@ from diffusers import WanTransformer3DModel
 from mm_wan.testing import make_tiny_checkpoint
 from torch import nn
 
-from mm_core.inference.sample import load_task
 from mm_core.interchange.import_weights import import_weights
 from support import runs
+from support.runs import load_task
 
 PARTS = {"high": "transformer", "low": "transformer_2"}
 SOLVERS = ("unipc", "euler", "dpm++")

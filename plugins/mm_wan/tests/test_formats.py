@@ -22,10 +22,9 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPVisionConfig
 
 from mm_core.errors import CheckpointError, MMError
-from mm_core.inference.sample import load_task
 from mm_core.interchange.export import export
 from mm_core.interchange.import_weights import import_weights
-from support.runs import moved
+from support.runs import load_task, moved
 from support.tensors import same, stored
 
 FILE = "diffusion_pytorch_model.safetensors"

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from mm_core.errors import CheckpointError, MMError
-from mm_core.inference.sample import load_task
 from mm_core.interchange.export import export
 from mm_core.interchange.import_weights import import_weights
 from mm_core.modules.adapter_layers import base_name
@@ -22,6 +21,7 @@ from mm_core.plugin.registry import get_registry
 from mm_core.weights.adapters.inject import linear_layers
 from mm_core.weights.adapters.locate import locate
 from mm_core.weights.fitting import formats_of
+from support.runs import load_task
 
 LISTS = json.loads(Path(__file__).with_name("published_lora_keys.json").read_text())
 SIZES = {"num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4}

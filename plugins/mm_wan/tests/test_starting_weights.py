@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 
 from mm_core.config.sections import InitFromSection
 from mm_core.errors import CheckpointError
-from mm_core.inference.sample import load_task
 from mm_core.interchange.import_weights import import_weights
 from mm_core.loading.initial_weights import FileWeights
 from mm_core.plan import build_task
+from support.runs import load_task
 
 FILE = wan_frames.FILE
 

@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from mm_core.checkpoint.store import CheckpointStore
 from mm_core.contracts import Randomness, SampleRequest
 from mm_core.errors import CheckpointError
-from mm_core.inference.sample import load_task
 from mm_core.interchange.export import export
 from mm_core.interchange.export_plan import own_state
 from mm_core.interchange.import_weights import import_weights
+from support.runs import load_task
 from support.tensors import same, stored
 
 FILE = "diffusion_pytorch_model.safetensors"

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from mm_core.config.load import load_config
 from mm_core.config.sections import RunConfig
-from mm_core.inference.sample import load_task
 from mm_core.interchange.import_weights import import_weights
+from support.runs import load_task
 
 FILE = "transformer/diffusion_pytorch_model.safetensors"
 
