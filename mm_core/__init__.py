@@ -39,16 +39,4 @@ __all__ = [
     "train",
 ]
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "answer": "mm_core.inference.answer",
-        "build": "mm_core.plugin.registry",
-        "evaluate": "mm_core.inference.evaluate",
-        "export": "mm_core.interchange.export",
-        "load_config": "mm_core.config.load",
-        "load_frozen": "mm_core.loading.frozen",
-        "sample": "mm_core.inference.sample",
-        "train": "mm_core.training.run",
-    },
-)
+__getattr__ = lazy_names(__name__)

@@ -12,12 +12,4 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointStore", "find_checkpoint", "load_model_only", "open_checkpoint"]
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "CheckpointStore": "mm_core.checkpoint.store",
-        "find_checkpoint": "mm_core.checkpoint.reading",
-        "load_model_only": "mm_core.checkpoint.reading",
-        "open_checkpoint": "mm_core.checkpoint.reading",
-    },
-)
+__getattr__ = lazy_names(__name__)

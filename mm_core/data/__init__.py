@@ -15,10 +15,8 @@ if TYPE_CHECKING:
     from mm_core.data.loading.stopping import check_stop
     from mm_core.data.loading.workers import (
         StartWorker,
-        deaths_explained,
+        read_by_workers,
         start_server,
-        starting,
-        starts_explained,
     )
     from mm_core.data.media.frames import read_frames
     from mm_core.data.media.image_headers import opened_image
@@ -44,44 +42,16 @@ __all__ = [
     "check_folder",
     "check_stop",
     "collate_clips",
-    "deaths_explained",
     "inside",
     "kind_of",
     "moving_shapes",
     "opened_image",
+    "read_by_workers",
     "read_frames",
     "read_image",
     "read_prompts",
     "start_server",
-    "starting",
-    "starts_explained",
     "write_clips",
 ]
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "Mixture": "mm_core.data.rows.mixture",
-        "PackedRows": "mm_core.data.rows.packed_rows",
-        "PyAVReader": "mm_core.data.media.readers",
-        "ResizeCrop": "mm_core.data.media.transforms",
-        "RowFile": "mm_core.data.rows.json_rows",
-        "StartWorker": "mm_core.data.loading.workers",
-        "VideoTextDataset": "mm_core.data.datasets.video_text",
-        "check_folder": "mm_core.data.rows.paths",
-        "check_stop": "mm_core.data.loading.stopping",
-        "collate_clips": "mm_core.data.datasets.video_text",
-        "deaths_explained": "mm_core.data.loading.workers",
-        "inside": "mm_core.data.rows.annotations",
-        "kind_of": "mm_core.data.rows.json_rows",
-        "moving_shapes": "mm_core.data.datasets.shapes:",
-        "opened_image": "mm_core.data.media.image_headers",
-        "read_frames": "mm_core.data.media.frames",
-        "read_image": "mm_core.data.media.images",
-        "read_prompts": "mm_core.data.rows.prompts",
-        "start_server": "mm_core.data.loading.workers",
-        "starting": "mm_core.data.loading.workers",
-        "starts_explained": "mm_core.data.loading.workers",
-        "write_clips": "mm_core.data.media.video_files",
-    },
-)
+__getattr__ = lazy_names(__name__)

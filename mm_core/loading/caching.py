@@ -23,14 +23,8 @@ from mm_core.data.cache.reading import Read, Reading, Wanted
 from mm_core.data.cache.rows import keys_of_texts
 from mm_core.data.cache.samples import FAULT, on_host
 from mm_core.data.cache.shards import FAULTY, SHARD_BYTES, Keys, size_of
-from mm_core.data.loading.loader import Fault, WorkerTraceback
-from mm_core.data.loading.workers import (
-    StartWorker,
-    deaths_explained,
-    start_server,
-    starting,
-    starts_explained,
-)
+from mm_core.data.loading.loader import faults_raised
+from mm_core.data.loading.workers import StartWorker, read_by_workers, start_server
 from mm_core.device import current_device, set_numerics
 from mm_core.errors import CacheError, DataError
 from mm_core.loading.frozen import load_frozen
@@ -223,13 +217,7 @@ class _Build:
             multiprocessing_context=context,
             generator=torch.Generator().manual_seed(0),
         )
-        with starting(), starts_explained():
-            iterator = iter(batches)
-        with deaths_explained(iterator):
-            for read in iterator:
-                if isinstance(read, Fault):
-                    raise read.error from WorkerTraceback(read.trace)
-                yield read
+        yield from faults_raised(read_by_workers(batches, self.splits))
 
     def _in_batches(self, chunks: Iterable[_Chunk]) -> Iterator[Wanted]:
         """Items of a chunk that have one size, as many as a micro-batch has."""

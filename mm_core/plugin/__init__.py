@@ -31,9 +31,4 @@ __all__ = [
     "hookimpl",
 ]
 
-__getattr__ = lazy_names(
-    __name__,
-    dict.fromkeys(
-        ("PluginRecord", "Registered", "Registry", "build", "get_registry"), "mm_core.plugin.registry"
-    ),
-)
+__getattr__ = lazy_names(__name__)

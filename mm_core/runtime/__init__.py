@@ -11,4 +11,4 @@ if TYPE_CHECKING:
 
 __all__ = ["StopFlag"]
 
-__getattr__ = lazy_names(__name__, {"StopFlag": "mm_core.runtime.launch.signals"})
+__getattr__ = lazy_names(__name__)

@@ -18,12 +18,4 @@ if TYPE_CHECKING:
 
 __all__ = ["PREDICTOR_CHECKS", "PredictorProbe", "check_predictor", "conformance_tests"]
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "PREDICTOR_CHECKS": "mm_core.testing.predictors.checks",
-        "PredictorProbe": "mm_core.testing.predictors.probe",
-        "check_predictor": "mm_core.testing.predictors.checks",
-        "conformance_tests": "mm_core.testing.suite",
-    },
-)
+__getattr__ = lazy_names(__name__)

@@ -32,14 +32,7 @@ from mm_core.data.loading.bucketed import BucketedSamples, BucketOrder
 from mm_core.data.loading.plain import PlainSamples
 from mm_core.data.loading.sampler import Order, SlotSpec
 from mm_core.data.loading.skipped import UnreadableError
-from mm_core.data.loading.workers import (
-    StartWorker,
-    deaths_explained,
-    script_for,
-    start_server,
-    starting,
-    starts_explained,
-)
+from mm_core.data.loading.workers import StartWorker, read_by_workers, start_server
 from mm_core.errors import DataError, MMError, PartsError
 from mm_core.plugin.authors import author_line
 from mm_core.plugin.checks.places import place_of
@@ -73,6 +66,17 @@ class Fault:
         """An error with the traceback of its cause."""
         cause = error.__cause__ or error
         return cls(error, "\n" + "".join(traceback.format_exception(cause)))
+
+
+def faults_raised(items: Iterator[T | Fault]) -> Iterator[T]:
+    """What workers send; an error that they send is raised."""
+    try:
+        for item in items:
+            if isinstance(item, Fault):
+                raise item.error from WorkerTraceback(item.trace)
+            yield item
+    finally:
+        del items  # a traceback may keep this frame alive, and with it the workers
 
 
 class MicroBatchLoader:
@@ -147,20 +151,7 @@ class MicroBatchLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Starts the data workers, then yields micro-batches. The workers end with the iterator."""
-        if not self._loader.num_workers:
-            return self._drain(iter(self._loader))
-        with starting(), script_for(self._sent), starts_explained():
-            return self._drain(iter(self._loader))
-
-    def _drain(self, reading: Iterator[Batch | Fault]) -> Iterator[Batch]:
-        try:
-            with deaths_explained(reading):
-                for item in reading:
-                    if isinstance(item, Fault):
-                        raise item.error from WorkerTraceback(item.trace)
-                    yield item
-        finally:
-            del reading  # a traceback may keep this frame alive, and with it the workers
+        return faults_raised(read_by_workers(self._loader, self._sent))
 
 
 class _Slots:

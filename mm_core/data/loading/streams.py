@@ -24,14 +24,7 @@ from mm_core.contracts import (
 )
 from mm_core.data.loading.loader import AuthorCode, CodeError, Fault, WorkerTraceback
 from mm_core.data.loading.plain import PlainBatches, PlainSamples
-from mm_core.data.loading.workers import (
-    StartWorker,
-    deaths_explained,
-    script_for,
-    start_server,
-    starting,
-    starts_explained,
-)
+from mm_core.data.loading.workers import StartWorker, deaths_explained, read_by_workers, start_server
 from mm_core.errors import DataError, MMError, PeerError, plural
 from mm_core.runtime.ranks import Ranks, gather_rows
 
@@ -110,10 +103,9 @@ class BatchStream:
             del reading  # a traceback may keep this frame alive, and with it the workers
 
     def _start(self) -> Iterator[Any]:
-        if self._own is None or not self._loader.num_workers:
-            with self._code.guarded(self.where):
-                return iter(self._loader)
-        with starting(), script_for(self._own), starts_explained():
+        if self._own is not None:
+            return read_by_workers(self._loader, self._own)
+        with self._code.guarded(self.where):
             return iter(self._loader)
 
     def _begin(self, epoch: int) -> None:

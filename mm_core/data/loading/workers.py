@@ -25,12 +25,15 @@ from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch.utils.data import DataLoader
 
 from mm_core.errors import DataError
 from mm_core.runtime import leftovers as aftermath
+
+T = TypeVar("T")
 
 _SIGNALS = {signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM}  # requests to save or stop a run
 _SERVER_LOST = 255
@@ -197,6 +200,27 @@ def _let_server_end() -> None:
     if server._forkserver_alive_fd is not None:
         os.close(server._forkserver_alive_fd)
         server._forkserver_alive_fd = None
+
+
+def read_by_workers(loader: DataLoader[T], sent: object) -> Iterator[T]:
+    """Starts the data workers of a loader, and yields what they send. They end with the iterator.
+
+    Args:
+        loader: its workers start by `StartWorker`.
+        sent: the objects that are sent to them, see `script_for`.
+    """
+    if not loader.num_workers:
+        return _drained(iter(loader))
+    with starting(), script_for(sent), starts_explained():
+        return _drained(iter(loader))
+
+
+def _drained(reading: Iterator[T]) -> Iterator[T]:
+    try:
+        with deaths_explained(reading):
+            yield from reading
+    finally:
+        del reading  # a traceback may keep this frame alive, and with it the workers
 
 
 @contextmanager

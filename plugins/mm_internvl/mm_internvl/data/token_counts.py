@@ -17,14 +17,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from mm_core.contracts import Randomness, generators_kept, seed_generators
-from mm_core.data import (
-    StartWorker,
-    check_stop,
-    deaths_explained,
-    start_server,
-    starting,
-    starts_explained,
-)
+from mm_core.data import StartWorker, check_stop, read_by_workers, start_server
 from mm_core.errors import DataError, plural
 from mm_internvl.data.rows import RawRow
 
@@ -147,10 +140,7 @@ def measured(
         multiprocessing_context=start_server(modules),
         generator=torch.Generator().manual_seed(0),  # the loader's draw must not change the global generator
     )
-    with starting(), starts_explained():
-        reading = iter(loader)
-    with deaths_explained(reading):
-        yield from reading
+    yield from read_by_workers(loader, asked)
 
 
 class _Rows(TorchDataset[list[Measured]]):
