@@ -233,7 +233,7 @@ def test_rules_that_fuse_and_turn(rules, tmp_path):
 
 
 @fifth
-def test_a_rule_that_no_map_can_follow_is_named(rules, tmp_path):
+def test_a_rule_that_no_map_can_follow_is_refused(rules, tmp_path):
     from transformers.core_model_loading import PermuteForRope, Transpose, WeightConverter
 
     rules(
@@ -245,16 +245,17 @@ def test_a_rule_that_no_map_can_follow_is_named(rules, tmp_path):
         keys_as_saved(model)
     said = str(caught.value)
     # Early versions cannot invert it at all, and fail before any tensor.
-    known = ("model.layers.0.self_attn.q_proj.weight", "view"), ("tensors", "which has no inverse")
     assert said.splitlines()[0] in [
-        f"Qwen3ForCausalLM changes {what} between memory and file by PermuteForRope ({how})"
-        for what, how in known
+        f"Qwen3ForCausalLM changes tensors between memory and file by a conversion that {how}"
+        for how in ("calls view", "has no inverse")
     ]
     assert "  accepted: conversions that rename, slice, join, stack or permute tensors\n" in said
     assert "  hint: use the format safetensors, which stores the names in memory" in said
     file = {n.replace("self_attn.q_proj", "attn.q"): t for n, t in model.state_dict().items()}
     save_file(file, tmp_path / FILE)
-    with pytest.raises(ContractError, match="by PermuteForRope"):
+    with pytest.raises(
+        ContractError, match="between memory and file by a conversion that"
+    ):
         keys_as_loaded(model, open_stored(tmp_path / FILE))
     # Such a model can still be trained and exported, with its names in memory.
     plain = tmp_path / "plain"
@@ -263,7 +264,9 @@ def test_a_rule_that_no_map_can_follow_is_named(rules, tmp_path):
     (plain / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     _, notes = import_weights(language(tmp_path, "qwen3"), plain)
     assert "(core/safetensors)" in notes[0]
-    with pytest.raises(ContractError, match="by PermuteForRope"):
+    with pytest.raises(
+        ContractError, match="between memory and file by a conversion that"
+    ):
         export(tmp_path / "runs/tuned", tmp_path / "out", "transformers")
     assert not (tmp_path / "out").exists()
     out = export(tmp_path / "runs/tuned", tmp_path / "out", "safetensors")

@@ -22,18 +22,12 @@ _SHOWN = 10  # errors listed in one message; the rest are counted
 
 @dataclass(frozen=True)
 class Annotation:
-    """One row of an annotation file.
-
-    The row number counts from 1. Sizes, rate and number of frames are the file's own claims about the video.
-    """
+    """One row of an annotation file, from 1. The number of frames is the file's own claim about the video."""
 
     row: int
     path: str
     captions: tuple[str, ...]
     num_frames: int | None = None
-    fps: float | None = None
-    height: int | None = None
-    width: int | None = None
 
 
 def read_annotations(file: Path) -> list[Annotation]:
@@ -143,18 +137,8 @@ def escapes(path: str) -> bool:
 
 def _annotation(row: int, value: Mapping[str, Any]) -> Annotation:
     captions = value["cap"] if isinstance(value["cap"], list) else [value["cap"]]
-    resolution = value.get("resolution")
-    # Two numbers in a list do not show which is the height.
-    resolution = resolution if isinstance(resolution, dict) else {}
-    whole = {"num_frames": value.get("num_frames"), **{name: resolution.get(name) for name in _SIDES}}
-    fps = value.get("fps")
-    return Annotation(
-        row=row,
-        path=value["path"],
-        captions=tuple(captions),
-        fps=None if fps is None else float(fps),
-        **{name: int(number) for name, number in whole.items() if number is not None},
-    )
+    frames = value.get("num_frames")
+    return Annotation(row, value["path"], tuple(captions), None if frames is None else int(frames))
 
 
 def describe_faults(faults: Mapping[str, Sequence[str]]) -> str:

@@ -198,15 +198,9 @@ class HFTextEncoder(nn.Module):
         if self.model is not None:
             return
         config = self._config()
-        self._files.check()
-        if missing := self.missing_files():
-            raise CheckpointError(
-                f"files are missing: {', '.join(missing)}",
-                where=str(self.folder),
-                hint="download the model again",
-            )
+        model = self._files.empty(_kind(config, self.folder), config, self.dtype)
         open_tokenizer(str(self.tokenizer_folder))
-        self.model = self._files.empty(_kind(config, self.folder), config, self.dtype)
+        self.model = model
         named = (name for name, _ in self.named_parameters() if ".pooler." in name)
         poolers = dict.fromkeys(name.partition(".pooler.")[0] + ".pooler" for name in named)
         self.weights_from = replace(self._files.weights, unused=tuple(poolers))

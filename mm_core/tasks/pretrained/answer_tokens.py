@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from mm_core.contracts import Decoding, Randomness
 
@@ -24,19 +24,14 @@ def joined(rows: Sequence[Mapping[str, Tensor]], pad: int, left: bool = True) ->
         return dict(rows[0])
     # Without a mask, the model would attend to padding.
     rows = [{"attention_mask": torch.ones_like(row["input_ids"]), **row} for row in rows]
-    longest = max(row["input_ids"].shape[1] for row in rows)
-    batch = {}
+    batch, side = {}, "left" if left else "right"
     for name in rows[0]:
-        parts = [row[name] for row in rows]
         if all(row[name].shape == row["input_ids"].shape for row in rows):
             value = pad if name == "input_ids" else 0
-            parts = [_padded(part, longest - part.shape[1], value, left) for part in parts]
-        batch[name] = torch.cat(parts)
+            batch[name] = pad_sequence([row[name][0] for row in rows], True, value, side)
+        else:
+            batch[name] = torch.cat([row[name] for row in rows])
     return batch
-
-
-def _padded(row: Tensor, count: int, value: int, left: bool) -> Tensor:
-    return functional.pad(row, (count, 0) if left else (0, count), value=value)
 
 
 class SeededTokenSampler:

@@ -54,7 +54,7 @@ def keys_as_saved(model: PreTrainedModel, prefix: str = "") -> KeyMap:
         try:
             found = loading.revert_weight_conversion(model, dict(own))
         except _FAULTS as fault:
-            raise _beyond(model, _culprit(loading, model, own), fault) from None
+            raise _beyond(model, "tensors", fault) from None
     if all(found.get(name) is probe for name, probe in own.items()):
         return KeyMap(prefix=prefix)
     placed: dict[str, list[Copy]] = {name: [] for name in own}
@@ -170,37 +170,11 @@ def _replaced(table: Iterable[tuple[str, str]], name: str) -> str:
     return name
 
 
-def _culprit(loading: ModuleType, model: PreTrainedModel, own: Mapping[str, Probe]) -> str:
-    """The first tensor that the library cannot convert separately."""
-    for name, probe in own.items():
-        try:
-            loading.revert_weight_conversion(model, {name: probe})
-        except _FAULTS:
-            return name
-    return next(iter(own))
-
-
-def _operations(model: PreTrainedModel, name: str) -> str:
-    """The library's names of its operations on a tensor."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    for rule in get_model_conversion_mapping(model):
-        if operations := getattr(rule, "operations", None):
-            try:
-                there = rule.reverse_transform().rename_source_key(name)[1] is not None
-            except NotImplementedError:  # this rule has no inverse
-                there = True
-            if there:
-                return ", ".join(type(one).__name__ for one in operations)
-    return "a rule of its own"
-
-
 def _beyond(model: PreTrainedModel, name: str, fault: Exception) -> ContractError:
     """The error for a conversion that a key map cannot express."""
-    one_way = isinstance(fault, NotImplementedError)
+    how = "has no inverse" if isinstance(fault, NotImplementedError) else f"calls {fault}"
     return ContractError(
-        f"{type(model).__name__} changes {'tensors' if one_way else name} between memory and file by"
-        f" {_operations(model, name)} ({'which has no inverse' if one_way else fault})",
+        f"{type(model).__name__} changes {name} between memory and file by a conversion that {how}",
         accepted="conversions that rename, slice, join, stack or permute tensors",
         hint="use the format safetensors, which stores the names in memory",
     )
