@@ -9,11 +9,10 @@ from typing import Protocol
 
 import torch
 
-from mm_core.config.sections import LoaderSection, RunConfig
-from mm_core.contracts import Batch, DataRanks, Dataset, Randomness, SampleKey, TaskModule
+from mm_core.config.sections import LoaderSection
+from mm_core.contracts import Batch, DataRanks, Dataset, Randomness, SampleKey
 from mm_core.data.loading.bucketed import BucketedSamples, in_evaluation, used
 from mm_core.data.loading.loader import MicroBatchLoader
-from mm_core.data.loading.plain import PlainBatches
 from mm_core.data.loading.sampler import BatchPlan, Order, SlotSpec
 from mm_core.data.loading.skipped import UnreadableError
 from mm_core.data.loading.streams import BatchStream, held_out
@@ -154,38 +153,6 @@ class StreamedEvaluation:
         for _ in range(passes):
             yield from held_out(self._stream, self._most)
             yield None
-
-
-def streamed(
-    dataset: PlainBatches,
-    config: RunConfig,
-    task: TaskModule,
-    engine: EvaluatedEngine,
-    rows: int | None,
-    note: Callable[[str], None],
-) -> StreamedEvaluation:
-    """The evaluation of an IterableDataset or DataLoader.
-
-    Args:
-        dataset: the author's.
-        config: of the run.
-        task: makes the transform of a batch.
-        engine: its device, and the share of the data that this rank reads.
-        rows: number of rows at most, up to complete batches; None uses all.
-        note: receives messages for the user.
-    """
-    stream = BatchStream(
-        dataset,
-        transform=task.batch_transform(),
-        rng=Randomness(config.run.seed),
-        share=engine.data_ranks,
-        rows=config.train.micro_batch_size,
-        whole=False,
-        workers=config.data.loader.workers,
-        pin_memory=config.data.loader.pin_memory and engine.device.type != "cpu",
-        note=note,
-    )
-    return StreamedEvaluation(stream, rows)
 
 
 def without_failures(batch: Batch) -> Batch:

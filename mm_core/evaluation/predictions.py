@@ -61,7 +61,8 @@ def _columns(evaluation: Evaluation) -> dict[str, list[object]]:
     outputs, columns = evaluation.outputs, dict[str, list[object]]()
     labels = outputs.get("labels")
     if labels is not None:
-        counting = [row != IGNORED_LABEL for row in labels] if _is_tokens(labels) else None
+        tokens = labels.dim() == 2 and not labels.is_floating_point()
+        counting = [row != IGNORED_LABEL for row in labels] if tokens else None
         found = outputs.get("predictions", outputs.get("logits"))
         for name, values in (("label", labels), ("prediction", found)):
             if values is not None and counting is not None:
@@ -71,10 +72,6 @@ def _columns(evaluation: Evaluation) -> dict[str, list[object]]:
     if evaluation.texts is not None and evaluation.references is not None:
         columns |= {"text": [*evaluation.texts], "references": [[*each] for each in evaluation.references]}
     return columns
-
-
-def _is_tokens(labels: Tensor) -> bool:
-    return labels.dim() == 2 and not labels.is_floating_point()
 
 
 def _plain(row: Tensor) -> object:

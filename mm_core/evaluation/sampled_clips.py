@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from itertools import repeat
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import Clip, DataRanks, SampleRequest
@@ -23,8 +24,6 @@ from mm_core.data.media.video_files import (
 from mm_core.errors import ContractError, plural
 from mm_core.runtime.groups import wait_for_ranks
 from mm_core.runtime.ranks import Ranks
-
-T = TypeVar("T")
 
 PLAYBACK_FPS = 16.0
 """Frames per second of written clips if neither the config nor the data set a rate."""
@@ -48,34 +47,18 @@ def with_trained_size(request: SampleRequest, config: RunConfig) -> SampleReques
     return dataclasses.replace(request, **filled)
 
 
-def share_prompts(prompts: Sequence[T], rank: int, count: int) -> tuple[int, tuple[T, ...], int]:
-    """A rank's block of the prompts in an evaluation; every rank samples equally many clips.
-
-    Args:
-        prompts: all prompts.
-        rank: of this process.
-        count: number of ranks.
-
-    Returns:
-        The number of the block's first prompt, the block filled up to the common length, and the number of
-        prompts in it that are not filled up.
-    """
-    block = -(-len(prompts) // count)
-    first = rank * block
-    mine = tuple(prompts[first : first + block])
-    return first, mine + (prompts[0],) * (block - len(mine)), len(mine)
-
-
 def share_of(request: SampleRequest, data_ranks: DataRanks) -> tuple[SampleRequest, int]:
     """A rank's part of a sampling request, filled up to a common length, and its number of real clips.
 
     Clip i is identical to the one that a single process samples.
     """
     rows = list(zip(request.prompts, request.images or [()] * len(request.prompts), strict=True))
-    first, mine, real = share_prompts(rows, data_ranks.rank, data_ranks.count)
-    prompts, images = zip(*mine, strict=True)
+    block = -(-len(rows) // data_ranks.count)
+    first = data_ranks.rank * block
+    mine = rows[first : first + block]
+    prompts, images = zip(*mine, *repeat(rows[0], block - len(mine)), strict=True)
     given = images if request.images else ()
-    return dataclasses.replace(request, prompts=prompts, images=given, first=first), real
+    return dataclasses.replace(request, prompts=prompts, images=given, first=first), len(mine)
 
 
 def no_clips(task: str, made: int = 0, wanted: int | None = None) -> ContractError:

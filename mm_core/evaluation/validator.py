@@ -26,9 +26,10 @@ from mm_core.contracts import (
     TaskModule,
 )
 from mm_core.data.loading.plain import AnyDataset, PlainBatches
+from mm_core.data.loading.streams import BatchStream
 from mm_core.data.rows.prompts import Prompt, read_images, with_images
 from mm_core.errors import ContractError, DataError, MMError, PeerError, plural
-from mm_core.evaluation.batches import EvaluatedEngine, EvaluationData, StreamedEvaluation, streamed
+from mm_core.evaluation.batches import EvaluatedEngine, EvaluationData, StreamedEvaluation
 from mm_core.evaluation.sampled_clips import gather_previews, no_clips, share_of, with_trained_size, write_own
 from mm_core.plugin.checks.places import place_of_object
 from mm_core.plugin.checks.values import returned
@@ -108,7 +109,18 @@ class Validator:
         self._reported: set[tuple[str, int]] = set()
         self._data: EvaluationData | StreamedEvaluation | None = None
         if isinstance(dataset, PlainBatches):
-            self._data = streamed(dataset, config, task, engine, self.settings.rows, note)
+            stream = BatchStream(
+                dataset,
+                transform=task.batch_transform(),
+                rng=self._rng,
+                share=engine.data_ranks,
+                rows=config.train.micro_batch_size,
+                whole=False,
+                workers=config.data.loader.workers,
+                pin_memory=config.data.loader.pin_memory and engine.device.type != "cpu",
+                note=note,
+            )
+            self._data = StreamedEvaluation(stream, self.settings.rows)
         elif dataset is not None:
             self._data = EvaluationData(
                 dataset,

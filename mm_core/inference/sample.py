@@ -239,10 +239,7 @@ def load_alone(task: TaskModule, config: RunConfig, checkpoint: OpenedCheckpoint
         weights: `ema`, `model`, or `auto`: the average if the checkpoint contains one.
     """
     device = current_device()
-    _undo_base_dtype(task, config)
-    build_frozen(task)
-    engine: Engine = config.registry.build("engine", config.engine)
-    plan = engine.plan(task, 1, 0, purpose="sample")
+    _, plan = _planned(task, config, 1)
     compute_as_planned(task, plan)  # before parameters have memory
     base = StreamedBase(task, plan.base, device, _lowered(plan)) if plan.base is not None else None
     host = base.parameters if base is not None else set()
@@ -279,10 +276,7 @@ def load_sharded(
         weights: `ema`, `model`, or `auto`: the average if the checkpoint contains one.
     """
     check_plugins(config)
-    _undo_base_dtype(task, config)
-    build_frozen(task)
-    engine: Engine = config.registry.build("engine", config.engine)
-    plan = engine.plan(task, Ranks.current().count, 0, purpose="sample")
+    engine, plan = _planned(task, config, Ranks.current().count)
     _cast_parameters(task, plan)
     load_frozen_of(task, engine, plan, config)
     stored = CheckpointWeights(checkpoint, config, task, weights)
@@ -291,11 +285,14 @@ def load_sharded(
     return engine
 
 
-def _undo_base_dtype(task: TaskModule, config: RunConfig) -> None:
-    """Sets the dtype of weights below adapters to that of the others, different from training; before
-    parameters have memory."""
+def _planned(task: TaskModule, config: RunConfig, ranks: int) -> tuple[Engine, EnginePlan]:
+    """The run's engine, and its plan for a task with empty frozen components. Weights below adapters get the
+    dtype of the others, different from training, before parameters have memory."""
     if config.train.base_dtype is not None:
         cast_frozen(task, torch.float32)
+    build_frozen(task)
+    engine: Engine = config.registry.build("engine", config.engine)
+    return engine, engine.plan(task, ranks, 0, purpose="sample")
 
 
 def _round_base_weights(task: TaskModule, config: RunConfig) -> None:

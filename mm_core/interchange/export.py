@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.checkpoint.reading import StoredRun, Weights, stored_run
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import TaskModule, torch_dtype
@@ -105,23 +104,21 @@ def planner_of(
     averaged = weights == "ema" or (weights == "auto" and "ema" in run.checkpoint.parts)
     tables = {name for name, _ in task.named_buffers()}
     layers = quantised_layers({root: task.get_submodule(root) for root in task.trainable})
+    which: Literal["model", "ema"] = "ema" if averaged else "model"
+    saved = Ranks.current().agree(
+        f"reading {run.checkpoint.folder}",
+        lambda: CheckpointSource(run.checkpoint, which, otherwise="leave out --ema"),
+    )
     return Planner(
         run.config.registry,
         label,
         form,
-        _opened(run.checkpoint, averaged),
+        saved,
         torch_dtype(dtype) if dtype else None,
         limit,
         tables,
         {name: layer.kind for name, layer in layers.items()},
         averaged,
-    )
-
-
-def _opened(source: OpenedCheckpoint, averaged: bool) -> CheckpointSource:
-    which: Literal["model", "ema"] = "ema" if averaged else "model"
-    return Ranks.current().agree(
-        f"reading {source.folder}", lambda: CheckpointSource(source, which, otherwise="leave out --ema")
     )
 
 

@@ -81,7 +81,11 @@ def export_lora(
     planner = planner_of(stored, task, weights, layout, form, dtype, parse_size(MAX_SHARD))
     plan = planned(stored, planner, task, component, False)
     if not plan.adapters_alone:
-        raise _no_adapters(layout)
+        raise MMError(
+            "this run trains no adapters, so there is no LoRA to export",
+            where=f"--to {layout}",
+            hint="export the full weights: --to diffusers, or your model's format",
+        )
     Ranks.current().agree(f"reading {planner.saved.folder}", planner.saved.verify)
 
     def fill(stage: Path) -> None:
@@ -95,14 +99,6 @@ def export_lora(
             fill(stage)
         return sorted(path for path in out.rglob("*") if path.is_file())
     return _moved(out, fill)
-
-
-def _no_adapters(layout: str) -> MMError:
-    return MMError(
-        "this run trains no adapters, so there is no LoRA to export",
-        where=f"--to {layout}",
-        hint="export the full weights: --to diffusers, or your model's format",
-    )
 
 
 def _checked(out: Path, layout: str) -> Path:

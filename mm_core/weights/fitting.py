@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -186,14 +188,11 @@ def _fit_parts(
             ways.append(Fit(spared=tuple(names)))
         else:
             ways.append(Fit(missing=tuple(names), absent=(layout.folder,)))
-    return Fit(
-        pieces=tuple(piece for way in ways for piece in way.pieces),
-        missing=tuple(name for way in ways for name in way.missing),
-        unexpected=tuple(name for way in ways for name in way.unexpected),
-        misshapen=tuple(name for way in ways for name in way.misshapen),
-        absent=tuple(folder for way in ways for folder in way.absent),
-        spared=tuple(name for way in ways for name in way.spared),
-    )
+    joined: dict[str, Any] = {
+        field: tuple(chain.from_iterable(getattr(way, field) for way in ways))
+        for field in ("pieces", "missing", "unexpected", "misshapen", "absent", "spared")
+    }
+    return Fit(**joined)
 
 
 def _fit_layout(layout: Layout, shapes: Mapping[str, Sequence[int]], stored: StoredTensors) -> Fit:

@@ -94,14 +94,10 @@ def _in_folder(folder: Path, stem: str | None) -> list[Path]:
                 where=str(folder),
                 hint="give the path of one index instead of the folder",
             )
-        chosen = set_of(folder, _stem(indexes[0])) if indexes else None
+        chosen = set_of(folder, indexes[0].name.removesuffix(INDEX)) if indexes else None
     if chosen is None:
         return sorted(folder.glob("*.safetensors"))
     return indexed(chosen) if chosen.name.endswith(INDEX) else [chosen]
-
-
-def _stem(index: Path) -> str:
-    return index.name.removesuffix(INDEX)
 
 
 class SafetensorsFiles:
@@ -196,7 +192,8 @@ def missing_at(path: Path) -> list[str]:
         return [str(path)]
     found = [path] if path.name.endswith(INDEX) else []
     if path.is_dir():
-        found = [index for index in path.glob(f"*{INDEX}") if set_of(path, _stem(index)) == index]
+        indexes = path.glob(f"*{INDEX}")
+        found = [index for index in indexes if set_of(path, index.name.removesuffix(INDEX)) == index]
     missing = []
     for index in sorted(found):
         with suppress(*_DAMAGED):  # reading reports a damaged index

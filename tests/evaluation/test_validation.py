@@ -27,7 +27,7 @@ from mm_core.contracts import (
 from mm_core.errors import ContractError, DataError
 from mm_core.evaluation import LatentPSNR
 from mm_core.evaluation.batches import EvaluationData, EvenRows
-from mm_core.evaluation.sampled_clips import share_prompts, with_trained_size
+from mm_core.evaluation.sampled_clips import share_of, with_trained_size
 from mm_core.evaluation.validator import build_metrics
 from mm_core.plugin.registry import build
 from mm_core.runtime.process_group import process_group
@@ -265,11 +265,11 @@ def test_the_metric_of_the_documentation_works(tmp_path):
 
 @given(count=st.integers(1, 20), world=st.integers(1, 8))
 def test_prompts_are_shared_in_blocks_of_equal_length(count, world):
-    prompts = [str(i) for i in range(count)]
-    shares = [share_prompts(prompts, rank, world) for rank in range(world)]
-    assert len({len(block) for _, block, _ in shares}) == 1
-    assert [p for _, block, real in shares for p in block[:real]] == prompts
-    assert all(block[:real] == tuple(prompts[first : first + real]) for first, block, real in shares)
+    prompts = tuple(str(i) for i in range(count))
+    shares = [share_of(SampleRequest(prompts), DataRanks(rank, world)) for rank in range(world)]
+    assert len({len(own.prompts) for own, _ in shares}) == 1
+    assert tuple(p for own, real in shares for p in own.prompts[:real]) == prompts
+    assert all(own.prompts[:real] == prompts[own.first : own.first + real] for own, real in shares)
 
 
 def test_clips_are_those_of_the_averaged_weights_and_lie_in_the_steps_folder(parts):

@@ -11,6 +11,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from mm_core.contracts import (
+    DataRanks,
     GivenFrames,
     PredictorInputs,
     Randomness,
@@ -21,7 +22,7 @@ from mm_core.contracts import (
 )
 from mm_core.data.rows.prompts import Prompt, read_images, read_prompts, with_images
 from mm_core.errors import ContractError, DataError, MMError
-from mm_core.evaluation.sampled_clips import share_prompts
+from mm_core.evaluation.sampled_clips import share_of
 from mm_core.plugin.registry import build
 from mm_core.tasks.text_to_video.task import TextToVideo
 
@@ -252,8 +253,8 @@ def test_images_are_read_once_and_stay_with_their_prompts(tmp_path: Path):
     assert read_images([Prompt("1"), Prompt("2")]) == ()
     with pytest.raises(DataError, match="a prompt has an image of the last frame, but none of the first"):
         read_images([Prompt("1", None, a)])
-    shares = [share_prompts(rows, rank, 2) for rank in range(2)]
-    assert shares[1][1][0] is rows[2] and shares[1][2] == 1
+    own, real = share_of(SampleRequest(("1", "2", "3"), images=rows), DataRanks(1, 2))
+    assert own.images[0] is rows[2] and real == 1
 
 
 def test_a_clip_does_not_depend_on_the_clips_beside_it():

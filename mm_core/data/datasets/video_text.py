@@ -135,7 +135,11 @@ class VideoTextDataset:
         path = inside(self.folder, row.path)
         for text in row.captions:
             if half := half_character(text):
-                raise _half(path, half)
+                raise DataError(
+                    f"the caption contains {half}, half of a character",
+                    where=str(path),
+                    hint=f"remove {half} from the caption in the annotations",
+                )
         if wanted.fps is None and row.num_frames is not None and row.num_frames < wanted.num_frames:
             raise too_short(path, row.num_frames, "the annotation declares", wanted.num_frames, None)
         return path
@@ -173,14 +177,6 @@ def _settings(component: object) -> dict[str, Any]:
         else:
             found[name] = hashlib.sha256(pickle.dumps(value)).hexdigest()
     return found
-
-
-def _half(path: Path, half: str) -> DataError:
-    return DataError(
-        f"the caption contains {half}, half of a character",
-        where=str(path),
-        hint=f"remove {half} from the caption in the annotations",
-    )
 
 
 def collate_clips(samples: Sequence[Sample], levels: Tensor | None = None) -> VideoTextBatch:

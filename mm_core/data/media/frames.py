@@ -19,7 +19,12 @@ def read_frames(reader: VideoReader, path: Path, seconds: Sequence[float]) -> Te
     frames = reader.read(path, seconds)
     shape = (len(seconds), *frames.shape[1:3], 3) if isinstance(frames, Tensor) else None
     if shape is None or frames.dtype != torch.uint8 or frames.shape != shape:
-        raise _wrong_frames(reader, frames, len(seconds))
+        shown = f"{frames.dtype} {[*frames.shape]}" if isinstance(frames, Tensor) else type(frames).__name__
+        raise ContractError(
+            f"read returned {shown} for {plural(len(seconds), 'time')}",
+            where=f"the video reader, {place_of_object(reader)}",
+            accepted=f"torch.uint8 [{len(seconds)}, Y, X, 3]",
+        )
     return frames
 
 
@@ -42,13 +47,4 @@ def too_short(path: Path, available: int, verb: str, num_frames: int, fps: float
         f"the video is too short: {verb} {plural(available, 'frame')}{rate}, but a clip needs {num_frames}",
         where=str(path),
         hint="use a longer video, or lower num_frames of the dataset",
-    )
-
-
-def _wrong_frames(reader: VideoReader, found: object, count: int) -> ContractError:
-    shown = f"{found.dtype} {[*found.shape]}" if isinstance(found, Tensor) else type(found).__name__
-    return ContractError(
-        f"read returned {shown} for {plural(count, 'time')}",
-        where=f"the video reader, {place_of_object(reader)}",
-        accepted=f"torch.uint8 [{count}, Y, X, 3]",
     )

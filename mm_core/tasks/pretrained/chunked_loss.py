@@ -95,7 +95,7 @@ class DeferredLogits(Tensor):
             made = _computed(own, func, args[1:], given) if made is None else made
             if made is not None:
                 return made
-        if _reads_metadata(func):
+        if func in _METADATA or getattr(func, "__name__", "") == "__get__":  # reads shape, dtype or device
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **given)
         raise ContractError(
@@ -115,11 +115,6 @@ class DeferredLogits(Tensor):
             where="task.loss",
             hint="set task.loss: plain",
         )
-
-
-def _reads_metadata(func: Function) -> bool:
-    """Whether a function reads only shape, dtype or device."""
-    return func in _METADATA or getattr(func, "__name__", "") == "__get__"
 
 
 def _reshaped(logits: DeferredLogits, func: Function, args: Args, given: Kwargs) -> DeferredLogits | None:
