@@ -21,7 +21,7 @@ import av
 import numpy as np
 import torch
 
-from mm_core.contracts import Randomness
+from mm_core.contracts import DataRanks, Randomness
 from mm_core.data.datasets.video_text import VideoTextDataset
 from mm_core.data.loading.loader import MicroBatchLoader
 from mm_core.data.loading.sampler import BatchPlan
@@ -106,10 +106,8 @@ def loading(annotations: Path, samples: int, side: int, rounds: int) -> dict[str
                 plan,
                 batch_transform=None,
                 rng=Randomness(0),
-                rank=0,
-                data_parallel=1,
-                start_step=0,
-                end_step=plan.batches_per_epoch,
+                share=DataRanks(),
+                steps=range(plan.batches_per_epoch),
                 workers=workers,
                 prefetch=2,
                 pin_memory=False,

@@ -26,7 +26,7 @@ from data_loading import write_video
 from data_rows import result
 from torch import Tensor
 
-from mm_core.contracts import Randomness, VideoTextBatch
+from mm_core.contracts import DataRanks, Randomness, VideoTextBatch
 from mm_core.data.datasets.video_text import VideoTextDataset
 from mm_core.data.loading.loader import MicroBatchLoader
 from mm_core.data.loading.sampler import BatchPlan
@@ -65,10 +65,8 @@ def handed_over(dataset: VideoTextDataset, micro_batch: int) -> float:
         plan,
         batch_transform=None,
         rng=Randomness(1),
-        rank=0,
-        data_parallel=1,
-        start_step=0,
-        end_step=1,
+        share=DataRanks(),
+        steps=range(1),
         workers=1,
         prefetch=2,
         pin_memory=False,

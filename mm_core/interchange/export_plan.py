@@ -256,7 +256,7 @@ class Planner:
         """A checkpoint's tensor by its path in the task, in the dtype to write; None if it has none."""
         if path not in self.saved.shapes:
             return None
-        return _Reader(self.saved, "", {}, {}, {}, {}).fetch(path, self._cast(path))
+        return _fetched(self.saved, path, self._cast(path))
 
     def _cast(self, path: str) -> torch.dtype:
         kind = self.saved.dtypes[path]
@@ -356,7 +356,7 @@ class _Reader:
         module = name.removesuffix(".weight")
         merged = [(a, held[module]) for a, held in self.scales.items() if module in held and module != name]
         kind = self.quantised.get(f"{self.root}.{path}")
-        tensor = self._fetch(path, torch.float32 if merged or kind else dtype)
+        tensor = _fetched(self.saved, f"{self.root}.{path}", torch.float32 if merged or kind else dtype)
         if kind is not None:
             tensor = rounded(tensor, kind).to(torch.float32 if merged else dtype)
         if merged:
@@ -372,15 +372,13 @@ class _Reader:
 
     def _parts(self, module: str, adapter: str) -> dict[str, Tensor]:
         """The tensors of an adapter in a module, by part."""
-        names = {part: part_name(module, part, adapter) for part in PARTS}
-        held = {part: name for part, name in names.items() if f"{self.root}.{name}" in self.saved.shapes}
-        return {part: self._fetch(name, torch.float32) for part, name in held.items()}
+        paths = {part: f"{self.root}.{part_name(module, part, adapter)}" for part in PARTS}
+        held = {part: path for part, path in paths.items() if path in self.saved.shapes}
+        return {part: _fetched(self.saved, path, torch.float32) for part, path in held.items()}
 
-    def _fetch(self, name: str, dtype: torch.dtype) -> Tensor:
-        return self.fetch(f"{self.root}.{name}", dtype)
 
-    def fetch(self, path: str, dtype: torch.dtype) -> Tensor:
-        """A tensor of the checkpoint by its path in the task. Call it on all ranks."""
-        target = torch.empty(self.saved.shapes[path], dtype=dtype)
-        Ranks.current().agree(f"reading {path}", lambda: self.saved.fill({path: target}))
-        return target
+def _fetched(saved: CheckpointSource, path: str, dtype: torch.dtype) -> Tensor:
+    """A tensor of a checkpoint by its path in the task. Call it on all ranks."""
+    target = torch.empty(saved.shapes[path], dtype=dtype)
+    Ranks.current().agree(f"reading {path}", lambda: saved.fill({path: target}))
+    return target

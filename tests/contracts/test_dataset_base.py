@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mm_core.contracts import DatasetBase, DictBatch, Randomness, SampleKey
+from mm_core.contracts import DataRanks, DatasetBase, DictBatch, Randomness, SampleKey
 from mm_core.data.loading.loader import CodeError, MicroBatchLoader
 from mm_core.data.loading.sampler import BatchPlan
 from mm_core.errors import ContractError
@@ -47,12 +47,10 @@ def read(dataset: DatasetBase, epoch: int = 0) -> list[DictBatch]:
         plan,
         batch_transform=None,
         rng=Randomness(1),
-        rank=0,
-        data_parallel=1,
-        start_step=2 * epoch,
-        end_step=2 * epoch + 2,
+        share=DataRanks(),
+        steps=range(2 * epoch, 2 * epoch + 2),
         workers=0,
-        prefetch=1,
+        prefetch=2,
         pin_memory=False,
         device_type="cpu",
     )

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from mm_core.contracts import Batch, FailureRecord, Randomness, SampleKey
+from mm_core.contracts import Batch, DataRanks, FailureRecord, Randomness, SampleKey
 from mm_core.data.datasets.video_text import VideoTextDataset
 from mm_core.data.loading.loader import CodeError, MicroBatchLoader
 from mm_core.data.loading.sampler import BatchPlan, Order, SlotSpec
@@ -82,21 +82,30 @@ def refuse(batch: Batch) -> Batch:
     raise ContractError("captions are missing")
 
 
-def loader(dataset: Any, plan: Any = None, **changes: Any) -> MicroBatchLoader:
+def loader(
+    dataset: Any,
+    plan: Any = None,
+    *,
+    batch_transform: Any = None,
+    rng: Randomness | None = None,
+    rank: int = 0,
+    data_parallel: int = 1,
+    start_step: int = 0,
+    end_step: int = 6,
+    device_type: str = "cpu",
+    **settings: Any,
+) -> MicroBatchLoader:
     plan = plan or BatchPlan(len(dataset), 2, 4, 0, "random", True)
-    arguments = {
-        "batch_transform": None,
-        "rng": Randomness(plan.seed),
-        "rank": 0,
-        "data_parallel": 1,
-        "start_step": 0,
-        "end_step": 6,
-        "workers": 0,
-        "prefetch": 2,
-        "pin_memory": True,
-        "device_type": "cpu",
-    }
-    return MicroBatchLoader(dataset, plan, **(arguments | changes))
+    return MicroBatchLoader(
+        dataset,
+        plan,
+        batch_transform=batch_transform,
+        rng=rng or Randomness(plan.seed),
+        share=DataRanks(rank, data_parallel),
+        steps=range(start_step, end_step),
+        **{"workers": 0, "prefetch": 2, "pin_memory": True, **settings},
+        device_type=device_type,
+    )
 
 
 def content(batches: Any) -> list[tuple[Any, ...]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mm_core.contracts import Randomness
+from mm_core.contracts import DataRanks, Randomness
 from mm_core.data.datasets.video_text import VideoTextDataset
 from mm_core.data.loading.loader import MicroBatchLoader
 from mm_core.data.loading.sampler import BatchPlan
@@ -74,12 +74,10 @@ def test_odd_rows_of_videos_are_skipped_and_listed(odd: Path, shapes_data: Path,
         plan,
         batch_transform=None,
         rng=Randomness(0),
-        rank=0,
-        data_parallel=1,
-        start_step=0,
-        end_step=len(bad),
+        share=DataRanks(),
+        steps=range(len(bad)),
         workers=0,
-        prefetch=1,
+        prefetch=2,
         pin_memory=False,
         device_type="cpu",
     )

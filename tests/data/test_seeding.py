@@ -69,21 +69,29 @@ def transform(batch: Batch) -> Batch:
     return batch
 
 
-def loader(dataset: Any, seed: int = 0, size: int = 2, **changes: Any) -> MicroBatchLoader:
-    arguments = {
-        "batch_transform": transform,
-        "rng": Randomness(seed),
-        "rank": 0,
-        "data_parallel": 1,
-        "start_step": 0,
-        "end_step": 6,
-        "workers": 0,
-        "prefetch": 2,
-        "pin_memory": False,
-        "device_type": "cpu",
-    }
-    plan = BatchPlan(len(dataset), size, 4, 0, "random", True)
-    return MicroBatchLoader(dataset, plan, **(arguments | changes))
+def loader(
+    dataset: Any,
+    seed: int = 0,
+    size: int = 2,
+    *,
+    rank: int = 0,
+    data_parallel: int = 1,
+    start_step: int = 0,
+    end_step: int = 6,
+    workers: int = 0,
+) -> MicroBatchLoader:
+    return MicroBatchLoader(
+        dataset,
+        BatchPlan(len(dataset), size, 4, 0, "random", True),
+        batch_transform=transform,
+        rng=Randomness(seed),
+        share=DataRanks(rank, data_parallel),
+        steps=range(start_step, end_step),
+        workers=workers,
+        prefetch=2,
+        pin_memory=False,
+        device_type="cpu",
+    )
 
 
 def content(batches: Any) -> list[Any]:

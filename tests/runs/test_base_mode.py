@@ -64,9 +64,9 @@ def trained_on(source: PlainBatches, steps: range, position: dict | None = None,
 
 def samples_of(dataset: Any, rank: int = 0, ranks: int = 1, workers: int = 0, steps: int = 5) -> list[Batch]:
     plan = BatchPlan(len(dataset), 2, 4, 1, "random", drop_last=True)
-    own = {"rng": Randomness(1), "start_step": 0, "end_step": steps, "workers": workers, "prefetch": 1}
-    share = {"rank": rank, "data_parallel": ranks, "pin_memory": False, "device_type": "cpu"}
-    return list(MicroBatchLoader(dataset, plan, batch_transform=TRANSFORM, **own, **share))
+    own = {"rng": Randomness(1), "share": DataRanks(rank, ranks), "steps": range(steps)}
+    settings = {"workers": workers, "prefetch": 1, "pin_memory": False, "device_type": "cpu"}
+    return list(MicroBatchLoader(dataset, plan, batch_transform=TRANSFORM, **own, **settings))
 
 
 def pixels(batches: Any) -> torch.Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mm_core.contracts import Batch, Randomness
+from mm_core.contracts import Batch, DataRanks, Randomness
 from mm_core.data.loading.loader import MicroBatchLoader
 from mm_core.data.loading.sampler import Order
 from mm_core.data.loading.seeding import build_split
@@ -23,10 +23,8 @@ def reader(
         order,
         batch_transform=None,
         rng=Randomness(seed),
-        rank=rank,
-        data_parallel=ranks,
-        start_step=steps.start,
-        end_step=steps.stop,
+        share=DataRanks(rank, ranks),
+        steps=steps,
         workers=workers,
         prefetch=2,
         pin_memory=False,

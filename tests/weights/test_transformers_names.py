@@ -253,9 +253,7 @@ def test_a_rule_that_no_map_can_follow_is_refused(rules, tmp_path):
     assert "  hint: use the format safetensors, which stores the names in memory" in said
     file = {n.replace("self_attn.q_proj", "attn.q"): t for n, t in model.state_dict().items()}
     save_file(file, tmp_path / FILE)
-    with pytest.raises(
-        ContractError, match="between memory and file by a conversion that"
-    ):
+    with pytest.raises(ContractError, match="between memory and file by a conversion that"):
         keys_as_loaded(model, open_stored(tmp_path / FILE))
     # Such a model can still be trained and exported, with its names in memory.
     plain = tmp_path / "plain"
@@ -264,9 +262,7 @@ def test_a_rule_that_no_map_can_follow_is_refused(rules, tmp_path):
     (plain / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     _, notes = import_weights(language(tmp_path, "qwen3"), plain)
     assert "(core/safetensors)" in notes[0]
-    with pytest.raises(
-        ContractError, match="between memory and file by a conversion that"
-    ):
+    with pytest.raises(ContractError, match="between memory and file by a conversion that"):
         export(tmp_path / "runs/tuned", tmp_path / "out", "transformers")
     assert not (tmp_path / "out").exists()
     out = export(tmp_path / "runs/tuned", tmp_path / "out", "safetensors")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -63,26 +63,28 @@ class CachedSamples:
     table: Path
     texts: Mapping[str, Keys]
     fills: Collection[str] = ()
-    _store: Store | None = field(default=None, init=False, repr=False)
-    _table: Keys | None = field(default=None, init=False, repr=False)
-    _fixed: dict[str, dict[str, Any]] | None = field(default=None, init=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**self.__dict__, "_store": None, "_table": None, "_fixed": None}
-        state.pop("_hashes", None)
-        return state
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
     def dataset(self) -> Any:
         """The dataset without the cache."""
         return self.rows.dataset
 
-    @property
+    @cached_property
     def store(self) -> Store:
         """The cache, opened once in each process."""
-        if self._store is None:
-            self._store = Store(self.folder)
-        return self._store
+        return Store(self.folder)
+
+    @cached_property
+    def _keys(self) -> Keys:
+        keys: Keys = np.load(self.table, mmap_mode="r")
+        return keys
+
+    @cached_property
+    def _fixed(self) -> dict[str, dict[str, Any]]:
+        return {text: self._fixed_text(text, keys) for text, keys in self.texts.items()}
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -112,9 +114,7 @@ class CachedSamples:
             CacheError: its features are not cached, and it may not be read.
         """
         variant = int(rng.path[-2]) % self.rows.variants if rng is not None else 0
-        if self._table is None:
-            self._table = np.load(self.table, mmap_mode="r")
-        keys = np.asarray(self._table[row, variant])
+        keys = np.asarray(self._keys[row, variant])
         if not keys["high"].all():
             self.rows.read(row, variant)  # raises its DataError
             raise DataError("it could not be read when the run started", where=f"row {row}")
@@ -147,8 +147,6 @@ class CachedSamples:
             torch.tensor([sample["weight"] for sample in samples], dtype=torch.float32),
             [sample["id"] for sample in samples],
         )
-        if self._fixed is None:
-            self._fixed = {text: self._fixed_text(text, keys) for text, keys in self.texts.items()}
         if all(len(sample["features"]) == len(self.parts) for sample in samples):
             return joined(*facts, [sample["features"] for sample in samples], self._fixed)
         raw = [place for place, sample in enumerate(samples) if "raw" in sample]

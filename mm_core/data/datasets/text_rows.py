@@ -6,6 +6,7 @@ import warnings
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,9 +68,7 @@ class TextRowsDataset:
         if wanted.trust_remote_code:
             what = f"text_rows.trust_remote_code is on: Python files in {wanted.tokenizer} are executed"
             warnings.warn(what, RunWarning, stacklevel=2)
-        self._tokenizer: PreTrainedTokenizerBase | None = open_tokenizer(
-            wanted.tokenizer, wanted.trust_remote_code
-        )
+        _ = self._tokenizer  # an error in its folder is one of the constructor
         sizes = array("q")
         self.rows = PackedRows(self._read(sizes), TextRow)
         self._places = _part(len(self.rows), wanted)
@@ -111,7 +110,7 @@ class TextRowsDataset:
         """Collates text samples, with their `key` and `weight`, into a batch padded on the right."""
         rows = [sample["ids"] for sample in samples]
         inputs = {
-            "input_ids": self._padded(rows, self._open().pad_token_id),
+            "input_ids": self._padded(rows, self._tokenizer.pad_token_id),
             "attention_mask": self._padded([[1] * len(row) for row in rows], 0),
         }
         if self.wanted.pair is not None and samples[0]["types"] is not None:
@@ -140,7 +139,7 @@ class TextRowsDataset:
         return TextQuestions(wanted, open_tokenizer(wanted.tokenizer, wanted.trust_remote_code))
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_tokenizer": None}
+        return {name: value for name, value in vars(self).items() if name != "_tokenizer"}
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -166,15 +165,14 @@ class TextRowsDataset:
                 hint="check the column names in data.<split>: text, prompt, pair, label",
             )
 
-    def _open(self) -> PreTrainedTokenizerBase:
-        if self._tokenizer is None:
-            self._tokenizer = open_tokenizer(self.wanted.tokenizer, self.wanted.trust_remote_code)
-        return self._tokenizer
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        return open_tokenizer(self.wanted.tokenizer, self.wanted.trust_remote_code)
 
     # -- tokens --------------------------------------------------------------------------------
 
     def _labelled(self, row: TextRow) -> Sample:
-        tokenizer, longest = self._open(), self.wanted.max_length
+        tokenizer, longest = self._tokenizer, self.wanted.max_length
         types = row.other is not None and "token_type_ids" in tokenizer.model_input_names
         found = tokenizer(
             row.text, row.other, truncation=True, max_length=longest, return_token_type_ids=types
@@ -184,7 +182,7 @@ class TextRowsDataset:
 
     def _learnt(self, row: TextRow) -> Sample:
         """Tokens of prompt and text. An end token follows the text, unless it fills the maximum length."""
-        tokenizer, longest = self._open(), self.wanted.max_length
+        tokenizer, longest = self._tokenizer, self.wanted.max_length
         end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         before: list[int] = []
         if row.other is not None:

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from mm_core.contracts import (
     Batch,
+    DataRanks,
     Dataset,
     FailureRecord,
     FeatureBatch,
@@ -80,7 +81,7 @@ def faults_raised(items: Iterator[T | Fault]) -> Iterator[T]:
 
 
 class MicroBatchLoader:
-    """Iterates over the micro-batches of one data-parallel rank, steps [start_step, end_step).
+    """Iterates over the micro-batches of one data-parallel rank in some steps.
 
     Each step yields `per_step` micro-batches. Their content depends only on (dataset, order, rng, rank,
     data_parallel, step), not on workers, prefetch or the first step, so a resumed run needs no state.
@@ -97,10 +98,8 @@ class MicroBatchLoader:
         order: which samples each step reads, and which replace an unreadable one.
         batch_transform: applied to each collated batch in the worker (`Task.batch_transform()`).
         rng: the root of the run's randomness.
-        rank: this rank's number among the data-parallel ranks.
-        data_parallel: number of data-parallel ranks.
-        start_step: number of steps already taken.
-        end_step: total number of steps.
+        share: which share of the data this rank reads.
+        steps: the steps to read, from 0.
         workers: number of worker processes; 0 reads in this process.
         prefetch: micro-batches each worker keeps ready.
         pin_memory: whether to use page-locked memory, unless `device_type` is "cpu".
@@ -119,17 +118,15 @@ class MicroBatchLoader:
         *,
         batch_transform: Transform | None,
         rng: Randomness,
-        rank: int,
-        data_parallel: int,
-        start_step: int,
-        end_step: int,
+        share: DataRanks,
+        steps: range,
         workers: int,
         prefetch: int,
         pin_memory: bool,
         device_type: str,
     ) -> None:
-        self.per_step = len(order.micro_batches(0, rank, data_parallel))
-        self._length = max(0, end_step - start_step) * self.per_step
+        self.per_step = len(order.micro_batches(0, share.rank, share.count))
+        self._length = len(steps) * self.per_step
         self._sent = (dataset, order, batch_transform, rng)
         # The server starts first: it may move the folder in which workers register.
         needed = [__name__, *(type(one).__module__ for one in (dataset, order, batch_transform))]
@@ -137,7 +134,7 @@ class MicroBatchLoader:
         self._loader: DataLoader[Batch | Fault] = DataLoader(
             _Reading(*self._sent),
             batch_size=None,
-            sampler=_Slots(order, rank, data_parallel, range(start_step, end_step)),
+            sampler=_Slots(order, share, steps),
             num_workers=workers,
             prefetch_factor=prefetch if workers else None,
             pin_memory=pin_memory and device_type != "cpu",
@@ -157,12 +154,12 @@ class MicroBatchLoader:
 class _Slots:
     """The sampler for torch's DataLoader: one list of rows for each micro-batch."""
 
-    def __init__(self, order: Order, rank: int, data_parallel: int, steps: range) -> None:
-        self.order, self.rank, self.data_parallel, self.steps = order, rank, data_parallel, steps
+    def __init__(self, order: Order, share: DataRanks, steps: range) -> None:
+        self.order, self.share, self.steps = order, share, steps
 
     def __iter__(self) -> Iterator[list[SlotSpec]]:
         for step in self.steps:
-            yield from self.order.micro_batches(step, self.rank, self.data_parallel)
+            yield from self.order.micro_batches(step, self.share.rank, self.share.count)
 
 
 class AuthorCode:

@@ -50,12 +50,10 @@ class PlainBatches:
     Attributes:
         make: called with this rank's share and the number of shares.
         where: its key in the config.
-        divided: whether its constructor takes the share.
     """
 
     make: Callable[[int, int], object]
     where: str
-    divided: bool
 
     def open(self, share: int, shares: int) -> DataLoader[Any] | IterableDataset[Any]:
         """The loader or dataset for one share of the data.
@@ -122,10 +120,10 @@ def build_plain(registry: Registry, section: ComponentConfig, seed: int, where: 
             return call_target(section, registry, (), more)
 
     if divided:
-        return PlainBatches(make, where, divided)
+        return PlainBatches(make, where)
     found: Any = make(0, 1)
     if isinstance(found, DataLoader | IterableDataset):
-        return PlainBatches(lambda share, shares: found, where, divided)
+        return PlainBatches(lambda share, shares: found, where)
     if not object_faults("dataset", found):
         dataset: Dataset = found
         return dataset

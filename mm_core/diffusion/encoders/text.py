@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -121,12 +122,13 @@ class HFTokenizer:
     folder: str
     max_length: int
     padding: Literal["longest", "max_length"] = "longest"
-    _opened: PreTrainedTokenizerBase | None = field(default=None, init=False, repr=False, compare=False)
+
+    @cached_property
+    def _opened(self) -> PreTrainedTokenizerBase:
+        return open_tokenizer(self.folder)
 
     def __call__(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Tokenizes captions: ids [B,L] int64 and mask [B,L] bool, padded on the right."""
-        if self._opened is None:
-            self._opened = open_tokenizer(self.folder)
         rows = self._opened(
             list(captions),
             padding=self.padding,
@@ -138,7 +140,7 @@ class HFTokenizer:
         return rows["input_ids"].long(), rows["attention_mask"].bool()
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_opened": None}
+        return {name: value for name, value in vars(self).items() if name != "_opened"}
 
 
 class HFTextEncoder(nn.Module):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mm_core.contracts import (
+    DataRanks,
     Dataset,
     Randomness,
     SampleKey,
@@ -117,10 +118,8 @@ class DatasetProbe:
             BatchPlan(size, rows, rows, SEED, "random", drop_last=False),
             batch_transform=None,
             rng=Randomness(SEED),
-            rank=0,
-            data_parallel=1,
-            start_step=start,
-            end_step=steps,
+            share=DataRanks(),
+            steps=range(start, steps),
             workers=workers,
             prefetch=2,
             pin_memory=False,

@@ -12,7 +12,7 @@ from mm_internvl.data.conversations import Conversations
 from mm_internvl.testing import TOKENS, make_tiny_checkpoint
 from transformers import AutoModelForImageTextToText
 
-from mm_core.contracts import Randomness
+from mm_core.contracts import DataRanks, Randomness
 from mm_core.data.loading.loader import MicroBatchLoader
 from mm_core.data.loading.sampler import BatchPlan
 from mm_core.modules.initialise import initialise
@@ -63,10 +63,8 @@ def loaded(
         plan,
         batch_transform=None,
         rng=Randomness(seed),
-        rank=rank,
-        data_parallel=ranks,
-        start_step=steps.start,
-        end_step=steps.stop,
+        share=DataRanks(rank, ranks),
+        steps=steps,
         workers=0,
         prefetch=2,
         pin_memory=False,
