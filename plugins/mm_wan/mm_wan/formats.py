@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,6 @@ from mm_core.weights import (
     KeyMap,
     Layout,
     Rename,
-    StoredTensors,
     Written,
     read_mapping,
 )
@@ -82,7 +81,25 @@ ORIGINAL_KEYS = KeyMap(
 wan/modules/model.py): the inverse of Diffusers' conversion (scripts/convert_wan_to_diffusers.py)."""
 
 
-class WanDiffusers:
+class _WanFormat(Diffusers):
+    """Files of a Wan transformer as of a Diffusers model; each trained expert of Wan 2.2 has its folder."""
+
+    expert_folders: Mapping[str, str]
+
+    def layout(self, name: str, component: nn.Module) -> Layout | Sequence[Layout] | None:  # type: ignore[override]
+        """How the weights of a Wan transformer are named; None for any other module."""
+        if isinstance(component, TwoExpert):
+            return [
+                replace(self._layout(model), part=name, folder=self.expert_folders[name])
+                for name, model in component.built.items()
+            ]
+        return self._layout(component) if isinstance(component, WanTransformer) else None
+
+    def _layout(self, component: WanTransformer) -> Layout:
+        raise NotImplementedError
+
+
+class WanDiffusers(_WanFormat):
     """The weight format `wan/diffusers`: a pipeline's folder that `WanPipeline.from_pretrained` loads, or the
     folder of a single transformer.
 
@@ -90,8 +107,7 @@ class WanDiffusers:
     the original pipeline that were not trained. Any other run is exported as a transformer's folder.
     """
 
-    def __init__(self) -> None:
-        self._folder = Diffusers()
+    expert_folders = EXPERT_PARTS
 
     def recognises(self, path: Path) -> bool:
         """Whether a folder holds Wan weights in Diffusers' layout: a pipeline with a Wan transformer, or the
@@ -103,25 +119,6 @@ class WanDiffusers:
         folder."""
         return wan_parts(path) or [""]
 
-    def open(self, path: Path, folder: str = "") -> StoredTensors:
-        """Opens the weights files of one Wan transformer in Diffusers' layout.
-
-        Args:
-            path: folder of the pipeline or of the transformer.
-            folder: name of the transformer's folder in the pipeline; "" for `path` itself.
-        """
-        return self._folder.open(path, folder)
-
-    def layout(self, name: str, component: nn.Module) -> Layout | Sequence[Layout] | None:
-        """How weights of a Wan transformer are named in Diffusers' layout; None for any other module. Each
-        trained expert of Wan 2.2 has its own folder."""
-        if isinstance(component, TwoExpert):
-            return [
-                replace(self._layout(model), part=name, folder=EXPERT_PARTS[name])
-                for name, model in component.built.items()
-            ]
-        return self._layout(component) if isinstance(component, WanTransformer) else None
-
     def _layout(self, component: WanTransformer) -> Layout:
         # No folder is named here: a pipeline's two transformers fit equally, and the user must choose one.
         return Layout(
@@ -132,7 +129,9 @@ class WanDiffusers:
             loading=f'from diffusers import {CLASS}\n\nmodel = {CLASS}.from_pretrained("{{folder}}")',
         )
 
-    def adapter(self, name: str, component: nn.Module) -> AdapterLayout | Sequence[AdapterLayout] | None:
+    def adapter(  # type: ignore[override]
+        self, name: str, component: nn.Module
+    ) -> AdapterLayout | Sequence[AdapterLayout] | None:
         """How adapter weights of a Wan transformer are written for `WanPipeline.load_lora_weights`: one file,
         or one for each trained expert. None for any other module."""
         if isinstance(component, TwoExpert):
@@ -143,18 +142,12 @@ class WanDiffusers:
         pipeline = pipeline_of(component.weights_from)
         return _adapter(_LORA["high"], pipeline[1] if pipeline else "")
 
-    def companions(self, task: TaskModule, written: Sequence[Written]) -> Companions:
-        """Files that complete an exported Wan pipeline, copied from the pipeline that the run started
-        from."""
-        return self._folder.companions(task, written)
 
-
-class WanOriginal:
+class WanOriginal(_WanFormat):
     """The weight format `wan/original`: a folder as Wan-AI publishes it, with config.json of `WanModel` and
     its safetensors."""
 
-    def __init__(self) -> None:
-        self._folder = Diffusers()
+    expert_folders = EXPERT_FOLDERS
 
     def recognises(self, path: Path) -> bool:
         """Whether a folder holds Wan weights in Wan-AI's layout: config.json of WanModel, or the two folders
@@ -164,25 +157,6 @@ class WanOriginal:
     def folders(self, path: Path) -> Sequence[str]:
         """Names of the folders with Wan weights in Wan-AI's layout: those of Wan 2.2's experts, or [""]."""
         return [""] if is_original(path) else _experts(path)
-
-    def open(self, path: Path, folder: str = "") -> StoredTensors:
-        """Opens the weights files of one Wan transformer in Wan-AI's layout.
-
-        Args:
-            path: folder of the transformer, or of both experts.
-            folder: name of the expert's folder; "" for `path` itself.
-        """
-        return self._folder.open(path, folder)
-
-    def layout(self, name: str, component: nn.Module) -> Layout | Sequence[Layout] | None:
-        """How weights of a Wan transformer are named in Wan-AI's layout; None for any other module. Each
-        trained expert of Wan 2.2 has its own folder."""
-        if isinstance(component, TwoExpert):
-            return [
-                replace(self._layout(model), part=name, folder=EXPERT_FOLDERS[name])
-                for name, model in component.built.items()
-            ]
-        return self._layout(component) if isinstance(component, WanTransformer) else None
 
     def _layout(self, component: WanTransformer) -> Layout:
         config = json.dumps(original_config(component), indent=2) + "\n"

@@ -15,12 +15,12 @@ import torch
 from diffusers import WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
 from mm_wan.formats import ORIGINAL_KEYS
 from mm_wan.predictor.config import WanTransformerConfig
-from mm_wan.predictor.flops import forward_flops
 from mm_wan.presets import PRESETS
 from mm_wan.testing import make_tiny_checkpoint
 from PIL import Image
 from safetensors.torch import load_file
 from wan_configs import ROOT, checkpoint_of, config_at, render_clips, train
+from wan_variants import forward_flops
 
 from mm_core.cli.main import COMMANDS
 from mm_core.config.load import load_config
@@ -110,7 +110,7 @@ def test_operations_of_image_to_video_are_known_before_its_files_are_there(name,
     preset = PRESETS[config.task.options["predictor"].options["preset"]]
     plan = make_plan(config, 8)
     assert plan.flops.forward == plan.global_batch_size * forward_flops(
-        preset.architecture, latents, image_tokens=tokens
+        preset.architecture, latents, image=tokens
     )
 
 

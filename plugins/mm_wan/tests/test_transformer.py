@@ -16,7 +16,7 @@ from mm_wan.presets import DEFAULTS, PRESETS
 from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from wan_variants import DISTINCT, TINY, inputs, published, theirs, tiny
+from wan_variants import DISTINCT, TINY, forward_flops, inputs, published, theirs, tiny
 
 import mm_core
 from mm_core.contracts import Predictor, Randomness, SupportsModuleFlops, SupportsWeightsFrom, WeightsFrom
@@ -337,15 +337,15 @@ def test_operations_are_those_that_torch_counts(preset, latents, text, image, ea
     assert isinstance(model, SupportsModuleFlops)
     step = step_flops(model, model.module_flops(**shapes(model, latents, text, image, each)))
     assert (step.forward, step.backward) == (forward, backward)
-    assert model.forward_flops(latents, text, image, each) == forward
-    assert model.forward_flops(latents[1:], text, image, each) * latents[0] == forward
+    assert forward_flops(model.architecture, latents, text, image, each) == forward
+    assert forward_flops(model.architecture, latents[1:], text, image, each) * latents[0] == forward
 
 
 def test_five_seconds_of_480p_cost_what_was_reckoned_by_hand():
     """N = 21*30*52 = 32760 tokens of width M = 1536 in 30 blocks: attention alone 30*4*N^2*M = 1.98e14."""
     with torch.device("meta"):
         model = WanTransformer(preset="wan2.1-t2v-1.3b")
-    assert model.forward_flops((16, 21, 60, 104)) == pytest.approx(2.83e14, rel=0.01)
+    assert forward_flops(model.architecture, (16, 21, 60, 104)) == pytest.approx(2.83e14, rel=0.01)
 
 
 # -- over ranks ------------------------------------------------------------------------------------

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import torch
 from diffusers import WanTransformer3DModel
+from mm_wan.predictor.architecture import Architecture
+from mm_wan.predictor.flops import module_flops
 from mm_wan.presets import PRESETS
+
+
+def forward_flops(
+    architecture: Architecture, latents: tuple[int, ...], text: int = 512, image: int = 0, each: bool = False
+) -> int:
+    """FLOPs of a forward of all modules."""
+    return sum(product.flops for product in module_flops(architecture, latents, text, image, each))
+
 
 TINY = {
     "num_attention_heads": 2,

@@ -105,15 +105,3 @@ def _embedders(architecture: Architecture, tokens: tuple[int, int, int], times: 
 
 def _below(module: str, *names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(f"{module}.{name}" for group in names for name in group)
-
-
-def forward_flops(
-    architecture: Architecture,
-    latents: Sequence[int],
-    text_length: int = 512,
-    image_tokens: int = 0,
-    timesteps_per_token: bool = False,
-) -> int:
-    """Total FLOPs of a forward of Wan's transformer. Arguments as for `module_flops`."""
-    found = module_flops(architecture, latents, text_length, image_tokens, timesteps_per_token)
-    return sum(product.flops for product in found)

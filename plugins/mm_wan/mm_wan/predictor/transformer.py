@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from mm_core.contracts import ContextPlan, FrameNames, GivenFrames, ModuleFlops, PredictorInputs, WeightsFrom
 from mm_core.errors import ContractError, did_you_mean, plural
 from mm_wan.predictor.architecture import CLASS, resolve
-from mm_wan.predictor.flops import forward_flops, module_flops
+from mm_wan.predictor.flops import module_flops
 from mm_wan.predictor.frames import beside, frame_choices, in_place, padded_clip
 from mm_wan.presets import Architecture
 
@@ -128,16 +128,6 @@ class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers 
             tokens = self.architecture.pos_embed_seq_len or "K"
             needed["image_embeds"] = f"[B,{tokens},{self.image_dim}]"
         return needed
-
-    def forward_flops(
-        self,
-        latents: Sequence[int],
-        text_length: int = TEXT_LENGTH,
-        image_tokens: int = 0,
-        timesteps_per_token: bool = False,
-    ) -> int:
-        """Total FLOPs of a forward of Wan's transformer. Arguments: see `mm_wan.predictor.flops`."""
-        return forward_flops(self.architecture, latents, text_length, image_tokens, timesteps_per_token)
 
     def module_flops(
         self,

@@ -208,16 +208,6 @@ class TwoExpert(nn.Module):
         found = self._any().module_flops(latents, timestep, text, **conditions)
         return [product.below(name) for product in found]
 
-    def forward_flops(
-        self,
-        latents: Sequence[int],
-        text_length: int = TEXT_LENGTH,
-        image_tokens: int = 0,
-        timesteps_per_token: bool = False,
-    ) -> int:
-        """Total FLOPs of a forward of one Wan expert: see `mm_wan.predictor.flops`."""
-        return self._any().forward_flops(latents, text_length, image_tokens, timesteps_per_token)
-
     def init_weights(self) -> None:
         """Initialises all parameters and buffers of the trained Wan experts: see
         `WanTransformer.init_weights`."""
