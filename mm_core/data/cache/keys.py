@@ -71,23 +71,19 @@ def component_facts(
     inside = {place for file in files.values() for place in (file, *file.parents)}
     return {
         "type": name,
-        "options": _without_paths(section.options, inside),
+        "options": _without_paths(plain(section.options), inside),
         "files": sorted([own, (known or b"").hex()] for own, known in zip(files, found, strict=True)),
     }
 
 
 def _without_paths(value: object, inside: set[Path]) -> Any:
     """Options without those that lead to a component's files."""
-    if is_dataclass(value) and not isinstance(value, type):
-        value = {field.name: getattr(value, field.name) for field in fields(value)}
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         kept = {name: _without_paths(one, inside) for name, one in value.items()}
         return {name: one for name, one in kept.items() if one is not _PATH}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list):
         return [one for each in value if (one := _without_paths(each, inside)) is not _PATH]
-    if isinstance(value, (str, Path)) and value and _absolute(value) in inside:
-        return _PATH
-    return plain(value)
+    return _PATH if isinstance(value, str) and value and _absolute(value) in inside else value
 
 
 _PATH = object()

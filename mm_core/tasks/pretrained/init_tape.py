@@ -7,7 +7,6 @@ computed separately, on any rank, with the values it has in a model built normal
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -102,12 +101,10 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A context to build a task's model in: its parameters are recorded from their registration on."""
         register = nn.Module.register_parameter
         truncated: Function = nn.init._no_grad_trunc_normal_
-        thread = threading.get_ident()  # other threads may build models at the same time
 
         def register_recorded(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
             register(module, name, param)
-            own = threading.get_ident() == thread
-            if own and param is not None and not isinstance(param, FakeTensor):
+            if param is not None and not isinstance(param, FakeTensor):
                 module._parameters[name] = self._adopt(param, module)
 
         def draw_truncated(tensor: Tensor, *args: object, **kwargs: object) -> object:

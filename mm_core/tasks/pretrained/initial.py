@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
@@ -30,14 +29,13 @@ def recorded() -> Iterator[Tape]:
     initialisation."""
     from transformers import PreTrainedModel
 
-    before, tape, thread = PreTrainedModel._initialize_weights, Tape(), threading.get_ident()
+    before, tape = PreTrainedModel._initialize_weights, Tape()
 
     @functools.wraps(before)
     def initialise_recorded(
         self: PreTrainedModel, module: nn.Module, *args: object, **kwargs: object
     ) -> None:
-        own = threading.get_ident() == thread  # other threads may build models at the same time
-        with tape.initialising(module) if own else nullcontext():
+        with tape.initialising(module):
             before(self, module, *args, **kwargs)
 
     with patch.object(PreTrainedModel, "_initialize_weights", initialise_recorded), tape.recording():
