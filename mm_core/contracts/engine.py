@@ -143,10 +143,6 @@ class DataRanks:
     leads: bool = True
 
 
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 @dataclass(frozen=True)
 class Shard:
     """What this rank holds of a trained parameter.
@@ -163,7 +159,7 @@ class Shard:
     name: str
     master: Tensor
     shape: tuple[int, ...]
-    stored: Callable[[Tensor], Tensor] = _itself
+    stored: Callable[[Tensor], Tensor] = lambda tensor: tensor
 
 
 class Engine(Protocol):

@@ -327,7 +327,15 @@ class _Reading(AuthorCode, TorchDataset[Batch | Fault]):
                 sample = {name: value for name, value in sample.items() if name != "missing"}
             failures.extend(failure for failure in tried if failure not in failures)
             return {**sample, "key": slot.key, "weight": slot.weight}
-        raise _unreadable(slot, tried, failures)
+        shown = "; ".join(f"{failure.id}: {failure.reason}" for failure in tried[:3])
+        raise UnreadableError(
+            f"sample {slot.key.index} and {len({f.index for f in tried}) - 1} others tried in its place "
+            f"could not be read: {shown}",
+            failures + tried,
+            where="data.train",
+            hint="check the file that lists the samples and the paths in it; skipped.jsonl in the run's"
+            " folder lists the samples that failed",
+        )
 
     def _read(self, index: int, epoch: int) -> dict[str, object]:
         seed_generators(self.rng.at("draws", epoch, index))
@@ -337,19 +345,6 @@ class _Reading(AuthorCode, TorchDataset[Batch | Fault]):
             else:
                 sample = self.dataset[index]
             return self.checked(sample, Mapping, f"sample {index}", "a plain dict")
-
-
-def _unreadable(slot: SlotSpec, tried: list[FailureRecord], failures: list[FailureRecord]) -> UnreadableError:
-    """The error for a slot whose sample and all samples tried in its place are unreadable."""
-    shown = "; ".join(f"{failure.id}: {failure.reason}" for failure in tried[:3])
-    return UnreadableError(
-        f"sample {slot.key.index} and {len({f.index for f in tried}) - 1} others tried in its place "
-        f"could not be read: {shown}",
-        failures + tried,
-        where="data.train",
-        hint="check the file that lists the samples and the paths in it; skipped.jsonl in the run's"
-        " folder lists the samples that failed",
-    )
 
 
 def _records(error: DataError, index: int, replaced: bool) -> list[FailureRecord]:

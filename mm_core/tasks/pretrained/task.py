@@ -183,7 +183,13 @@ class PretrainedTask(TaskModule):
         except MMError:
             raise
         except (ValueError, IndexError) as fault:
-            raise _unfit(self.model, inputs.inputs, fault) from fault
+            shapes = ", ".join(f"{name} {[*tensor.shape]}" for name, tensor in inputs.inputs.items())
+            raise ContractError(
+                f"{type(self.model).__name__} cannot take the batch: {first_line(fault)}",
+                where="data",
+                accepted="inputs and labels that fit the model and each other",
+                hint=f"check the dataset; this batch contains {shapes}",
+            ) from fault
         finally:
             self._record = None
         if self.model.training not in self._checked:
@@ -291,17 +297,6 @@ def _check_counts(record: RowLosses, counts: Sequence[int]) -> None:
             where="task.auto_class",
             accepted="models that shift labels by one (causal models), or not at all",
         )
-
-
-def _unfit(model: nn.Module, inputs: Mapping[str, Tensor], fault: Exception) -> ContractError:
-    """The error for a batch that the model's own code refuses."""
-    shapes = ", ".join(f"{name} {[*tensor.shape]}" for name, tensor in inputs.items())
-    return ContractError(
-        f"{type(model).__name__} cannot take the batch: {first_line(fault)}",
-        where="data",
-        accepted="inputs and labels that fit the model and each other",
-        hint=f"check the dataset; this batch contains {shapes}",
-    )
 
 
 def _weight(batch: TextBatch, counts: Sequence[int]) -> float:
