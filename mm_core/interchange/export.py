@@ -81,26 +81,30 @@ def export(
     stored = stored_run(run, overrides=overrides, allow_code=allow_code)
     task = task_of(stored.config, stored.checkpoint)
     (label, form), *_ = formats_of(stored.config.registry, format).items()
-    planner = planner_of(stored, task, weights, label, form, dtype, limit)
-    plan = _placed(planned(stored, planner, task, component, merge_adapters), form, pipeline, note)
+    plan = planned(stored, task, label, form, weights, dtype, limit, component, merge_adapters)
+    plan = _placed(plan, pipeline, note)
     _check_apart(plan.parts)
     for taken in plan.companions.copies.values():
         check_taken(taken)
-    Ranks.current().agree(f"reading {planner.saved.folder}", planner.saved.verify)
+    saved = plan.planner.saved
+    Ranks.current().agree(f"reading {saved.folder}", saved.verify)
     _write(out, plan)
     return out
 
 
-def planner_of(
+def planned(
     run: StoredRun,
     task: TaskModule,
-    weights: Weights,
     label: str,
     form: WeightFormat,
+    weights: Weights,
     dtype: str | None,
     limit: int,
-) -> Planner:
-    """What plans an export of a run; see `export` and `Planner` for the arguments."""
+    component: str | None,
+    merge: bool,
+) -> ExportPlan:
+    """The parts and files of the trained components, or of the chosen one; reads names and shapes only. See
+    `export` and `Planner` for the arguments."""
     averaged = weights == "ema" or (weights == "auto" and "ema" in run.checkpoint.parts)
     tables = {name for name, _ in task.named_buffers()}
     layers = quantised_layers({root: task.get_submodule(root) for root in task.trainable})
@@ -109,7 +113,7 @@ def planner_of(
         f"reading {run.checkpoint.folder}",
         lambda: CheckpointSource(run.checkpoint, which, otherwise="leave out --ema"),
     )
-    return Planner(
+    planner = Planner(
         run.config.registry,
         label,
         form,
@@ -120,12 +124,6 @@ def planner_of(
         {name: layer.kind for name, layer in layers.items()},
         averaged,
     )
-
-
-def planned(
-    run: StoredRun, planner: Planner, task: TaskModule, component: str | None, merge: bool
-) -> ExportPlan:
-    """The parts and files of the trained components, or of the chosen one; reads names and shapes only."""
     modules = {root: task.get_submodule(root) for root in _roots(task, component)}
     adapted = {root: module for root, module in modules.items() if adapted_layers(module)}
     alone = bool(adapted) and not merge
@@ -144,37 +142,34 @@ def planned(
     else:
         parts = [part for root, module in modules.items() for part in planner.weights(root, module)]
     whole = not alone and len(modules) == len(task.trainable)
-    return ExportPlan(run.checkpoint, run.config, planner.label, task, parts, planner.averaged, alone, whole)
+    return ExportPlan(planner, run.config, task, parts, alone, whole)
 
 
-def _placed(
-    plan: ExportPlan, form: WeightFormat, pipeline: str | Path | None, note: Callable[[str], None]
-) -> ExportPlan:
+def _placed(plan: ExportPlan, pipeline: str | Path | None, note: Callable[[str], None]) -> ExportPlan:
     """The plan with each part at its place in a complete pipeline, for formats that write one.
 
     Args:
         plan: the plan without places.
-        form: the weight format.
         pipeline: pipeline to copy from; None for the one that the weights started from.
         note: called with a message about folders that no longer exist.
     """
     companions = Companions()
     if plan.whole:
-        sources = sources_of(plan.config, plan.source.facts, plan.task, note)
+        sources = sources_of(plan.config, plan.planner.saved.checkpoint.facts, plan.task, note)
         chosen = None if pipeline is None else (Path(pipeline),)
         laid = [(part.root, part.layout) for part in plan.parts]
         written = [
             Written(root, layout.part, layout.folder, layout.texts, chosen or sources[root])
             for root, layout in laid
         ]
-        companions = form.companions(plan.task, written)
+        companions = plan.planner.form.companions(plan.task, written)
         gone = {path for paths in sources.values() for path in paths if not path.exists()}
         # Weights that no library loads are not a pipeline.
         if gone and not companions.copies and plan.parts[0].layout.library:
             places = ", ".join(sorted(map(str, gone)))
             note(f"{places}: the run started from this, but it is gone; only trained weights are written")
     if pipeline is not None and not companions.places:
-        raise _no_pipeline(Path(pipeline), plan.label, plan.whole)
+        raise _no_pipeline(Path(pipeline), plan.planner.label, plan.whole)
     parts = []
     for part in plan.parts:
         folder = companions.places.get((part.root, part.layout.part), part.layout.folder)

@@ -25,16 +25,16 @@ HUB = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 
 def card_of(plan: ExportPlan, folder: str) -> str:
     """The text of an export's model card, README.md; `folder` is the export's name."""
-    config, facts, manifest = plan.config, plan.source.facts, plan.source.manifest
+    config, source = plan.config, plan.planner.saved.checkpoint
+    facts, manifest = source.facts, source.manifest
     step = facts["step"]
     roots = list(dict.fromkeys(part.root for part in plan.parts))
     named = [own_weights(plan.task.get_submodule(root)) for root in roots]
     origins = [path for path in (*named, given_weights(config, facts)) if path is not None]
     hubs = [f"{found[1]}/{found[2]}" for origin in origins if (found := HUB.search(origin))]
     names = ("adapters of " if plan.adapters_alone else "") + ", ".join(f"`{root}`" for root in roots)
-    after = (
-        f"{names} of the run `{config.run.name}` after {plural(step, 'step')}, in the format `{plan.label}`."
-    )
+    form = f"the format `{plan.planner.label}`"
+    after = f"{names} of the run `{config.run.name}` after {plural(step, 'step')}, in {form}."
     begins = f" In mm_core, `init_from: {{path: {folder}}}` starts a run from it."
     layouts = [part.layout for part in plan.parts]
     separate = [one.loading.replace("{folder}", str(PurePath(folder, one.folder))) for one in layouts]
@@ -48,7 +48,7 @@ def card_of(plan: ExportPlan, folder: str) -> str:
         loading=plan.companions.loading.replace("{folder}", folder) or "\n\n".join(filter(None, separate)),
         facts=[
             *((f"component `{root}`", _described(config, root)) for root in roots),
-            ("weights", "the moving average" if plan.averaged else "as trained"),
+            ("weights", "the moving average" if plan.planner.averaged else "as trained"),
             *_adapters(plan),
             ("dtype", _dtypes([spec.dtype for part in plan.parts for spec in part.tensors])),
             *[("started from the weights of", origin) for origin in origins],
@@ -58,9 +58,9 @@ def card_of(plan: ExportPlan, folder: str) -> str:
             ("ranks", str(manifest.get("world", "unknown"))),
         ],
         settings={key: value for key, value in to_mapping(config).items() if key in _SECTIONS and value},
-        data=_data(plan.source),
+        data=_data(source),
         metrics=facts.get("metrics", {}),
-        made_with=_versions(plan.source),
+        made_with=_versions(source),
     )
     return render(card)
 

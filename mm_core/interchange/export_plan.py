@@ -9,7 +9,6 @@ from functools import reduce
 import torch
 from torch import Tensor, nn
 
-from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import TaskModule
 from mm_core.errors import ContractError, MMError
@@ -52,23 +51,19 @@ class ExportPlan:
     """The plan of an export: all files that it writes.
 
     Attributes:
-        source: the run's checkpoint.
+        planner: reads the checkpoint, and knows the weight format.
         config: the run's config.
-        label: name of the weight format.
         task: the run's task.
         parts: the files of each component or adapter.
-        averaged: whether the weights are the moving average.
         adapters_alone: whether only adapters are written, without the base weights.
         whole: whether the weights of all trained components are written.
         companions: further files beside the parts.
     """
 
-    source: OpenedCheckpoint
+    planner: Planner
     config: RunConfig
-    label: str
     task: TaskModule
     parts: Sequence[Part]
-    averaged: bool
     adapters_alone: bool
     whole: bool
     companions: Companions = field(default_factory=Companions)

@@ -18,7 +18,7 @@ from mm_core.checkpoint.reading import StoredRun, Weights, stored_run
 from mm_core.contracts import TaskModule
 from mm_core.errors import MMError, plural
 from mm_core.files import check_unused, staged_folder
-from mm_core.interchange.export import MAX_SHARD, planned, planner_of, write_part
+from mm_core.interchange.export import MAX_SHARD, planned, write_part
 from mm_core.interchange.export_card import HUB
 from mm_core.interchange.export_plan import Part, Planner
 from mm_core.loading.provenance import given_weights, own_weights
@@ -57,13 +57,9 @@ def export_lora(
         out: a new `.safetensors` file; with several experts or adapters, their names are added to the file's.
             For `lora/peft` a new folder.
         layout: `lora/comfyui`, `lora/kohya`, `lora/diffusers` or `lora/peft`.
-        weights: as for `export`.
-        dtype: as for `export`.
-        component: as for `export`.
+        weights, dtype, component, overrides, allow_code: as for `export`.
         trigger_words: words of the training's captions that call for the style, for the file's header.
-        overrides: as for `export`.
         note: called with a message about modules that the training left at zero.
-        allow_code: as for `export`.
 
     Returns:
         The files.
@@ -78,20 +74,19 @@ def export_lora(
     texts = {root: _texts(stored, task, root, trigger_words) for root in task.trainable}
     chosen = component or next((r for r in task.trainable if scales_of(task.get_submodule(r))), "")
     form = LoraFormat(layout, formats_of(stored.config.registry), out.name, texts.get(chosen, {}))
-    planner = planner_of(stored, task, weights, layout, form, dtype, parse_size(MAX_SHARD))
-    plan = planned(stored, planner, task, component, False)
+    plan = planned(stored, task, layout, form, weights, dtype, parse_size(MAX_SHARD), component, False)
     if not plan.adapters_alone:
         raise MMError(
             "this run trains no adapters, so there is no LoRA to export",
             where=f"--to {layout}",
             hint="export the full weights: --to diffusers, or your model's format",
         )
-    Ranks.current().agree(f"reading {planner.saved.folder}", planner.saved.verify)
+    Ranks.current().agree(f"reading {stored.checkpoint.folder}", plan.planner.saved.verify)
 
     def fill(stage: Path) -> None:
         for part in plan.parts:
             write_part(stage, part)
-            for sentence in check_written(stage, part, form, planner, task.get_submodule(part.root)):
+            for sentence in check_written(stage, part, plan.planner, task.get_submodule(part.root)):
                 note(sentence)
 
     if layout == "lora/peft":
@@ -155,16 +150,13 @@ def _texts(stored: StoredRun, task: TaskModule, root: str, trigger_words: Sequen
     }
 
 
-def check_written(
-    stage: Path, part: Part, form: LoraFormat, planner: Planner, module: nn.Module
-) -> list[str]:
+def check_written(stage: Path, part: Part, planner: Planner, module: nn.Module) -> list[str]:
     """Loads a written LoRA file and compares it with the checkpoint, bit for bit.
 
     Args:
         stage: folder of the files.
         part: what was written.
-        form: its layout.
-        planner: reads the checkpoint.
+        planner: reads the checkpoint, and knows the layout.
         module: the component, with its adapters.
 
     Returns:
@@ -174,7 +166,7 @@ def check_written(
         MMError: a module is missing in the file, or differs from the checkpoint.
     """
     file = stage / part.layout.folder / f"{part.layout.stem}.safetensors"
-    layouts = of_component(form.adapter(part.root, module))
+    layouts = of_component(planner.form.adapter(part.root, module))
     ((adapter, scales),) = part.adapters.items()
     (layout,) = (one for one, names in zip(layouts, divided(layouts, scales), strict=True) if names)
     faults: list[str] = []
