@@ -27,7 +27,7 @@ from mm_core.contracts import (
     TaskModule,
     torch_dtype,
 )
-from mm_core.data.media.video_files import clip_name, make_folder, preview, write_video
+from mm_core.data.media.video_files import clip_name, make_folder, preview
 from mm_core.data.rows.prompts import Prompt, read_images, with_images
 from mm_core.device import current_device, environment_world
 from mm_core.errors import DataError, MMError
@@ -38,6 +38,7 @@ from mm_core.evaluation.sampled_clips import (
     no_clips,
     share_of,
     with_trained_size,
+    write_own,
 )
 from mm_core.loading.frozen import load_frozen_alone, load_frozen_of
 from mm_core.loading.initial_weights import CheckpointWeights
@@ -168,7 +169,12 @@ def _sample(
             if number >= real or not engine.data_ranks.leads:
                 continue  # only generated because other ranks need this rank's forwards
             if out is not None:
-                _write(clip, out / clip_name(share.first + number, clip))
+                if fault := write_own([clip], share.first + number, out):
+                    raise DataError(
+                        f"the clip cannot be written: {fault}",
+                        where=str(out / clip_name(share.first + number, clip)),
+                        hint="choose another folder, and check that the disk is not full",
+                    )
                 previews.append(preview(clip))
             if keep:
                 kept.append(clip)
@@ -178,18 +184,6 @@ def _sample(
         if faults:
             raise DataError("; ".join(faults), where=str(out))
     return kept
-
-
-def _write(clip: Clip, path: Path) -> None:
-    """Writes a clip. DataError if the system or the codec refuses."""
-    try:
-        write_video(clip, path)
-    except Exception as fault:  # PyAV's errors are not OSErrors
-        raise DataError(
-            f"the clip cannot be written: {fault}",
-            where=str(path),
-            hint="choose another folder, and check that the disk is not full",
-        ) from fault
 
 
 # -- weights -------------------------------------------------------------------------------------

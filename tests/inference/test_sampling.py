@@ -231,8 +231,8 @@ def test_prompts_are_read_from_lines_json_and_jsonl(tmp_path, name, text):
 @pytest.mark.parametrize(
     ("name", "text", "sentence"),
     [
-        ("p.txt", "\n \n", "the file contains no prompt"),
-        ("p.json", "[]", "the file contains no prompt"),
+        ("p.txt", "\n \n", "the file of prompts is empty"),
+        ("p.json", "[]", "the file of prompts is empty"),
         ("p.json", "{480, 832}", "this is not JSON"),
         ("p.json", "[3]", "a row is not a prompt: 3"),
     ],
@@ -249,7 +249,7 @@ def test_prompt_files_that_hold_none_are_readable_errors(tmp_path, name, text, s
     [
         (["--run", "nowhere", "--prompt", "x"], "nowhere: there is no such run"),
         (["--run", "{run}"], "there is no prompt"),
-        (["--run", "{run}", "--prompts", "nowhere.txt"], "the prompts cannot be read"),
+        (["--run", "{run}", "--prompts", "nowhere.txt"], "the file of prompts does not exist"),
         (["--run", "{run}", "--prompt", "x", "--width", "7"], "width 7 (nearest: 6, 8)"),
         (["--run", "{empty}", "--prompt", "x"], "neither a checkpoint nor a run"),
     ],

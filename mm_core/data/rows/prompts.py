@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from mm_core.data.media.images import read_image
-from mm_core.data.rows.paths import refusal
+from mm_core.data.rows.json_rows import RowFile
 from mm_core.errors import DataError, MMError, plural
 
 
@@ -38,38 +37,20 @@ def read_prompts(path: Path) -> list[Prompt]:
     Raises:
         DataError: the file contains no prompt, or cannot be read.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = refusal(error) if isinstance(error, OSError) else f"the file is not UTF-8 text: {error}"
-        raise DataError(
-            f"the prompts cannot be read: {reason}",
-            where=str(path),
-            hint="give the path of a text file in UTF-8",
-        ) from None
+    file = RowFile(path, "file of prompts", "one prompt per line, a JSON list, or JSONL")
     if path.suffix in (".json", ".jsonl"):
-        try:
-            lines = [line for line in text.splitlines() if line.strip()]
-            rows = json.loads(text) if path.suffix == ".json" else [json.loads(line) for line in lines]
-        except ValueError as error:
-            raise DataError(
-                f"this is not JSON: {error}",
-                where=str(path),
-                hint="fix the file, or give it the ending .txt if each line is a prompt",
-            ) from None
-        prompts = [_prompt_of(row, path) for row in (rows if isinstance(rows, list) else [rows])]
+        prompts = [_prompt_of(row, path) for _, row in file.json_values()]
     else:
-        prompts = [Prompt(line.strip()) for line in text.splitlines() if line.strip()]
+        with file.opened() as lines:
+            prompts = [Prompt(line.strip()) for line in lines if line.strip()]
     if not prompts:
-        raise DataError(
-            "the file contains no prompt",
-            where=str(path),
-            accepted="one prompt per line, a JSON list, or JSONL",
-        )
+        raise file.empty()
     return prompts
 
 
 def _prompt_of(row: object, path: Path) -> Prompt:
+    if isinstance(row, DataError):
+        raise row
     if isinstance(row, str):
         return Prompt(row)
     if isinstance(row, dict):
