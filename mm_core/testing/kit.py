@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import sys
 import tempfile
 import time
 import traceback
@@ -12,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from inspect import isfunction, signature
 from pathlib import Path
 from pkgutil import resolve_name
 from types import MappingProxyType
@@ -156,17 +158,29 @@ class Probe:
         if not holds:
             raise ContractError(what, where=self.place, accepted=accepted, hint=hint)
 
-    def expect_no_error(self, what: str, accepted: str, call: Callable[..., object], *given: object) -> None:
-        """Makes a call of the component; an exception becomes a ContractError.
+    def expect_no_error(
+        self,
+        what: str,
+        accepted: str,
+        call: Callable[..., object],
+        *given: object,
+        allowed: tuple[type[Exception], ...] = (),
+    ) -> Any:
+        """Makes a call of the component, and returns what it returns; an exception becomes a ContractError.
 
         Args:
             what: the call, for the ContractError.
             accepted: what would be right.
             call: what is called.
             given: its arguments.
+            allowed: exceptions that are right as well; they are returned.
         """
         try:
-            call(*given)
+            return call(*given)
+        except allowed as error:
+            return error
+        except NotApplicable:
+            raise
         except Exception as error:
             came = f"{type(error).__name__}: {first_line(error)}"
             raise ContractError(f"{what} raises {came}", where=self.place, accepted=accepted) from error
@@ -189,6 +203,22 @@ class Probe:
             ) from error
 
 
+class KindProbe:
+    """What the checks of a kind are called with: builds new small instances, and whatever they share.
+
+    Args:
+        probe: the component.
+    """
+
+    def __init__(self, probe: Probe) -> None:
+        self.probe = probe
+        self.expect = probe.expect
+
+    def build(self, **changes: object) -> Any:
+        """As `Probe.build`."""
+        return self.probe.build(**changes)
+
+
 Check = Callable[[Any], None]
 """A conformance check of a probe. It raises ContractError if it fails, or NotApplicable."""
 
@@ -196,6 +226,17 @@ Check = Callable[[Any], None]
 def by_name(*checks: Check) -> Mapping[str, Check]:
     """Checks by the names of their functions."""
     return MappingProxyType({check.__name__: check for check in checks})
+
+
+def checks_of(*modules: str) -> Mapping[str, Check]:
+    """The checks in modules: public functions with the one parameter `probe`, in the order of the file."""
+    checks = []
+    for module in modules:
+        for found in vars(sys.modules[module]).values():
+            own = isfunction(found) and found.__module__ == module and not found.__name__.startswith("_")
+            if own and [*signature(found).parameters] == ["probe"]:
+                checks.append(found)
+    return by_name(*checks)
 
 
 @dataclass(frozen=True)
@@ -366,6 +407,12 @@ def kit_of(kind: str) -> Kit:
     """The conformance checks of a kind of component."""
     kit: Kit = resolve_name(KITS[kind])
     return kit
+
+
+def require(found: object, capability: Any) -> None:
+    """Raises NotApplicable for an object without the members of a protocol of `mm_core.contracts`."""
+    if not isinstance(found, capability):
+        raise NotApplicable(f"it is no mm_core.contracts.{capability.__name__}")
 
 
 def find_components(registry: Registry, name: str, kind: str | None = None) -> tuple[Registered, ...]:
