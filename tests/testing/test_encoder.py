@@ -214,7 +214,7 @@ STREAMED_FAULTS = [
     ("streamed", OtherBlocks, "block_patterns is 'model.block'"),
     ("streamed", OtherSource, "weights_from is '/"),
     ("loads", BuiltTwice, "a second build_empty makes new tensors"),
-    ("missing_files", Reading, "the constructor needs files: "),
+    ("missing_files", Reading, "without files, the constructor raises FileNotFoundError: "),
     (
         "missing_files",
         type("Faulty", (HFTextEncoder,), {"missing_files": lambda self: []}),

@@ -11,24 +11,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from mm_core.contracts import Streamed, SupportsFiles, WeightsFrom
 from mm_core.errors import ContractError, MMError, first_line
 from mm_core.loading.frozen import load_frozen
 from mm_core.testing.common import state_changes
-from mm_core.testing.kit import NotApplicable, Probe
+from mm_core.testing.kit import KindProbe, require
+from mm_core.testing.tensors import tensors_of
+
+_IN_LOAD = (
+    "the constructor runs on the meta device: make tensors with values (position tables, statistics) in load,"
+    " or in build_empty within mm_core.contracts.empty_parameters()"
+)
 
 
-class FrozenProbe:
-    """A frozen component under test, loaded once for all checks.
-
-    Args:
-        probe: builds new small instances without weights.
-    """
-
-    def __init__(self, probe: Probe) -> None:
-        self.probe = probe
-        self.expect = probe.expect
+class FrozenProbe(KindProbe):
+    """A frozen component under test, loaded once for all checks."""
 
     def build(self, **changes: object) -> Any:
         """Builds a new instance without weights, on the meta device as the core does."""
@@ -52,13 +51,8 @@ class FrozenProbe:
         try:
             return load_frozen(component, "cpu", self.probe.registry)
         except NotImplementedError as error:  # torch's, for copies of tensors that have no values
-            raise ContractError(
-                f"loading uses tensors that the constructor has made without values: {first_line(error)}",
-                where=self.probe.place,
-                accepted="tensors made in load or build_empty: the constructor runs on the meta device",
-                hint="make tensors with values (position tables, statistics) in load, or in build_empty"
-                " within mm_core.contracts.empty_parameters()",
-            ) from error
+            what = f"loading uses tensors that the constructor has made without values: {first_line(error)}"
+            raise ContractError(what, where=self.probe.place, hint=_IN_LOAD) from error
 
     def moved(self, folder: Path | None) -> dict[str, object]:
         """The fields of the small instance with paths into another folder, if they contain any."""
@@ -68,31 +62,9 @@ class FrozenProbe:
         options = self.probe.config.options.items()
         return {n: v.replace(own, str(folder)) for n, v in options if isinstance(v, str) and own in v}
 
-    @cached_property
-    def files(self) -> list[Path]:
-        """The files of the small instance, relative to its folder."""
-        _ = self.probe.config  # writes them
-        folder = self.probe.folder
-        return sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-
-
-def differ(found: Tensor, wanted: Tensor) -> float:
-    """The largest difference of two tensors, relative to the largest value."""
-    if found.shape != wanted.shape:
-        return float("inf")
-    if not wanted.numel():
-        return 0.0
-    largest = wanted.double().abs().max().clamp(min=1e-12)
-    return float((found.double() - wanted.double()).abs().max() / largest)
-
-
-def tolerance(tensor: Tensor) -> float:
-    """How far results of a dtype may differ that are computed in other batches."""
-    return 1e-4 if tensor.dtype in (torch.float32, torch.float64) else 5e-2
-
 
 def check_pure(probe: FrozenProbe, what: str, call: Callable[[], Any], given: Sequence[Tensor]) -> None:
-    """Checks that equal calls return equal tensors, and change neither inputs nor the global generator.
+    """Checks that equal calls return equal tensors, and change no inputs.
 
     Args:
         probe: the component under test.
@@ -100,30 +72,18 @@ def check_pure(probe: FrozenProbe, what: str, call: Callable[[], Any], given: Se
         call: makes the call; the tensors in what it returns are compared.
         given: the tensors that the call gets.
     """
-    kept, state = [each.clone() for each in given], torch.get_rng_state()
-    first = tensors_in(call())
+    kept = [each.clone() for each in given]
+    first = _tensors_in(call())
     probe.expect(all(map(torch.equal, kept, given)), f"{what} changes tensors that it is given")
-    second = tensors_in(call())
+    second = _tensors_in(call())
     same = len(first) == len(second) and all(map(torch.equal, first, second))
     probe.expect(
         same, f"equal calls of {what} return different results", hint="keep no state from call to call"
     )
-    probe.expect(
-        torch.equal(state, torch.get_rng_state()),
-        f"{what} draws from torch's default generator",
-        hint="a frozen component is in evaluation mode and draws only from generators that it is given",
-    )
 
 
-def tensors_in(value: object) -> list[Tensor]:
-    """The tensors in tuples, lists and mappings."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return (
-        [tensor for each in value for tensor in tensors_in(each)] if isinstance(value, tuple | list) else []
-    )
+def _tensors_in(value: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def loads(probe: FrozenProbe) -> None:
@@ -137,30 +97,24 @@ def loads(probe: FrozenProbe) -> None:
         hint="read weights from files; draw tables from `mm_core.contracts.Randomness(seed)`",
     )
     component = found[0]
-    tensors = _tensors(component)
+    module: nn.Module = component if isinstance(component, nn.Module) else nn.Module()
+    tensors = tensors_of(module)
     for name, tensor in tensors.items():
-        probe.expect(
-            not tensor.is_meta,
-            f"the tensor {name} has no values after loading",
-            accepted="tensors made in load or build_empty: the constructor runs on the meta device",
-            hint="make tables in load, or in build_empty within mm_core.contracts.empty_parameters()",
-        )
+        probe.expect(not tensor.is_meta, f"the tensor {name} has no values after loading", hint=_IN_LOAD)
         finite = not tensor.is_floating_point() or bool(tensor.isfinite().all())
         probe.expect(finite, f"the tensor {name} contains NaN or infinity after loading")
     if isinstance(component, Streamed):
         method, second = "build_empty", component.build_empty
     else:
         method, second = "load", partial(component.load, torch.device("cpu"))
-    changed = state_changes(second)
-    probe.expect(not changed, f"a second {method} changes {', '.join(changed[:4])}")
-    again = _tensors(component)
+    second()
+    again = tensors_of(module)
     probe.expect(
         again.keys() == tensors.keys() and all(again[name] is tensors[name] for name in tensors),
         f"a second {method} makes new tensors",
         hint=f"return from {method} at once if the component has its weights",
     )
-    modules = component.modules() if isinstance(component, nn.Module) else ()
-    training = [type(module).__name__ for module in modules if module.training and module is not component]
+    training = [type(each).__name__ for each in module.modules() if each.training and each is not module]
     probe.expect(
         not training,
         f"{' and '.join(dict.fromkeys(training))} is in training mode, so that dropout is active",
@@ -171,11 +125,7 @@ def loads(probe: FrozenProbe) -> None:
 def streamed(probe: FrozenProbe) -> None:
     """build_empty makes parameters without memory and computes buffers; entry points are methods."""
     component = probe.build()
-    if not isinstance(component, Streamed):
-        raise NotApplicable("the component reads its own weights (it has no build_empty)")
-    probe.expect(
-        isinstance(component, nn.Module), "the component is not a torch.nn.Module", hint="derive from it"
-    )
+    require(component, Streamed)
     component.build_empty()
     module: Any = component
     memory = [name for name, parameter in module.named_parameters() if not parameter.is_meta]
@@ -203,13 +153,6 @@ def streamed(probe: FrozenProbe) -> None:
         f"entry_points is {component.entry_points!r}",
         accepted="a tuple of names of the component's methods",
     )
-    patterns = component.block_patterns
-    probe.expect(
-        patterns == "auto"
-        or (isinstance(patterns, tuple) and all(isinstance(each, str) for each in patterns)),
-        f"block_patterns is {patterns!r}",
-        accepted="'auto', or a tuple of paths of modules",
-    )
 
 
 def missing_files(probe: FrozenProbe) -> None:
@@ -227,14 +170,9 @@ def missing_files(probe: FrozenProbe) -> None:
     if not probe.moved(probe.probe.folder):
         return  # it needs no files
     absent = probe.probe.folder.parent / f"{probe.probe.folder.name}-absent"
-    try:
-        found = probe.build(**probe.moved(absent)).missing_files()
-    except (MMError, OSError) as error:
-        probe.expect(
-            False,
-            f"the constructor needs files: {first_line(error)}",
-            hint="read files at first use; missing_files lists those that do not exist",
-        )
+    accepted = "files that are read at first use: missing_files lists those that do not exist"
+    build = partial(probe.build, **probe.moved(absent))
+    found = probe.probe.expect_no_error("without files, the constructor", accepted, build).missing_files()
     probe.expect(
         isinstance(found, list) and found and all(isinstance(p, str) and not Path(p).exists() for p in found),
         f"missing_files returned {found!r} where none of the files exist",
@@ -261,19 +199,13 @@ FROZEN = (loads, streamed, missing_files)
 """The conformance checks of every frozen component."""
 
 
-def _tensors(component: object) -> dict[str, Tensor]:
-    if not isinstance(component, nn.Module):
-        return {}
-    return dict([*component.named_parameters(), *component.named_buffers()])
-
-
 def _without_each(probe: FrozenProbe) -> Iterator[tuple[Path, Path]]:
     """Each file of the small instance, and a copy of the folder without it."""
     folder = probe.probe.folder
     copy = folder.parent / f"{folder.name}-copy"
     shutil.copytree(folder, copy)
     try:
-        for name in probe.files:
+        for name in sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file()):
             kept = (copy / name).rename(copy / f"{name}.kept")
             yield name, copy
             kept.rename(copy / name)

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from mm_core.contracts import Randomness
-from mm_core.errors import first_line, plural
+from mm_core.errors import plural
 from mm_core.tasks.text_to_video.conditions import check_returned
 from mm_core.testing.data.reading import expect_no_weights
-from mm_core.testing.frozen.components import FROZEN, FrozenProbe, check_pure, differ, tolerance
+from mm_core.testing.frozen.components import FROZEN, FrozenProbe, check_pure
 from mm_core.testing.kit import Kit, NotApplicable, by_name
 from mm_core.testing.ranks import ComponentBuild, on_ranks
+from mm_core.testing.tensors import distance, expect_close
 
 _CAPTIONS = ("a red circle moves left", "", "a cat and a dog bake a cake together in a kitchen", "blue")
 _LANGUAGES = (
@@ -24,6 +25,7 @@ _LANGUAGES = (
     "tab\tline\nend\u200b",
     "\ufeff\U0010ffff",
 )
+_HINT = "hand the mask to the model's attention"
 
 
 # -- text encoders ------------------------------------------------------------------------------
@@ -43,7 +45,7 @@ def _states(probe: FrozenProbe, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tens
         f"encode returned a {type(found).__name__}{f' of {len(found)}' if isinstance(found, tuple) else ''}",
         accepted="(hidden[B,L,D], mask[B,L]), and perhaps a mapping of further tensors [B,...]",
     )
-    return found[0], found[1], found[2] if len(found) == 3 else {}
+    return found[0], found[1], dict(found[2]) if len(found) == 3 else {}
 
 
 def tokens(probe: FrozenProbe) -> None:
@@ -161,7 +163,7 @@ def captions_matter(probe: FrozenProbe) -> None:
             continue  # a tiny vocabulary has one token for all unknown words
         (one, own, _), (other, others, _) = (_states(probe, *row) for row in rows)
         probe.expect(
-            differ(one[own], other[others]) > 1e-6, f"{first!r} and {second!r} have the same hidden states"
+            distance(one[own], other[others]) > 1e-6, f"{first!r} and {second!r} have the same hidden states"
         )
 
 
@@ -173,13 +175,8 @@ def independence(probe: FrozenProbe) -> None:
         pairs = {"hidden states": (alone[own], hidden[row][mask[row]])}
         pairs |= {f"extra {name!r}": (others[name][0], extra[row]) for name, extra in extras.items()}
         for what, (one, together) in pairs.items():
-            error = differ(one, together)
-            probe.expect(
-                error <= tolerance(hidden),
-                f"the {what} of {caption!r} alone and in a batch differ by {error:.1e}",
-                accepted=f"at most {tolerance(hidden):g}",
-                hint="hand the mask to the model's attention",
-            )
+            words = f"the {what} of {caption!r} alone and in a batch differ"
+            expect_close(probe, one, together, words, _HINT)
 
 
 def padding(probe: FrozenProbe) -> None:
@@ -194,13 +191,8 @@ def padding(probe: FrozenProbe) -> None:
     longer = torch.cat([mask, torch.zeros(1, room, dtype=torch.bool)], dim=1)
     found, kept, others = _states(probe, torch.cat([ids, garbage[:, :room]], dim=1), longer)
     pairs = [(found[kept], expected[own]), *((others[name], extra) for name, extra in extras.items())]
-    error = max(differ(*pair) for pair in pairs)
-    probe.expect(
-        error <= tolerance(expected),
-        f"padding changes the hidden states of a caption, by {error:.1e}",
-        accepted=f"at most {tolerance(expected):g}",
-        hint="hand the mask to the model's attention",
-    )
+    for pair in pairs:
+        expect_close(probe, *pair, "padding changes the hidden states of a caption,", _HINT)
 
 
 def empty_caption(probe: FrozenProbe) -> None:
@@ -216,14 +208,8 @@ def empty_caption(probe: FrozenProbe) -> None:
 def languages(probe: FrozenProbe) -> None:
     """Captions in any script, with emoji, combining and control characters, are encoded."""
     for caption in _LANGUAGES:
-        try:
-            hidden, mask, _ = _encoded(probe, [caption])
-        except Exception as error:
-            probe.expect(
-                False,
-                f"the caption {caption!r} raises {type(error).__name__}: {first_line(error)}",
-                hint="captions are any text",
-            )
+        what = f"the caption {caption!r}"
+        hidden, mask, _ = probe.probe.expect_no_error(what, "any text", _encoded, probe, [caption])
         probe.expect(bool(hidden[mask].isfinite().all()), f"the hidden states of {caption!r} are not finite")
 
 
@@ -264,15 +250,8 @@ def features(probe: FrozenProbe) -> None:
     """Images of any size become finite hidden states of hidden_size, as many as `tokens` declares."""
     images = _images()
     for image in images:
-        try:
-            _features(probe, [image])
-        except Exception as error:
-            probe.expect(
-                False,
-                f"an image {list(image.shape)} raises {type(error).__name__}: {first_line(error)}",
-                accepted="images of any size",
-                hint="resize images to what the model takes",
-            )
+        what, accepted = f"an image {list(image.shape)}", "any size: resize images to what the model takes"
+        probe.probe.expect_no_error(what, accepted, _features, probe, [image])
     found, width, count = _features(probe, images), probe.component.hidden_size, probe.component.tokens
     fits = found.dim() == 3 and found.shape[::2] == (len(images), width) and found.is_floating_point()
     probe.expect(
@@ -289,13 +268,9 @@ def each_image(probe: FrozenProbe) -> None:
     images = _images()
     together = _features(probe, images)
     for row, image in enumerate(images):
-        error = differ(_features(probe, [image]), together[row : row + 1])
-        probe.expect(
-            error <= tolerance(together),
-            f"the hidden states of an image alone and in a batch differ by {error:.1e}",
-            accepted=f"at most {tolerance(together):g}",
-        )
-    probe.expect(differ(together[:1], together[1:2]) > 1e-6, "different images have the same hidden states")
+        what = "the hidden states of an image alone and in a batch differ"
+        expect_close(probe, _features(probe, [image]), together[row : row + 1], what)
+    probe.expect(distance(together[:1], together[1:2]) > 1e-6, "different images have the same hidden states")
 
 
 def pure_images(probe: FrozenProbe) -> None:
