@@ -103,6 +103,28 @@ def on_ranks(world: int, work: Callable[[A], Any], argument: A, timeout: float =
         return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
 
 
+def ranks_of(
+    probe: Any, what: str, world: int, work: Callable[[A], Any], argument: A, hint: str | None = None
+) -> list[Any]:
+    """Calls a function on each of several ranks for a check (see `on_ranks`).
+
+    Args:
+        probe: the component's; an error has its place.
+        what: what fails, for the error.
+        world: number of ranks.
+        work: a function of a module.
+        argument: picklable.
+        hint: of an error that has none.
+    """
+    try:
+        return on_ranks(world, work, argument)
+    except MMError as fault:
+        what = f"on {plural(world, 'rank')}{what} fails: {fault.what}"
+        raise ContractError(
+            what, where=probe.place, accepted=fault.accepted, hint=fault.hint or hint
+        ) from fault
+
+
 def _environment(rank: int, world: int) -> dict[str, str]:
     """This process's environment for a rank on the CPU, which imports from the same folders."""
     path = os.pathsep.join(folder for folder in sys.path if folder)

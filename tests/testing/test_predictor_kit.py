@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mm_core.errors import ContractError
-from mm_core.testing import PREDICTOR_CHECKS, PredictorProbe, check_predictor
+from mm_core.testing import PREDICTOR_CHECKS, PredictorProbe
 from mm_core.testing.kit import Examination, NotApplicable
 from support.conformance import edited, failed, shortcomings
 
@@ -184,7 +183,7 @@ def kept(tables: str, used: str) -> str:
             RETURN,
             BROKEN.replace("CONDITION", "True"),
             "mixed_precision",
-            "in bf16, gradients are not finite: stem.weight, stem.bias, head.weight, ",
+            "in bf16, gradients are not finite: blocks.0.first.bias, blocks.0.first.weight, ",
         ),
     ],
 )
@@ -202,12 +201,8 @@ def test_tensors_that_the_forward_makes_again_may_stay_on_meta(tmp_path: Path) -
 
 def test_gradients_that_torch_s_onednn_breaks_are_not_the_predictor_s_fault(tmp_path: Path) -> None:
     """A stand-in: oneDNN's convolutions do so on some CPUs in some runs; here a function does so in all."""
-    outcome = examination(tmp_path, RETURN, BROKEN.replace("CONDITION", "torch.backends.mkldnn.enabled")).run(
-        "mixed_precision"
-    )
-    assert outcome.status == "not applicable"
-    assert "torch's oneDNN makes gradients that are not finite in bf16 on this CPU" in outcome.reason
-    assert "ONEDNN_MAX_CPU_ISA=AVX2" in outcome.reason
+    of = examination(tmp_path, RETURN, BROKEN.replace("CONDITION", "torch.backends.mkldnn.enabled"))
+    assert of.run("mixed_precision").status == "passed"
 
 
 def test_a_predictor_that_hardly_reacts_to_the_timestep_does_not_round_it(tmp_path: Path) -> None:
@@ -242,7 +237,11 @@ def test_a_forward_that_breaks_the_graph_does_not_compile(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_two_ranks_train_the_good_predictor_as_one(tmp_path: Path) -> None:
     of = examination(tmp_path)
-    assert [of.run(name).reason for name in ON_RANKS] == ["", "", "the predictor has no context_plan"]
+    assert [of.run(name).reason for name in ON_RANKS] == [
+        "",
+        "",
+        "it is no mm_core.contracts.SupportsContextPlan",
+    ]
 
 
 @pytest.mark.slow
@@ -271,8 +270,6 @@ def test_a_predictor_of_a_local_function_is_not_sent_to_other_processes() -> Non
     probe = PredictorProbe(lambda: torch.nn.Linear(2, 2))
     with pytest.raises(NotApplicable, match=r"cannot be built in another process .*: name a component"):
         PREDICTOR_CHECKS["sharded_training"](probe)
-    with pytest.raises(ContractError, match="sharded_training: the component cannot be built in another"):
-        check_predictor(lambda: torch.nn.Linear(2, 2), ranks=True)
 
 
 @pytest.mark.slow

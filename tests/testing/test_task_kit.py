@@ -34,7 +34,7 @@ FAULTS = {
     "accepts_its_data": (
         'batch_spec["size"] < 1',
         'batch_spec["size"] < 10',
-        "check refuses the dataset that the task is tested with: more than 9 pictures are needed",
+        "check raises ContractError: more than 9 pictures are needed; accepted: the dataset that the task is",
     ),
     "transforms": (
         "        return count_letters",
@@ -44,7 +44,7 @@ FAULTS = {
     "loss": (
         "torch.stack([losses.detach(), batch.sample_weights])",
         "torch.stack([losses, batch.sample_weights])",
-        "`bins` of the loss holds the graph of the forward; accepted: a detached tensor",
+        "`bins` of the loss is no tensor, or holds the graph of the forward; accepted: a detached tensor",
     ),
     "weights": (
         "return Loss(losses.sum(), self.weight(batch), bins=bins,",
@@ -71,12 +71,12 @@ FAULTS = {
     "gradients": (
         "        return self.last(self.dropout(hidden)",
         "        return self.last(self.dropout(hidden.detach())",
-        "the loss does not depend on net.first.weight, net.first.bias; accepted: a gradient for each",
+        "the loss does not depend on net.first.bias, net.first.weight; accepted: a gradient for each",
     ),
     "sharded_modules": (
         "(self.net(mixed, length) - pictures)",
         "(self.net.forward(mixed, length) - pictures)",
-        "with its modules sharded, the loss fails: RuntimeError: aten.",
+        "with its modules sharded, the loss raises RuntimeError: aten.",
     ),
     "bins": (
         "torch.stack([losses.detach(), batch.sample_weights])",

@@ -92,18 +92,18 @@ def drawn(step: int, names: Iterable[str]) -> list[str]:
 @torch.no_grad()
 def _sums(tensor: Tensor) -> Tensor:
     """64 sums, on the tensor's device if it adds integers exactly. Does not wait for the device."""
-    parts = (part if _adds_integers(part.device.type) else part.cpu() for part in _plain(tensor))
+    parts = (part if _adds_integers(part.device.type) else part.cpu() for part in plain_tensors(tensor))
     return reduce(torch.add, map(_lanes, parts))
 
 
-def _plain(tensor: Tensor) -> Iterator[Tensor]:
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """The tensor, or the tensors that a packed tensor (8-bit moments) consists of."""
     packed: object = tensor
     if not is_traceable_wrapper_subclass(packed):
         yield tensor
         return
     for name in packed.__tensor_flatten__()[0]:
-        yield from _plain(getattr(packed, name))
+        yield from plain_tensors(getattr(packed, name))
 
 
 def _lanes(tensor: Tensor) -> Tensor:

@@ -17,9 +17,10 @@ from mm_core.contracts import (
     SupportsFrames,
 )
 from mm_core.errors import plural
-from mm_core.testing.kit import NotApplicable
-from mm_core.testing.predictors.forward import distance, expect_output
+from mm_core.testing.kit import NotApplicable, require
+from mm_core.testing.predictors.forward import expect_output
 from mm_core.testing.predictors.probe import PredictorProbe
+from mm_core.testing.tensors import expect_close
 
 _CHOICES: tuple[FrameNames, ...] = ((), ("first",), ("first", "last"))
 _FEATURES = 3  # image features of each given frame in the check
@@ -28,10 +29,8 @@ _LENGTH = 3  # patches along time, so that there are frames between the first an
 
 def given_frames(probe: PredictorProbe) -> None:
     """Conformance check: frames of the clip are filled in, counted and used as `SupportsFrames` documents."""
-    predictor = probe.trained()
-    if not isinstance(predictor, SupportsFrames):
-        raise NotApplicable("the predictor has no frame_choices")
-    module: Any = predictor
+    module: Any = probe.trained()
+    require(module, SupportsFrames)
     choices = module.frame_choices
     probe.expect(
         isinstance(choices, tuple) and choices and all(choice in _CHOICES for choice in choices),
@@ -178,10 +177,8 @@ def _expect_filled(
 
 def experts(probe: PredictorProbe) -> None:
     """Conformance check: experts share all timesteps; a row without a named one uses that of its timestep."""
-    predictor = probe.trained()
-    if not isinstance(predictor, SupportsExperts):
-        raise NotApplicable("the predictor has no experts")
-    module: Any = predictor
+    module: Any = probe.trained()
+    require(module, SupportsExperts)
     named = list(module.experts)
     ends = [(expert.low, expert.high) for expert in named]
     meet = all(above[0] == below[1] for above, below in pairwise(ends))
@@ -204,13 +201,10 @@ def experts(probe: PredictorProbe) -> None:
         expect_output(probe, module, inputs, mixed)
         for row, expert in enumerate([*named, named[0]]):
             one = {name: tensor[row : row + 1] for name, tensor in inputs.items()}
-            error = distance(module(**one, expert=expert.name), mixed[row : row + 1])
-            probe.expect(
-                error <= 1e-4,
-                f"a row at timestep {float(inputs['timestep'][row]):g} differs by {error:.1e} from that of"
-                f" the expert {expert.name!r} alone",
-                accepted="at most 1e-4: without `expert`, each row uses the expert of its timestep",
-            )
+            what = f"a row at timestep {float(inputs['timestep'][row]):g} differs from that of the expert"
+            hint = "without `expert`, each row uses the expert of its timestep"
+            alone = module(**one, expert=expert.name)
+            expect_close(probe, alone, mixed[row : row + 1], f"{what} {expert.name!r} alone", hint)
     left = dict(module.named_parameters()).keys() - before
     probe.expect(not left, f"after complete(), the predictor still has {', '.join(sorted(left)[:3])}")
     for expert in trained:

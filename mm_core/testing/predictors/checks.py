@@ -3,45 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from torch import Tensor
 
 from mm_core.errors import ContractError, MMError, foreign_code
-from mm_core.testing.kit import Check, Kit, NotApplicable, Probe, by_name, sentence_of
-from mm_core.testing.predictors.capabilities import experts, given_frames
-from mm_core.testing.predictors.declared import (
-    attributes,
-    compiles,
-    flops,
-    initialisation,
-    meta_build,
-    missing_conditions,
-    sharding_plan,
-    unknown_conditions,
-)
-from mm_core.testing.predictors.forward import (
-    determinism,
-    independence,
-    inputs_unchanged,
-    odd_sizes,
-    one_frame,
-    output,
-    text_padding,
-    timestep_precision,
-)
+from mm_core.testing.kit import Check, Kit, NotApplicable, Probe, checks_of, sentence_of
+from mm_core.testing.predictors import capabilities, declared, forward, sharded, training
 from mm_core.testing.predictors.probe import Build, PredictorProbe
-from mm_core.testing.predictors.sharded import context_parallel, sharded_checkpoint, sharded_training
-from mm_core.testing.predictors.training import gradients, mixed_precision, recomputation
 from mm_core.testing.ranks import ComponentBuild
 
-_SHARDED = by_name(sharded_training, sharded_checkpoint)
-_ON_RANKS = {**_SHARDED, **by_name(context_parallel)}
-PREDICTOR_CHECKS: Mapping[str, Check] = by_name(
-    *(attributes, meta_build, initialisation, output, odd_sizes, one_frame, gradients, determinism),
-    *(independence, inputs_unchanged, text_padding, timestep_precision, unknown_conditions),
-    *(missing_conditions, given_frames, experts, flops, sharding_plan, recomputation, mixed_precision),
-    *(compiles, *_ON_RANKS.values()),
-)
+_ALONE = checks_of(*(module.__name__ for module in (declared, forward, training, capabilities)))
+_ON_RANKS = checks_of(sharded.__name__)
+_FIRST = ("attributes", "initialisation")
+PREDICTOR_CHECKS: Mapping[str, Check] = MappingProxyType({**_ALONE, **_ON_RANKS})
 """Each conformance check by its name, to run one test per check. The last three start several processes."""
 
 
@@ -73,21 +48,24 @@ def check_predictor(
     """
     probe = PredictorProbe(build, patches, text_length, conditions)
     chosen = {name: check for name, check in PREDICTOR_CHECKS.items() if ranks or name not in _ON_RANKS}
-    faults = []
+    faults: dict[str, str] = {}
     for name, check in chosen.items():
+        if faults and (name in _ON_RANKS or not faults.keys().isdisjoint(_FIRST)):
+            break  # the others would only meet the same fault again
         try:
             with foreign_code():
                 check(probe)
         except NotApplicable as reason:
-            if name in _SHARDED:
-                faults.append(f"{name}: {reason}")
+            if name == sharded.sharded_training.__name__:
+                faults[name] = str(reason)
         except MMError as fault:
-            faults.append(f"{name}: {fault.render()}")
+            faults[name] = fault.render()
         except Exception as fault:  # any exception of the model is a failed check
-            faults.append(f"{name}: {sentence_of(fault)}")
+            faults[name] = sentence_of(fault)
     if faults:
+        found = [f"{name}: {fault}" for name, fault in faults.items()]
         raise ContractError(
-            "\n".join([f"the predictor fails {len(faults)} of {len(chosen)} checks:", *faults])
+            "\n".join([f"the predictor fails {len(faults)} of {len(chosen)} checks:", *found])
         )
 
 
@@ -97,5 +75,5 @@ def _probe(probe: Probe) -> PredictorProbe:
     return found
 
 
-KIT = Kit(PREDICTOR_CHECKS, probe=_probe, ranks=tuple(_ON_RANKS), first=("attributes", "initialisation"))
+KIT = Kit(PREDICTOR_CHECKS, probe=_probe, ranks=tuple(_ON_RANKS), first=_FIRST)
 """The conformance checks of predictors."""

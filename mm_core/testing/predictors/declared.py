@@ -15,31 +15,19 @@ from mm_core.errors import ContractError, MMError, PlanError
 from mm_core.modules.flops import step_flops
 from mm_core.parallel.layout import decide_layout
 from mm_core.tasks.text_to_video.conditions import Conditions
-from mm_core.testing.kit import NotApplicable, sentence_of
-from mm_core.testing.predictors.forward import distance, expect_output
+from mm_core.testing.kit import NotApplicable, require, sentence_of
+from mm_core.testing.predictors.forward import expect_output
 from mm_core.testing.predictors.probe import PredictorProbe
 from mm_core.testing.predictors.training import Training
+from mm_core.testing.tensors import differing, expect_close, names, tensors_of
 
 _ALWAYS_GIVEN = CLIP_CONDITIONS.keys() - {"fps"}
 """Conditions that no task leaves out; the frame rate of a clip may be unknown."""
 
 
 def attributes(probe: PredictorProbe) -> None:
-    """Conformance check: the predictor has patch_size, in_channels, text_dim, text_padding, ..."""
-    module: Any = probe.on_meta()
-    names = ("patch_size", "in_channels", "out_channels", "text_dim", "text_padding", "init_weights")
-    missing = [name for name in names if not hasattr(module, name)]
-    probe.expect(
-        not missing,
-        f"the predictor lacks the attributes {', '.join(missing)}",
-        hint="set them in its class or constructor",
-    )
-    probe.expect(
-        len(module.patch_size) == 3 and all(isinstance(size, int) for size in module.patch_size),
-        f"patch_size is {module.patch_size!r}",
-        accepted="three integers (t, h, w)",
-    )
-    unknown = Conditions(module).unknown
+    """Conformance check: the predictor has patch_size, in_channels, ..., and names its conditions."""
+    unknown = Conditions(probe.on_meta()).unknown
     probe.expect(
         not unknown,
         f"condition_shapes names `{', '.join(unknown[:1])}`, but the predictor's forward does not",
@@ -49,12 +37,10 @@ def attributes(probe: PredictorProbe) -> None:
 
 def meta_build(probe: PredictorProbe) -> None:
     """Conformance check: the predictor's constructor allocates nothing on the meta device."""
-    module = probe.on_meta()
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    off = [name for name, tensor in tensors if tensor.device.type != "meta"]
+    off = [name for name, tensor in tensors_of(probe.on_meta()).items() if not tensor.is_meta]
     probe.expect(
         not off,
-        f"the predictor was built on the meta device, but these tensors are not: {', '.join(off[:8])}",
+        f"the predictor was built on the meta device, but these tensors are not: {names(off)}",
         accepted="tensors created on the default device; init_weights fills them",
     )
 
@@ -73,25 +59,18 @@ def initialisation(probe: PredictorProbe) -> None:
         f"tensors of {', '.join(kept[:8])} are neither parameters nor buffers, and stay on the meta device",
         hint="compute them in init_weights",
     )
-    different = _differing(first, second)
+    different = differing(tensors_of(first), tensors_of(second))
     probe.expect(
         not different,
-        f"equal seeds give different weights: {', '.join(different[:8])}",
+        f"equal seeds give different weights: {names(different)}",
         accepted="random numbers from torch.nn.init and in-place methods of complete parameters",
     )
     probe.expect(
-        _differing(first, other),
+        differing(tensors_of(first), tensors_of(other)),
         "different seeds give the same weights",
         hint="init_weights must draw from torch's default generator",
     )
-    refilled = probe.initialised(again=True)
-    kept = [name for name, tensor in refilled.state_dict().items() if tensor.isnan().any()]
-    different = kept or _differing(first, refilled)
-    probe.expect(
-        not different,
-        f"a second init_weights does not fill {', '.join(different[:8])} as the first does",
-        hint="init_weights may run twice: it fills every parameter and buffer each time",
-    )
+    probe.initialised(times=2)  # init_weights may run twice: each time over NaN
 
 
 def _fails_on_meta(probe: PredictorProbe, module: Any) -> bool:
@@ -134,8 +113,7 @@ def compiles(probe: PredictorProbe) -> None:
             ) from fault
         finally:
             torch.compiler.reset()
-    error = distance(plain, compiled)
-    probe.expect(error <= 1e-5, f"the compiled output differs by {error:.1e}", accepted="at most 1e-5")
+    expect_close(probe, compiled, plain, "the compiled output differs", most=1e-5)
 
 
 def unknown_conditions(probe: PredictorProbe) -> None:
@@ -172,9 +150,7 @@ def missing_conditions(probe: PredictorProbe) -> None:
             probe.expect(
                 name in takes.needed and named,
                 f"the predictor fails without `{name}`: {sentence_of(fault)}",
-                accepted=f"an error that names `{name}`"
-                if name in takes.needed
-                else f"an output, since `{name}` has a default",
+                accepted=f"an error that names `{name}` if it is needed, and an output if it has a default",
                 hint=f"make `{name}` a parameter of forward without a default if it is needed",
             )
             continue
@@ -189,10 +165,9 @@ def missing_conditions(probe: PredictorProbe) -> None:
 
 def flops(probe: PredictorProbe) -> None:
     """Conformance check: the predictor's `module_flops` agree with torch's count of FLOPs within 1%."""
-    module = probe.trained()
+    module: Any = probe.trained()
+    require(module, SupportsModuleFlops)
     inputs = probe.inputs(module)
-    if not isinstance(module, SupportsModuleFlops):
-        raise NotApplicable("the predictor has no module_flops")
     skipped = ("text_mask", *CLIP_CONDITIONS)
     shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items() if name not in skipped}
     declared = step_flops(module, module.module_flops(**shapes))
@@ -213,32 +188,12 @@ def flops(probe: PredictorProbe) -> None:
 
 
 def sharding_plan(probe: PredictorProbe) -> None:
-    """Conformance check: the modules of the predictor's `shard_plan` exist, and its forward calls them."""
+    """Conformance check: the modules of the predictor's `shard_plan` exist, and are not containers."""
     task = Training(probe.trained())
-    if not isinstance(task.predictor, SupportsShardPlan):
-        raise NotApplicable("the predictor has no shard_plan")
+    require(task.predictor, SupportsShardPlan)
     try:
-        layout = decide_layout(task, task.trainable, wrap="auto", recompute=None, ignore=())
+        decide_layout(task, task.trainable, wrap="auto", recompute=None, ignore=())
     except (PlanError, ContractError) as fault:
         raise ContractError(
             f"{fault.where}: {fault.what}", where=probe.place, accepted=fault.accepted, hint=fault.hint
         ) from None
-    called: set[str] = set()
-    paths = dict.fromkeys([*layout.wrapped, *layout.recomputed])
-    for path in paths:
-        task.get_submodule(path).register_forward_pre_hook(lambda *_, path=path: called.add(path))
-    with torch.no_grad():
-        task.predictor(**probe.inputs(task.predictor))
-    unused = [path for path in paths if path not in called]
-    probe.expect(
-        not unused,
-        f"shard_plan names {', '.join(unused[:3])}, which the forward does not call",
-        accepted="modules that are called as `module(x)`: their weights are whole during such a call only",
-        hint="name the module that contains them, or call them instead of their methods",
-    )
-
-
-def _differing(first: nn.Module, second: nn.Module) -> list[str]:
-    others: dict[str, Tensor] = dict([*second.named_parameters(), *second.named_buffers()])
-    named = [*first.named_parameters(), *first.named_buffers()]
-    return [name for name, tensor in named if not torch.equal(tensor, others[name])]

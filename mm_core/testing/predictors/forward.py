@@ -14,6 +14,7 @@ from mm_core.errors import ContractError, MMError, first_line, plural
 from mm_core.tasks.text_to_video.conditions import cast_condition
 from mm_core.testing.kit import NotApplicable, sentence_of
 from mm_core.testing.predictors.probe import PredictorProbe
+from mm_core.testing.tensors import distance, expect_close
 
 Inputs = dict[str, Tensor]
 
@@ -114,13 +115,9 @@ def independence(probe: PredictorProbe) -> None:
         at = slice(row, row + 1)
         with torch.no_grad():
             single = module(**{name: tensor[at] for name, tensor in inputs.items()})
-        error = distance(together[at], single)
-        probe.expect(
-            error <= 1e-5,
-            f"the outputs for a sample alone and as row {row} of a batch differ by {error:.1e}",
-            accepted="at most 1e-5",
-            hint="compute each row from its own latents, timestep, text and conditions",
-        )
+        what = f"the outputs for a sample alone and as row {row} of a batch differ"
+        hint = "compute each row from its own latents, timestep, text and conditions"
+        expect_close(probe, single, together[at], what, hint, 1e-5)
 
 
 def inputs_unchanged(probe: PredictorProbe) -> None:
@@ -194,17 +191,11 @@ def timestep_precision(probe: PredictorProbe) -> None:
         )
 
 
-def distance(first: Tensor, second: Tensor) -> float:
-    """The largest difference of two tensors, relative to the largest value."""
-    return float((first - second).abs().max() / first.abs().max().clamp(min=1e-12))
-
-
 def _expect_equal(
     probe: PredictorProbe, module: nn.Module, inputs: Inputs, others: Inputs, what: str, most: float = 1e-5
 ) -> None:
     with torch.no_grad():
-        error = distance(module(**inputs), module(**others))
-    probe.expect(error <= most, f"{what}, by {error:.1e}", accepted=f"at most {most:g}")  # NaN is not
+        expect_close(probe, module(**inputs), module(**others), f"{what},", most=most)
 
 
 @contextmanager

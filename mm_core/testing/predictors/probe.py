@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from mm_core.contracts import Randomness, SupportsMaxFrames
-from mm_core.errors import ContractError, MMError
-from mm_core.modules.initialise import initialise
+from mm_core.errors import ContractError
+from mm_core.plugin.checks.contract import check_object
 from mm_core.plugin.registry import build as build_component
 from mm_core.tasks.text_to_video.conditions import Conditions
+from mm_core.testing.tensors import fill
 
 Build = Callable[[], object] | Mapping[str, object] | str
 """A function that creates a small predictor, or an argument for `mm_core.build("predictor", ...)`."""
@@ -60,35 +61,22 @@ class PredictorProbe:
         if not holds:
             raise ContractError(what, where=self.place, accepted=accepted, hint=hint)
 
-    def on_meta(self) -> nn.Module:
+    def on_meta(self) -> Any:
         """Builds the predictor of a conformance check on the meta device, as the core does."""
         with torch.device("meta"):
             module = self.build()
-        if not isinstance(module, nn.Module):
-            raise ContractError(
-                f"the predictor is a {type(module).__name__}, not a torch.nn.Module",
-                where=self.place,
-                hint="derive the predictor's class from torch.nn.Module, and return an object of it",
-            )
+        check_object("predictor", module, type(module), self.place)
         return module
 
-    def initialised(self, seed: int = 0, again: bool = False) -> nn.Module:
+    def initialised(self, seed: int = 0, times: int = 1) -> nn.Module:
         """Builds the predictor of a conformance check on the CPU and initialises it as the engine does.
-
-        Memory is filled with NaN first, so that values that are not initialised show.
 
         Args:
             seed: of the initial weights.
-            again: fill the memory with NaN once more, and initialise it a second time.
+            times: how often it is initialised, each time over memory filled with NaN.
         """
-        module = self.on_meta().to_empty(device="cpu")
-        try:
-            initialise(module, "predictor", Randomness(seed))
-            if again:
-                initialise(module, "predictor", Randomness(seed))
-        except MMError as fault:  # without the place of the class
-            where = self.place if fault.where == "predictor" else fault.where
-            raise ContractError(fault.what, where=where, accepted=fault.accepted, hint=fault.hint) from fault
+        module: nn.Module = self.on_meta()
+        fill(module, "predictor", self.place, seed, times)
         return module.eval()
 
     def trained(self) -> nn.Module:

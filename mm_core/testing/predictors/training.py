@@ -16,19 +16,24 @@ from mm_core.modules.shards import gathered
 from mm_core.parallel.activation_checkpointing import recompute
 from mm_core.parallel.layout import decide_layout
 from mm_core.runtime.process_group import process_group
-from mm_core.runtime.ranks import Ranks
 from mm_core.testing.kit import NotApplicable, sentence_of
-from mm_core.testing.predictors.forward import Inputs, distance
+from mm_core.testing.predictors.forward import Inputs
 from mm_core.testing.predictors.probe import PredictorProbe
-from mm_core.testing.training.engines.task import Values
+from mm_core.testing.tensors import distance, expect_gradients, names
+from mm_core.testing.training.engines.task import ROWS, WEIGHTS, Trial
 
 
 class Training(TaskModule):
-    """A task that trains a predictor on fixed targets, with one squared error for each row."""
+    """A task that trains a predictor on fixed targets, with one squared error for each row.
 
-    def __init__(self, predictor: nn.Module) -> None:
+    Args:
+        predictor: the predictor.
+        inputs: those of ROWS rows, from `PredictorProbe.inputs`, for `loss_of_rows`.
+    """
+
+    def __init__(self, predictor: nn.Module, inputs: Inputs | None = None) -> None:
         super().__init__()
-        self.predictor = predictor
+        self.predictor, self.inputs = predictor, inputs or {}
 
     def losses(self, inputs: Inputs, rng: Randomness) -> Tensor:
         """The predictor's squared error [B] for inputs of `PredictorProbe.inputs`."""
@@ -38,27 +43,31 @@ class Training(TaskModule):
         errors: Tensor = (predicted.float() - targets).square().flatten(1).mean(1)
         return errors
 
-    def summed(self, inputs: Inputs, rng: Randomness) -> Loss:
-        """The sum of `losses`, with the number of rows as its weight."""
-        return Loss(self.losses(inputs, rng).sum(), float(len(inputs["timestep"])))
+    def loss_of_rows(self, step: int, rows: slice = slice(ROWS), device: torch.device | str = "cpu") -> Loss:
+        """The weighted loss of rows of a step, the same for any number of ranks."""
+        given = {name: tensor[rows].to(device) for name, tensor in self.inputs.items()}
+        errors = self.losses(
+            {**given, **routed(self.predictor, step)}, Randomness(5).at(step, rows.start or 0)
+        )
+        weights = torch.tensor(WEIGHTS[rows], device=device)
+        return Loss((errors * weights).sum(), float(weights.sum()))
 
 
-def prepared(probe: PredictorProbe, **fields: Any) -> tuple[Training, FSDP2Engine]:
+def prepared(probe: PredictorProbe, **fields: Any) -> Trial:
     """The probe's predictor in an engine, with the weights of `PredictorProbe.trained`, on the group's ranks.
 
     Args:
         probe: builds the predictor.
         fields: of the engine.
     """
-    task, engine = Training(probe.on_meta()), FSDP2Engine(**fields)
-    plan = engine.plan(task, Ranks.current().count, 1.0)
-    values = Values({f"predictor.{name}": t for name, t in probe.trained().state_dict().items()})
+    module = probe.on_meta()
+    values = {f"predictor.{name}": t for name, t in probe.trained().state_dict().items()}
+    task = Training(module, probe.inputs(module, ROWS))
+    return Trial(FSDP2Engine(**fields), _sgd, values, task=task)
 
-    def optimizer(named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(named.values(), lr=0.05, momentum=0.9)
 
-    engine.prepare(task, plan, optimizer, Randomness(0), values)
-    return task, engine
+def _sgd(named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(named.values(), lr=0.05, momentum=0.9)
 
 
 def gradients(probe: PredictorProbe) -> None:
@@ -66,20 +75,7 @@ def gradients(probe: PredictorProbe) -> None:
     module = probe.trained()
     module(**probe.inputs(module)).square().mean().backward()
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    lost = [name for name, parameter in trained.items() if parameter.grad is None]
-    probe.expect(
-        trained and not lost,
-        f"the output does not depend on {', '.join(lost[:8])}" if trained else "no parameter is trained",
-        accepted="a gradient for each parameter with requires_grad",
-        hint="compute the output from the parameters by differentiable functions (no `.data`, `.detach()`, "
-        "`.item()`), and make no parameters that the forward does not use",
-    )
-    bad = [name for name, p in trained.items() if p.grad is None or not p.grad.isfinite().all()]
-    probe.expect(
-        not bad,
-        f"gradients are not finite: {', '.join(bad[:8])}",
-        hint="mind square roots and norms of zero, and divisions, in forward",
-    )
+    expect_gradients(probe, trained, "output")
 
 
 def recomputation(probe: PredictorProbe) -> None:
@@ -95,55 +91,45 @@ def recomputation(probe: PredictorProbe) -> None:
         recompute(again.get_submodule(path), use_reentrant=False)
     results = []
     for task in (kept, again):
-        loss = task.losses(probe.inputs(task.predictor), Randomness(4)).sum()
-        torch.autograd.backward(loss)
-        results.append((loss.detach(), {name: p.grad for name, p in task.named_parameters()}))
-    (loss, first), (other, second) = results
-    differing = [name for name, grad in first.items() if not _close(grad, second[name])]
+        torch.autograd.backward(task.losses(probe.inputs(task.predictor), Randomness(4)).sum())
+        results.append({name: p.grad for name, p in task.named_parameters() if p.grad is not None})
+    first, second = results
+    differing = [name for name, grad in first.items() if not distance(second[name], grad) <= 1e-6]
     blocks = f"with {layout.recomputed[0].partition('.')[2]} and the like recomputed"
-    hint = "a block must compute the same twice: no counters, caches, or random numbers from outside torch"
-    probe.expect(
-        torch.equal(loss, other), f"{blocks}, the loss is {other:.6g} instead of {loss:.6g}", hint=hint
-    )
     probe.expect(
         not differing,
         f"{blocks}, other gradients come out for {', '.join(n.partition('.')[2] for n in differing[:4])}",
-        hint=hint,
+        hint="a block must compute the same twice: no counters, caches, or random numbers from outside torch",
     )
-
-
-def _close(first: Tensor | None, second: Tensor | None) -> bool:
-    if first is None or second is None:
-        return first is second
-    return distance(first, second) <= 1e-6
 
 
 def mixed_precision(probe: PredictorProbe) -> None:
     """Conformance check: the predictor trains in bf16; casting its inputs itself, if the engine does not."""
     task = Training(probe.trained().train())
     exact = float(task.losses(probe.inputs(task.predictor), Randomness(4)).detach().sum())
-    where = "with engine.param_dtype: bf16"
     with process_group():
-        try:
-            found, _ = _loss_of(probe)
-            _expect_near(probe, found, exact, where)
-            where += " and engine.cast_forward_inputs: false"
-            found, dtype = _loss_of(probe, cast_forward_inputs=False)
-        except PlanError as fault:
-            raise NotApplicable(f"the engine cannot plan it: {fault.what}") from fault
-        except NotApplicable:
-            raise
-        except ContractError as fault:
-            if fault.where == "engine.cast_forward_inputs":
-                return  # the engine's sentence: the model leaves casting to it
-            raise
-        except Exception as fault:
-            raise ContractError(
-                f"{where}, the predictor fails: {sentence_of(fault)}",
-                where=probe.place,
-                hint="compute in the dtype of the weights, to which buffers and inputs may have to be cast",
-            ) from fault
-    _expect_near(probe, found, exact, where)
+        for fields in ({}, {"cast_forward_inputs": False}):
+            where = "with engine.param_dtype: bf16" + "".join(f" and engine.{name}: false" for name in fields)
+            try:
+                found, dtype = _loss_of(probe, **fields)
+            except PlanError as fault:
+                raise NotApplicable(f"the engine cannot plan it: {fault.what}") from fault
+            except ContractError as fault:
+                if fault.where == "engine.cast_forward_inputs":
+                    return  # the engine's sentence: the model leaves casting to it
+                raise
+            except Exception as fault:
+                raise ContractError(
+                    f"{where}, the predictor fails: {sentence_of(fault)}",
+                    where=probe.place,
+                    hint="compute in the dtype of the weights: buffers and inputs may have to be cast to it",
+                ) from fault
+            probe.expect(
+                abs(found - exact) <= 0.1 * exact,
+                f"{where}, the loss is {found:.4g}, but {exact:.4g} in float32",
+                accepted="a difference of at most 10%",
+                hint="compute norms, softmax and embeddings of timesteps in float32",
+            )
     probe.expect(
         dtype == torch.float32,
         f"{where}, the output has the dtype {dtype}",
@@ -153,59 +139,33 @@ def mixed_precision(probe: PredictorProbe) -> None:
 
 
 def _loss_of(probe: PredictorProbe, **fields: Any) -> tuple[float, torch.dtype]:
-    """The loss of a training step in bf16, and the dtype of the predictor's output."""
+    """The loss of a training step in bf16, and the dtype of the predictor's output.
+
+    Gradients that are not finite count if they are so without oneDNN too: its bf16 backward of convolutions
+    reads memory that nothing has set, on some CPUs and once in many runs.
+    """
+    loss, dtype, bad = _step(probe, **fields)
+    if bad:
+        with warnings.catch_warnings(action="ignore"), torch.backends.mkldnn.flags(enabled=False):
+            loss, dtype, bad = _step(probe, **fields)
+    probe.expect(not bad, f"in bf16, gradients are not finite: {names(bad)}")
+    return loss, dtype
+
+
+def _step(probe: PredictorProbe, **fields: Any) -> tuple[float, torch.dtype, list[str]]:
+    """As `_loss_of`, and the parameters with gradients that are not finite."""
     dtypes: list[torch.dtype] = []
-    task, engine = prepared(probe, param_dtype="bf16", **fields)
+    trial = prepared(probe, param_dtype="bf16", **fields)
+    task: Any = trial.task
+    engine = trial.engine
     task.predictor.register_forward_hook(lambda _, __, out: dtypes.append(out.dtype))
     inputs = {name: t.to(engine.device) for name, t in probe.inputs(task.predictor).items()}
-    loss = engine.micro_step(lambda: task.summed(inputs, Randomness(4)), last=True, scale=0.5)
-    if not engine.grad_norm() < float("inf"):
-        bad = _not_finite(task.predictor)
-        _excuse_torch(probe, engine.device)
-        probe.expect(False, f"in bf16, gradients are not finite: {', '.join(bad[:8])}")
-    return float(loss.total), dtypes[-1]
-
-
-def _not_finite(module: nn.Module) -> list[str]:
-    """The parameters with gradients that are not finite."""
-    grads = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-    return [name for name, grad in grads.items() if not gathered(grad).isfinite().all()]
-
-
-def _excuse_torch(probe: PredictorProbe, device: torch.device) -> None:
-    """Raises NotApplicable if oneDNN makes such gradients for the module alone, without an engine: its bf16
-    backward of convolutions reads memory that nothing has set, on some CPUs and once in many runs."""
-
-    def fails() -> bool:
-        module = probe.trained().train()
-        for parameter in module.parameters():
-            parameter.data = parameter.to(torch.bfloat16)
-        inputs = probe.inputs(module)
-        inputs |= {n: t.bfloat16() for n, t in inputs.items() if t.is_floating_point() and n != "timestep"}
-        unset = [torch.full((1 << size,), float("nan")) for size in range(8, 20)]
-        del unset  # what the next tensors that nothing sets are likely to hold
-        torch.autograd.backward(Training(module).losses(inputs, Randomness(4)).sum())
-        return bool(_not_finite(module))
-
-    onednn: Any = torch.backends.mkldnn
-    if device.type != "cpu" or not onednn.enabled or not any(fails() for _ in range(40)):
-        return
-    with warnings.catch_warnings(action="ignore"), onednn.flags(enabled=False):
-        if any(fails() for _ in range(40)):
-            return
-    raise NotApplicable(
-        "torch's oneDNN makes gradients that are not finite in bf16 on this CPU, also for the module alone,"
-        " and not without oneDNN: the check may work with ONEDNN_MAX_CPU_ISA=AVX2"
+    loss = engine.micro_step(
+        lambda: Loss(task.losses(inputs, Randomness(4)).sum(), 2.0), last=True, scale=0.5
     )
-
-
-def _expect_near(probe: PredictorProbe, found: float, exact: float, when: str) -> None:
-    probe.expect(
-        abs(found - exact) <= 0.1 * exact,
-        f"{when}, the loss is {found:.4g}, but {exact:.4g} in float32",
-        accepted="a difference of at most 10%",
-        hint="compute norms, softmax and embeddings of timesteps in float32",
-    )
+    grads = {name: p.grad for name, p in task.predictor.named_parameters() if p.grad is not None}
+    bad = [name for name, grad in grads.items() if not gathered(grad).isfinite().all()]
+    return float(loss.total), dtypes[-1], bad
 
 
 def routed(module: nn.Module, step: int) -> dict[str, Any]:

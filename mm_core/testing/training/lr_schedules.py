@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from mm_core.errors import MMError, plural
-from mm_core.testing.kit import Kit, NotApplicable, Probe, by_name
+from mm_core.testing.kit import Kit, NotApplicable, Probe, checks_of
 
 _STEPS = 40
 _BASE_LR = 1e-3
@@ -46,15 +46,9 @@ def short_runs(probe: Probe) -> None:
             schedule = _built(probe, steps)
         except MMError:
             continue
-        try:
-            found = _factors(schedule, range(steps))
-        except ArithmeticError as error:
-            probe.expect(
-                False,
-                f"a run of {plural(steps, 'step')} raises {type(error).__name__}: {error}",
-                accepted="a factor for each step, or a ConfigError when the schedule is built",
-            )
-        _sound(probe, found, steps)
+        what = f"a run of {plural(steps, 'step')}"
+        accepted = "a factor for each step, or a ConfigError when the schedule is built"
+        _sound(probe, probe.expect_no_error(what, accepted, _factors, schedule, range(steps)), steps)
 
 
 def pure(probe: Probe) -> None:
@@ -101,7 +95,7 @@ def warmup(probe: Probe) -> None:
 
 
 KIT = Kit(
-    by_name(factors, short_runs, pure, share_of_base_rate, warmup),
+    checks_of(__name__),
     arguments=lambda _: (_STEPS, _BASE_LR),
 )
 """The conformance checks of learning-rate schedules."""

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from mm_core.checkpoint.files.fingerprints import plain_tensors
 from mm_core.contracts import Randomness
-from mm_core.errors import ContractError, MMError, plural
+from mm_core.errors import plural
 from mm_core.modules.shards import gathered
 from mm_core.runtime.groups import device_mesh
-from mm_core.testing.kit import Kit, Probe, by_name
-from mm_core.testing.ranks import ComponentBuild, on_ranks
+from mm_core.testing.kit import Kit, Probe, checks_of
+from mm_core.testing.ranks import ComponentBuild, ranks_of
+from mm_core.testing.tensors import differing
 
 _SHAPES: Mapping[str, tuple[int, ...]] = {
     "embed.weight": (64, 64),
@@ -103,11 +104,6 @@ def _drawn(purpose: str, step: int = 0) -> dict[str, Tensor]:
     return {name: rng.normal(shape, purpose, step, name) for name, shape in _SHAPES.items()}
 
 
-def _changed(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[str]:
-    """Names of the tensors that differ in any bit."""
-    return [name for name in before if not torch.equal(before[name], after[name])]
-
-
 def groups(probe: Probe) -> None:
     """Every parameter given is in one group of the optimizer, which has a rate and keeps its settings."""
     trial = Trial(probe.build, lr_scale=0.5)
@@ -115,12 +111,8 @@ def groups(probe: Probe) -> None:
     for name, parameter in trial.parameters.items():
         count = held.count(id(parameter))
         probe.expect(count == 1, f"{name} is in {count} of the optimizer's groups", accepted="one")
-        own = trial.group_of(name)
-        probe.expect(
-            "lr" in own, f"the group of {name} has no lr", hint="the engine sets it before each step"
-        )
         wanted = {"lr_scale": 0.5, "weight_decay": 0.0} if name in _OWN_GROUP else {}
-        lost = [key for key, value in wanted.items() if own.get(key) != value]
+        lost = [key for key, value in wanted.items() if trial.group_of(name).get(key) != value]
         probe.expect(
             not lost,
             f"the group of {name} has lost its {' and '.join(lost)}",
@@ -156,7 +148,7 @@ def rates(probe: Probe) -> None:
     """A step uses the rate that the engine has set in each group: 0 changes nothing."""
     trial = Trial(probe.build)
     before, gradients = trial.values(), _drawn("gradients")
-    moved = _changed(before, trial.step(gradients, 0.0))
+    moved = differing(before, trial.step(gradients, 0.0))
     probe.expect(
         not moved,
         f"a step at the learning rate 0 changes {', '.join(moved)}",
@@ -166,7 +158,7 @@ def rates(probe: Probe) -> None:
     trial = Trial(probe.build)
     trial.set_rate(_RATE)
     trial.set_rate(0.0, _OWN_GROUP)
-    moved = _changed(before, trial.step(gradients, None))
+    moved = differing(before, trial.step(gradients, None))
     probe.expect(
         moved and not set(moved) & set(_OWN_GROUP),
         f"with the learning rate 0 in the group of {' and '.join(_OWN_GROUP)}, a step changes"
@@ -175,7 +167,7 @@ def rates(probe: Probe) -> None:
     )
     plain, scaled = (Trial(probe.build, lr_scale=scale).step(gradients) for scale in (1.0, 0.5))
     probe.expect(
-        not _changed(plain, scaled),
+        not differing(plain, scaled),
         "the optimizer multiplies its rate by the group's lr_scale, which is in the rate already",
         hint="leave lr_scale to the engine",
     )
@@ -186,7 +178,7 @@ def weight_decay(probe: Probe) -> None:
     zeros = {name: torch.zeros(shape) for name, shape in _SHAPES.items()}
     trial = Trial(probe.build)
     before = trial.values()
-    moved = [name for name in _changed(before, trial.step(zeros)) if name in _OWN_GROUP]
+    moved = [name for name in differing(before, trial.step(zeros)) if name in _OWN_GROUP]
     probe.expect(
         not moved,
         f"a step changes {', '.join(moved)}, whose gradient is 0 and whose group has weight_decay 0",
@@ -206,7 +198,7 @@ def deterministic(probe: Probe) -> None:
     one, other = Trial(probe.build), Trial(probe.build)
     for step in range(2):
         gradients = _drawn("gradients", step)
-        wrong = _changed(one.step(gradients), other.step(gradients))
+        wrong = differing(one.step(gradients), other.step(gradients))
         probe.expect(
             not wrong,
             f"equal gradients change {', '.join(wrong)} differently after {plural(step + 1, 'step')}",
@@ -236,7 +228,7 @@ def resumes(probe: Probe) -> None:
     for path, value in stored.items():
         made[path].copy_(value)
     gradients = _drawn("gradients", 2)
-    wrong = _changed(trial.step(gradients), again.step(gradients))
+    wrong = differing(trial.step(gradients), again.step(gradients))
     probe.expect(
         not wrong,
         f"{', '.join(wrong)} differ after a resumed run's first step",
@@ -250,8 +242,10 @@ def state_tensors(probe: Probe) -> None:
     trial.step(_drawn("gradients"))
     name = next(iter(_SHAPES))
     parameter = trial.parameters[name]
-    held = sum(_bytes(value) for value in trial.optimizer.state.get(parameter, {}).values())
-    ratio = held / (parameter.numel() * parameter.element_size())
+    state = trial.optimizer.state.get(parameter, {}).values()
+    tensors = (value for value in state if isinstance(value, Tensor))
+    held = sum(part.nbytes for value in tensors for part in plain_tensors(value))
+    ratio = held / parameter.nbytes
     declared = float(probe.registered.component.capabilities.get("state_tensors", 2))  # type: ignore[arg-type]
     probe.expect(
         # One tensor may be two of 8 bits with their tables; counts of a few bytes come on top.
@@ -267,15 +261,9 @@ def sharded(probe: Probe) -> None:
     alone = Trial(probe.build)
     start = alone.values()
     wanted = [alone.step(_drawn("gradients", step)) for step in range(_STEPS)]
-    try:
-        ranks = on_ranks(_RANKS, _sharded_steps, ComponentBuild(probe))
-    except MMError as fault:
-        raise ContractError(
-            f"on {_RANKS} ranks that share the parameters, the optimizer fails: {fault.what}",
-            where=probe.place,
-            accepted="parameters that are DTensors, as an engine shards them",
-            hint="use operations that torch has for DTensors, or those of `parameter.to_local()`",
-        ) from fault
+    what = " that share the parameters, the optimizer"
+    hint = "use operations that torch has for DTensors, or those of `parameter.to_local()`"
+    ranks = ranks_of(probe, what, _RANKS, _sharded_steps, ComponentBuild(probe), hint)
     for number, rank in enumerate(ranks):
         probe.expect(
             not rank["plain"],
@@ -313,21 +301,8 @@ def _sharded_steps(build: ComponentBuild) -> dict[str, Any]:
     return {"values": values, "plain": plain}
 
 
-def _bytes(value: object) -> int:
-    """The bytes of a state; those of its parts if it is a wrapper, such as a quantised tensor."""
-    return sum(part.numel() * part.element_size() for part in _parts(value))
-
-
-def _parts(value: object) -> Iterator[Tensor]:
-    if is_traceable_wrapper_subclass(value):
-        for name in value.__tensor_flatten__()[0]:
-            yield from _parts(getattr(value, name))
-    elif isinstance(value, Tensor):
-        yield value
-
-
 KIT = Kit(
-    by_name(groups, updates, rates, weight_decay, deterministic, resumes, state_tensors, sharded),
+    checks_of(__name__),
     arguments=lambda _: (
         [{"params": [nn.Parameter(torch.ones(4, 4))], "names": ["linear.weight"], "weight_decay": 0.0}],
     ),

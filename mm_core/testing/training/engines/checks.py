@@ -8,35 +8,9 @@ from __future__ import annotations
 from functools import wraps
 
 from mm_core.runtime.process_group import process_group
-from mm_core.testing.kit import Check, Kit, by_name
+from mm_core.testing.kit import Check, Kit, checks_of
+from mm_core.testing.training.engines import sharded, steps, weights
 from mm_core.testing.training.engines.probe import EngineProbe
-from mm_core.testing.training.engines.sharded import sharded_checkpoint, sharded_training
-from mm_core.testing.training.engines.steps import (
-    clipping,
-    evaluation,
-    gradient_norm,
-    learning_rates,
-    micro_batches,
-    skipped_steps,
-    trains,
-    untrained,
-)
-from mm_core.testing.training.engines.weights import (
-    exported_weights,
-    frozen_weights,
-    initial_weights,
-    initialises,
-    plans,
-    resumes,
-    shards,
-)
-
-_ALONE = (
-    *(plans, initialises, initial_weights, trains, micro_batches, gradient_norm, clipping),
-    *(learning_rates, skipped_steps, resumes, exported_weights, shards, frozen_weights, evaluation),
-    untrained,
-)
-_ON_RANKS = by_name(sharded_training, sharded_checkpoint)
 
 
 def _in_group(check: Check) -> Check:
@@ -51,5 +25,11 @@ def _in_group(check: Check) -> Check:
     return grouped
 
 
-KIT = Kit(by_name(*map(_in_group, _ALONE), *_ON_RANKS.values()), probe=EngineProbe, ranks=tuple(_ON_RANKS))
+_ALONE = checks_of(weights.__name__, steps.__name__)
+_ON_RANKS = checks_of(sharded.__name__)
+KIT = Kit(
+    {**{name: _in_group(check) for name, check in _ALONE.items()}, **_ON_RANKS},
+    probe=EngineProbe,
+    ranks=tuple(_ON_RANKS),
+)
 """The conformance checks of engines."""

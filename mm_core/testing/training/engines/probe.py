@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mm_core.testing.kit import NotApplicable, Probe
+from mm_core.testing.tensors import names
 from mm_core.testing.training.engines.task import MakeOptimizer, Trial, adamw, network_values
 
 _CLOSE = 1e-5
@@ -43,14 +44,16 @@ class EngineProbe(Probe):
         wanted: Mapping[str, Tensor],
         when: str,
         hint: str | None = None,
+        of: str = "plain torch",
     ) -> None:
-        """Expects the trained parameters of plain torch.
+        """Expects trained parameters that are known.
 
         Args:
             found: the engine's parameters, unsharded, by path in the task.
-            wanted: those of plain torch.
+            wanted: the known ones.
             when: the moment, for the ContractError.
             hint: what to do next.
+            of: where the known ones are from.
         """
         other = found.keys() ^ wanted.keys()
         self.expect(
@@ -62,7 +65,7 @@ class EngineProbe(Probe):
         largest = max((float((found[n] - wanted[n]).abs().max()) for n in wrong), default=0.0)
         self.expect(
             not wrong,
-            f"{when}, {names(wrong)} differs by {largest:.1e} from plain torch",
+            f"{when}, {names(wrong)} differs by {largest:.1e} from {of}",
             accepted=f"a relative difference of at most {_CLOSE:g}",
             hint=hint,
         )
@@ -85,24 +88,4 @@ class EngineProbe(Probe):
 
 def off(found: Tensor, wanted: Tensor) -> bool:
     """Whether a tensor differs from a known one by more than rounding."""
-    return not torch.allclose(found, wanted, rtol=0, atol=_CLOSE * float(wanted.abs().max()) + 1e-8)
-
-
-def names(found: Collection[str]) -> str:
-    """Some names, for a message."""
-    chosen = sorted(found)
-    return ", ".join(chosen[:4]) + (", ..." if len(chosen) > 4 else "")
-
-
-def differing(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
-    """Names of tensors that are not equal bit for bit, or that only one of the two has."""
-    return [
-        n
-        for n in one.keys() | other.keys()
-        if n not in one or n not in other or bits_differ(one[n], other[n])
-    ]
-
-
-def bits_differ(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors differ in any bit, or in their dtype."""
-    return one.dtype != other.dtype or not torch.equal(one, other)
+    return not torch.allclose(found, wanted, rtol=0, atol=_CLOSE * float(wanted.abs().max()) + 1e-6)

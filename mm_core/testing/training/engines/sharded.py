@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,27 +13,73 @@ import torch
 from torch import Tensor
 
 from mm_core.checkpoint.store import CheckpointStore
-from mm_core.errors import ContractError, MMError
+from mm_core.errors import MMError
 from mm_core.runtime.ranks import Ranks
 from mm_core.testing.kit import NotApplicable, sentence_of
-from mm_core.testing.ranks import ComponentBuild, on_ranks
-from mm_core.testing.training.engines.probe import EngineProbe, differing
+from mm_core.testing.ranks import ComponentBuild, ranks_of
+from mm_core.testing.tensors import differing, names
+from mm_core.testing.training.engines.probe import EngineProbe
 from mm_core.testing.training.engines.task import ROWS, Tensors, Trial, poisoned, task_on_meta, whole
 
 STEPS, RANKS, CLIP = 2, 2, 0.5
+_HINT = "initial weights and updates must not depend on the number of ranks"
 
 
 @dataclass(frozen=True)
-class _Work:
-    """What each rank does with a new engine.
+class Work:
+    """What each rank does with a new component.
 
     Attributes:
-        build: builds the engine.
+        subject: what builds it.
         folder: where two ranks save a checkpoint, and one loads it.
     """
 
-    build: ComponentBuild
+    subject: Any
     folder: Path
+
+
+Outcomes = tuple[list[dict[str, Any]], list[dict[str, Any]]]
+"""What one rank has found, and what each of two ranks has."""
+
+
+def outcomes_of(
+    probe: Any,
+    what: str,
+    subject: object,
+    save: Callable[[Work], dict[str, Any]],
+    load: Callable[[Work], dict[str, Any]],
+    hint: str | None = None,
+) -> Outcomes:
+    """What two ranks find that train and save a checkpoint, and one that trains and loads it.
+
+    Of a probe, they run once.
+
+    Args:
+        probe: the component's.
+        what: what fails, for the error.
+        subject: for `Work`.
+        save: run by each of two ranks.
+        load: run by one rank after that.
+        hint: of an error that has none.
+    """
+    if probe.outcomes is None:
+        with tempfile.TemporaryDirectory(prefix="mm-sharded-") as folder:
+            work = Work(subject, Path(folder))
+            two = ranks_of(probe, what, RANKS, save, work, hint)
+            probe.outcomes = ranks_of(probe, what, 1, load, work, hint), two
+    found: Outcomes = probe.outcomes
+    return found
+
+
+def expect_loaded(probe: Any, found: Outcomes, hint: str) -> None:
+    """Expects that one rank has loaded, bit for bit, what two have saved."""
+    one, two = found
+    lost = differing(two[0]["state"], one[0]["loaded"])
+    probe.expect(
+        not lost,
+        f"a checkpoint of {RANKS} ranks, loaded on one, gives other values of {names(lost)}",
+        hint=hint,
+    )
 
 
 def sharded_training(probe: EngineProbe) -> None:
@@ -51,9 +97,8 @@ def sharded_training(probe: EngineProbe) -> None:
         for when, found, wanted in evaluated:
             what = f"on {RANKS} ranks, the loss evaluated {when} training"
             probe.expect_number(what, found, wanted, "on one")
-        _expect_close(
-            probe, rank["weights"], one[0]["weights"], f"after {STEPS} steps on one rank and on {RANKS}"
-        )
+        when = f"after {STEPS} steps on {RANKS} ranks"
+        probe.expect_weights(rank["weights"], one[0]["weights"], when, _HINT, "one")
     finite = [number for number, rank in enumerate(two) if math.isfinite(rank["poisoned"])]
     probe.expect(
         not finite,
@@ -64,45 +109,20 @@ def sharded_training(probe: EngineProbe) -> None:
 
 def sharded_checkpoint(probe: EngineProbe) -> None:
     """One rank loads what two have saved, and goes on as they do."""
-    try:
-        one, two = _outcomes(probe)
-    except MMError as fault:
-        raise NotApplicable(f"the engine does not train on {RANKS} ranks: see sharded_training") from fault
+    one, two = found = _outcomes(probe)
     hint = "let state_dict and state_template return tensors of the full shape (DTensors)"
     probe.expect(
         "fault" not in one[0],
         f"one rank cannot load a checkpoint of {RANKS}: {one[0].get('fault')}",
         hint=hint,
     )
-    lost = differing(two[0]["state"], one[0]["loaded"])
-    probe.expect(
-        not lost,
-        f"a checkpoint of {RANKS} ranks, loaded on one, gives other values of {', '.join(sorted(lost)[:4])}",
-        accepted="equal bits",
-        hint=hint,
-    )
-    _expect_close(
-        probe,
-        one[0]["resumed"],
-        two[0]["resumed"],
-        f"after a step from a checkpoint of {RANKS} ranks, on these and on one",
-    )
+    expect_loaded(probe, found, hint)
+    when = f"after a step from a checkpoint of {RANKS} ranks"
+    probe.expect_weights(one[0]["resumed"], two[0]["resumed"], when, _HINT, "these")
 
 
-def _expect_close(probe: EngineProbe, found: Tensors, wanted: Tensors, when: str) -> None:
-    for name in sorted(found.keys() | wanted.keys()):
-        probe.expect(name in found and name in wanted, f"{when}, {name} is missing in named_parameters")
-        error, largest = float((found[name] - wanted[name]).abs().max()), float(wanted[name].abs().max())
-        probe.expect(
-            error <= 1e-5 * largest + 1e-6,
-            f"{when}, {name} differs by {error:.1e}",
-            accepted="a relative difference of at most 1e-5",
-            hint="initial weights and updates must not depend on the number of ranks",
-        )
-
-
-def _outcomes(probe: EngineProbe) -> tuple[list[Any], list[Any]]:
-    """What one rank and what two ranks have found; of a probe, they run once.
+def _outcomes(probe: EngineProbe) -> Outcomes:
+    """What one rank and what two ranks have found.
 
     Raises:
         NotApplicable: the engine declares that it cannot run so.
@@ -111,22 +131,10 @@ def _outcomes(probe: EngineProbe) -> tuple[list[Any], list[Any]]:
     probe.require_device(torch.device("cpu"))
     if probe.build().plan(task_on_meta(), RANKS, 2.0).data_parallel != RANKS:
         raise NotApplicable(f"the small instance does not give each of {RANKS} ranks samples of its own")
-    if probe.outcomes is None:
-        with tempfile.TemporaryDirectory(prefix="mm-sharded-") as folder:
-            work = _Work(ComponentBuild(probe), Path(folder))
-            try:
-                two = on_ranks(RANKS, _train_and_save, work)
-                probe.outcomes = on_ranks(1, _train_and_load, work), two
-            except MMError as error:
-                probe.outcomes = error
-    if isinstance(fault := probe.outcomes, MMError):
-        what = f"on {RANKS} ranks, the engine fails: {fault.what}"
-        raise ContractError(what, where=probe.place, accepted=fault.accepted, hint=fault.hint)
-    one, two = probe.outcomes
-    return one, two
+    return outcomes_of(probe, ", the engine", ComponentBuild(probe), _train_and_save, _train_and_load)
 
 
-def _train_and_save(work: _Work) -> dict[str, Any]:
+def _train_and_save(work: Work) -> dict[str, Any]:
     """Run by each of two ranks: trains, saves, and goes on."""
     trial, found = _trained(work)
     found["state"] = saved(trial.engine, work.folder)
@@ -134,7 +142,7 @@ def _train_and_save(work: _Work) -> dict[str, Any]:
     return {**found, "resumed": trial.weights()}
 
 
-def _train_and_load(work: _Work) -> dict[str, Any]:
+def _train_and_load(work: Work) -> dict[str, Any]:
     """Run by one rank: trains, then loads into a new engine what the two have saved, and goes on."""
     _, found = _trained(work)
     try:
@@ -143,17 +151,17 @@ def _train_and_load(work: _Work) -> dict[str, Any]:
         return {**found, "fault": fault.what if isinstance(fault, MMError) else sentence_of(fault)}
 
 
-def _resumed(work: _Work) -> dict[str, Any]:
+def _resumed(work: Work) -> dict[str, Any]:
     """The state that a new engine loads, and its weights after a step."""
-    trial = Trial(work.build(), seed=9)
+    trial = Trial(work.subject(), seed=9)
     state = loaded(trial.engine, work.folder)
     trial.step(STEPS, ROWS, clip=CLIP)
     return {"loaded": state, "resumed": trial.weights()}
 
 
-def _trained(work: _Work) -> tuple[Trial, dict[str, Any]]:
+def _trained(work: Work) -> tuple[Trial, dict[str, Any]]:
     """The task after some steps, each row a micro-batch; a step that one rank would skip is discarded."""
-    trial = Trial(work.build())
+    trial = Trial(work.subject())
     evaluated = [trial.loss(STEPS)]
     taken = [trial.step(step, ROWS, clip=CLIP) for step in range(STEPS)]
     evaluated.append(trial.loss(STEPS))

@@ -9,7 +9,8 @@ import torch
 
 from mm_core.contracts import Loss
 from mm_core.errors import plural
-from mm_core.testing.training.engines.probe import EngineProbe, differing, names
+from mm_core.testing.tensors import differing, names
+from mm_core.testing.training.engines.probe import EngineProbe
 from mm_core.testing.training.engines.task import LR, WEIGHTS, Plain, poisoned, sgd
 
 
@@ -72,13 +73,9 @@ def learning_rates(probe: EngineProbe) -> None:
     probe.expect_number("base_lr", trial.engine.base_lr, LR)
     probe.expect_number("what scale_lr(0.5) returns", trial.engine.scale_lr(0.5), 0.5 * LR)
     for step, factor in enumerate((0.5, 0.0, 1.0)):
-        before = trial.weights()
         trial.step(step, factor=factor)
         plain.step(step, factor)
         when = f"after scale_lr({factor:g}) and a step"
-        if not factor:
-            moved = differing(before, trial.weights())
-            probe.expect(not moved, f"{when}, {names(moved)} has changed", accepted="no change at the rate 0")
         hint = "keep the base rates of the groups, and multiply each by the group's lr_scale"
         probe.expect_weights(trial.weights(), plain.weights(), when, hint)
 

@@ -229,6 +229,7 @@ class Trial:
         make: makes the optimizer; None: nothing is trained.
         values: initial weights of the network; None: they are drawn at random.
         seed: of the random ones.
+        task: another task, on meta, that has `loss_of_rows`.
     """
 
     def __init__(
@@ -237,8 +238,9 @@ class Trial:
         make: MakeOptimizer | None = adamw,
         values: Mapping[str, Tensor] | None = None,
         seed: int = 0,
+        task: Any = None,
     ) -> None:
-        self.engine, self.task = engine, task_on_meta()
+        self.engine, self.task = engine, task_on_meta() if task is None else task
         self.plan: EnginePlan = engine.plan(self.task, Ranks.current().count, 2.0)
         engine.place_frozen(self.task, self.plan, Values(drawn_values()))
         weights = None if values is None else Values(values)
@@ -246,7 +248,8 @@ class Trial:
 
     def compute(self, step: int, rows: slice = slice(ROWS)) -> Loss:
         """The loss of rows of a step, on the engine's device."""
-        return self.task.loss_of_rows(step, rows, self.engine.device)
+        found: Loss = self.task.loss_of_rows(step, rows, self.engine.device)
+        return found
 
     def backward(
         self, step: int, micros: int = 1, change: Callable[[int, Loss], Loss] = lambda _, loss: loss

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from mm_core.contracts import EnginePlan
 from mm_core.errors import plural
-from mm_core.testing.training.engines.probe import EngineProbe, bits_differ, differing, names, off
+from mm_core.testing.tensors import bits_differ, differing, names
+from mm_core.testing.training.engines.probe import EngineProbe, off
 from mm_core.testing.training.engines.task import (
     FROZEN,
     SCALE,
@@ -89,8 +90,6 @@ def initialises(probe: EngineProbe) -> None:
     """Without initial weights, every parameter and buffer is set by the modules and by the seed alone."""
     one, again, other = (Trial(probe.build(), seed=seed) for seed in (0, 0, 1))
     state = whole(one.engine.state_dict()["model"].items())
-    bad = [name for name, tensor in state.items() if not tensor.isfinite().all()]
-    probe.expect(not bad, f"{names(bad)} is not finite after prepare", hint="call the modules' init_weights")
     wanted = {"net.scale": torch.tensor(SCALE), "net.shift": torch.linspace(-1, 1, len(state["net.shift"]))}
     wrong = [name for name, value in wanted.items() if off(state[name], value)]
     probe.expect(
@@ -172,11 +171,6 @@ def resumes(probe: EngineProbe) -> None:
 
 def _expect_state(probe: EngineProbe, trial: Trial, state: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Expects the names and types of a checkpoint."""
-    probe.expect(
-        state.keys() == {"model", "optimizer"},
-        f"state_dict has {names(state.keys())}",
-        accepted='{"model": ..., "optimizer": ...}',
-    )
     plain = [
         f"{part}.{n}" for part, held in state.items() for n, t in held.items() if not isinstance(t, Tensor)
     ]

@@ -11,15 +11,16 @@ from torch import Tensor, nn
 
 from mm_core.contracts import Batch, Frozen, Randomness
 from mm_core.engines.fsdp2 import FSDP2Engine
-from mm_core.errors import MMError, PlanError, first_line
+from mm_core.errors import PlanError
 from mm_core.loading.frozen import load_frozen
 from mm_core.modules.shards import gathered
 from mm_core.plugin.registry import Registry
 from mm_core.runtime.process_group import process_group
 from mm_core.runtime.ranks import Ranks
 from mm_core.testing.data.reading import equal, expect_no_weights
-from mm_core.testing.kit import NotApplicable, sentence_of
+from mm_core.testing.kit import NotApplicable
 from mm_core.testing.ranks import ComponentBuild, on_ranks
+from mm_core.testing.tensors import differing, expect_gradients, names
 from mm_core.testing.training.tasks.probe import TaskProbe, loss_of_batch, near, state_of, total_of
 
 _STEPS = 8
@@ -29,7 +30,6 @@ _STEPS = 8
 def modules(probe: TaskProbe) -> None:
     """`trainable` and `frozen` name parts of the task, which are built without memory."""
     task = probe.on_meta()
-    probe.expect(task.trainable, "`trainable` is empty: the task trains nothing", hint="name its modules")
     for name in task.trainable:
         try:
             module = task.get_submodule(name)
@@ -58,19 +58,15 @@ def modules(probe: TaskProbe) -> None:
 def initialisation(probe: TaskProbe) -> None:
     """Every tensor of the trained modules is filled, and equal seeds give equal weights."""
     first, second = state_of(probe.ready()), state_of(probe.ready())
-    different = [name for name in first if not torch.equal(first[name], second[name])]
-    probe.expect(not different, f"equal seeds give different weights: {', '.join(different[:8])}")
-    unset = [name for name, t in first.items() if t.is_floating_point() and not t.isfinite().all()]
-    probe.expect(not unset, f"{', '.join(unset[:8])} contains NaN or infinity after the initialisation")
+    different = differing(first, second)
+    probe.expect(not different, f"equal seeds give different weights: {names(different)}")
 
 
 def accepts_its_data(probe: TaskProbe) -> None:
     """`check` accepts the options of the dataset that the task is tested with."""
     options = probe.data.probe.config.options
-    try:
-        probe.on_meta().check(options)
-    except MMError as error:
-        probe.expect(False, f"check refuses the dataset that the task is tested with: {first_line(error)}")
+    accepted = "the dataset that the task is tested with"
+    probe.probe.expect_no_error("check", accepted, probe.on_meta().check, options)
 
 
 def transforms(probe: TaskProbe) -> None:
@@ -92,7 +88,7 @@ def transforms(probe: TaskProbe) -> None:
 
 
 def loss(probe: TaskProbe) -> None:
-    """The loss is a finite float32 sum with a gradient, and its metrics and bins have none."""
+    """The loss is a float32 sum with a gradient, and its metrics and bins have none."""
     found = probe.loss(probe.batch(range(probe.data.rows)))
     probe.expect(
         found.total.dtype == torch.float32,
@@ -100,14 +96,11 @@ def loss(probe: TaskProbe) -> None:
         accepted="torch.float32",
         hint="compute the loss from `predicted.float()`",
     )
-    probe.expect(found.total.isfinite(), f"the loss is {float(found.total.detach())}")
     others = {**found.metrics, **({} if found.bins is None else {"bins": found.bins})}
     for name, value in others.items():
         probe.expect(
             isinstance(value, Tensor) and not value.requires_grad,
-            f"`{name}` of the loss holds the graph of the forward"
-            if isinstance(value, Tensor)
-            else f"`{name}` of the loss is a {type(value).__name__}",
+            f"`{name}` of the loss is no tensor, or holds the graph of the forward",
             accepted="a detached tensor",
             hint="detach it: its memory is needed for the next micro-batch",
         )
@@ -177,8 +170,6 @@ def determinism(probe: TaskProbe) -> None:
         accepted="the same bits: a resumed run has seen no other batch",
         hint="keep nothing from batch to batch, and draw from `rng` alone",
     )
-    fresh = probe.loss(probe.batch(rows), probe.ready()).total
-    probe.expect(torch.equal(first, fresh), "a new task with equal weights gives another loss")
 
 
 def inputs_unchanged(probe: TaskProbe) -> None:
@@ -208,16 +199,7 @@ def gradients(probe: TaskProbe) -> None:
         for name, parameter in task.get_submodule(root).named_parameters()
         if parameter.requires_grad
     }
-    without = [name for name, parameter in trained.items() if parameter.grad is None]
-    probe.expect(
-        trained and not without,
-        f"the loss does not depend on {', '.join(without[:8])}" if trained else "no parameter is trained",
-        accepted="a gradient for each parameter with requires_grad",
-        hint="compute the loss from the parameters by differentiable functions (no `.data`, `.detach()`,"
-        " `.item()`), or freeze what the loss does not need: `module.requires_grad_(False)`",
-    )
-    bad = [n for n, p in trained.items() if p.grad is not None and not p.grad.isfinite().all()]
-    probe.expect(not bad, f"gradients are not finite: {', '.join(bad[:8])}")
+    expect_gradients(probe, trained, "loss")
     known = {id(parameter) for parameter in trained.values()}
     strays = [n for n, p in task.named_parameters() if p.grad is not None and id(p) not in known]
     probe.expect(
@@ -237,20 +219,10 @@ def sharded_modules(probe: TaskProbe) -> None:
         except PlanError as fault:
             raise NotApplicable(f"the engine cannot plan it: {fault.what}") from fault
         batch = probe.batch(range(probe.data.rows), task=task)
-        try:
-            found = total_of(probe.loss(batch, task))
-        except Exception as fault:
-            probe.expect(
-                False,
-                f"with its modules sharded, the loss fails: {sentence_of(fault)}",
-                accepted="calls of the trained modules themselves",
-                hint="only a module's own forward sees complete weights: call the module, not its layers,"
-                " and compute with its parameters in its forward alone",
-            )
-        probe.expect(
-            near(found, expected),
-            f"with its modules sharded, the loss is {found:.7g} instead of {expected:.7g}",
-        )
+        what = "with its modules sharded, the loss"
+        accepted = "calls of trained modules, not of their layers: only a module's forward sees whole weights"
+        found = total_of(probe.probe.expect_no_error(what, accepted, probe.loss, batch, task))
+        probe.expect(near(found, expected), f"{what} is {found:.7g} instead of {expected:.7g}")
 
 
 def _in_engine(task: Any, registry: Registry | None = None) -> FSDP2Engine:

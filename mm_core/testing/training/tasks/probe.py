@@ -11,52 +11,29 @@ from torch import Tensor
 
 from mm_core.contracts import Batch, Evaluation, Loss, Randomness, SupportsBeginStep, seeded
 from mm_core.contracts.bases.task_module import loss_of
-from mm_core.errors import ContractError, MMError
 from mm_core.loading.frozen import load_frozen
-from mm_core.modules.initialise import initialise
-from mm_core.modules.tying import tie, tied_names
 from mm_core.testing.data.reading import SEED, DatasetProbe
-from mm_core.testing.kit import NotApplicable, Probe
+from mm_core.testing.kit import KindProbe, NotApplicable, Probe
+from mm_core.testing.tensors import fill
 
 _QUANTILES = (0.25, 0.5, 0.75)
 _CLOSE = 1e-4  # of a value: sums in another order, in float32
 
 
-class TaskProbe:
-    """A task under test, with batches of the dataset that it is tested with.
-
-    Args:
-        probe: builds new small instances.
-    """
-
-    def __init__(self, probe: Probe) -> None:
-        self.probe = probe
-        self.expect = probe.expect
+class TaskProbe(KindProbe):
+    """A task under test, with batches of the dataset that it is tested with."""
 
     def on_meta(self) -> Any:
         """Builds a new task without memory for its weights, as the core does."""
         _ = self.probe.config  # its files are made with memory
         with torch.device("meta"):
-            return self.probe.build()
+            return self.build()
 
-    def ready(self, seed: int = 0) -> Any:
-        """Builds a new task in evaluation mode on the CPU, filled as the engine fills it.
-
-        Memory is filled with NaN first, so that values that are not initialised show.
-        """
+    def ready(self) -> Any:
+        """Builds a new task in evaluation mode on the CPU, filled as the engine fills it."""
         task = self.on_meta()
         for name in task.trainable:
-            module = task.get_submodule(name)
-            tied = tied_names(module)
-            module.to_empty(device="cpu")
-            tie(module, tied)
-            try:
-                initialise(module, name, Randomness(seed))
-            except MMError as fault:
-                where = f"{self.probe.place}, {name}" if fault.where == name else fault.where
-                raise ContractError(
-                    fault.what, where=where, accepted=fault.accepted, hint=fault.hint
-                ) from fault
+            fill(task.get_submodule(name), name, f"{self.probe.place}, {name}")
         for name in task.frozen:
             load_frozen(getattr(task, name), "cpu", self.probe.registry)
         return task.eval()

@@ -25,7 +25,7 @@ from mm_core.contracts import (
 from mm_core.data.cache.samples import joined, stacked
 from mm_core.errors import MMError, first_line, plural
 from mm_core.testing.data.reading import SEED
-from mm_core.testing.kit import NotApplicable
+from mm_core.testing.kit import NotApplicable, require
 from mm_core.testing.training.tasks.probe import TaskProbe
 
 _GREEDY = Decoding(max_new_tokens=6)
@@ -34,8 +34,7 @@ _DRAWN = Decoding(max_new_tokens=6, temperature=1.0, seed=3)
 
 def notes(probe: TaskProbe) -> None:
     """notes returns lines of text, the same each time, for a task that the plan accepts."""
-    if not isinstance(probe.task, SupportsNotes):
-        raise NotApplicable("the task has no notes")
+    require(probe.task, SupportsNotes)
     found, again = probe.task.notes(), probe.task.notes()
     probe.expect(
         isinstance(found, list | tuple) and all(isinstance(n, str) and n and "\n" not in n for n in found),
@@ -48,8 +47,7 @@ def notes(probe: TaskProbe) -> None:
 def cached_features(probe: TaskProbe) -> None:
     """The loss of a batch of cached features is that of the batch itself, without the frozen components."""
     task: Any = probe.task
-    if not isinstance(probe.task, SupportsCache):
-        raise NotApplicable("the task has no cache_parts, features and use_texts")
+    require(probe.task, SupportsCache)
     parts, rows = task.cache_parts(), list(probe.pair)
     probe.expect(
         len({part.name for part in parts}) == len(parts) > 0 and sum(p.of == "text" for p in parts) <= 1,
@@ -82,8 +80,7 @@ def cached_features(probe: TaskProbe) -> None:
 def sample_flops(probe: TaskProbe) -> None:
     """sample_flops is at least what the loss counts for a sample, and adds what is recomputed."""
     task = probe.task
-    if not isinstance(task, SupportsSampleFlops):
-        raise NotApplicable("the task has no sample_flops")
+    require(task, SupportsSampleFlops)
     options = probe.data.probe.config.options
     found, again = task.sample_flops(options, ()), task.sample_flops(options, tuple(probe.task.trainable))
     if found is None:
@@ -110,8 +107,7 @@ def sample_flops(probe: TaskProbe) -> None:
 def sample_forward(probe: TaskProbe) -> None:
     """sample_forward names a trained component and arguments that its forward takes."""
     task = probe.task
-    if not isinstance(task, SupportsSampleForward):
-        raise NotApplicable("the task has no sample_forward")
+    require(task, SupportsSampleForward)
     found = task.sample_forward(probe.data.probe.config.options)
     if found is None:
         raise NotApplicable("sample_forward returned None for the dataset that the task is tested with")
@@ -129,8 +125,7 @@ def sample_forward(probe: TaskProbe) -> None:
 def answers(probe: TaskProbe) -> None:
     """Answers depend on their question, its number and the seed alone, and stop when they are stopped."""
     task = probe.task
-    if not isinstance(task, SupportsAnswer):
-        raise NotApplicable("the task has no answer")
+    require(task, SupportsAnswer)
     cls: object = type(probe.data.dataset)
     if not isinstance(cls, SupportsConversing):
         raise NotApplicable("the dataset that the task is tested with lays out no questions")
