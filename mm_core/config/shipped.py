@@ -12,7 +12,6 @@ from mm_core.errors import ConfigError, did_you_mean, plain_reason
 from mm_core.files import replacing
 from mm_core.plugin.checks.locate import find_module
 from mm_core.plugin.records import PluginRecord
-from mm_core.schema.nodes import Node
 
 FOLDER = "configs"
 """Name of the folder of YAML files beside a plugin's module, as its wheel carries it."""
@@ -106,12 +105,8 @@ def relative_references(config: ShippedConfig) -> tuple[str, ...]:
     root = read_file(config.file, [])
     included = root.at("include")
     named = [included] if included is not None and isinstance(included.value, str) else root.items("include")
-    return tuple(_relative([*named, *root.items("plugins", "path")]))
-
-
-def _relative(nodes: Iterable[Node]) -> list[str]:
-    texts = [node.value for node in nodes if isinstance(node.value, str)]
-    return [text for text in texts if not Path(text).is_absolute()]
+    nodes = [*named, *root.items("plugins", "path")]
+    return tuple(n.value for n in nodes if isinstance(n.value, str) and not Path(n.value).is_absolute())
 
 
 def _folders(module: str) -> list[Path]:

@@ -24,8 +24,9 @@ def author_error(error: BaseException, log: object = None) -> MMError | None:
     if (found := _innermost(error)) is not None:
         cause, frame, line = found
         file = frame.f_code.co_filename
+        text = " ".join(str(cause).split()) or linecache.getline(file, line).strip()
         return MMError(
-            _text(cause, linecache.getline(file, line)),
+            f"{type(cause).__name__}{f': {text}' if text else ''}",
             where=f"{file}, line {line}, in {frame.f_code.co_name}",
             hint=f"correct this line; {shows}",
         )
@@ -36,15 +37,6 @@ def author_line(error: BaseException) -> str | None:
     """File and line of the innermost code of a plugin that an exception passed; None if it passed none."""
     found = _innermost(error)
     return None if found is None else f"{found[1].f_code.co_filename}, line {found[2]}"
-
-
-def _text(error: BaseException, otherwise: str) -> str:
-    text = " ".join(str(error).split()) or otherwise.strip()
-    return f"{type(error).__name__}{f': {text}' if text else ''}"
-
-
-def _packages() -> set[str]:
-    return {re.split("[.:]", record.module)[0] for record in entry_point_records()} - {"mm_core"}
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -58,14 +50,10 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 def _innermost(error: BaseException) -> tuple[BaseException, FrameType, int] | None:
     """The innermost frame of a plugin's code that an exception or a cause of it passed, with its line."""
-    packages = _packages()
+    packages = {re.split("[.:]", record.module)[0] for record in entry_point_records()} - {"mm_core"}
     for cause in _causes(error):
         for frame, line in reversed([*walk_tb(cause.__traceback__)]):
-            if _is_of(str(frame.f_globals.get("__name__", "")), packages):
+            module = str(frame.f_globals.get("__name__", ""))
+            if module.startswith(LOCAL_PREFIX) or module.partition(".")[0] in packages:
                 return cause, frame, line
     return None
-
-
-def _is_of(module: str, packages: set[str]) -> bool:
-    """Whether a module belongs to a plugin: to an installed package, or to a one-file plugin."""
-    return module.startswith(LOCAL_PREFIX) or module.partition(".")[0] in packages

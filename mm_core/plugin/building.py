@@ -53,7 +53,14 @@ def call_target(
     registered = registry.resolve(config.kind, config.type)
     fields = {**built_fields(config, registry), **more}
     target = registered.load_target()
-    _check_call(target, args, fields, registered.short_place)
+    # Errors raised by the target itself stay unchanged: they are bugs to be seen, or its own messages.
+    if (fault := call_fault(target, args, fields)) is not None:
+        raise ContractError(
+            f"the target cannot be called with its config's fields: {fault[1]}",
+            where=registered.short_place,
+            accepted=f"{getattr(target, '__name__', target)}{fault[0]}",
+            hint="the fields of config= and the parameters of target= must have the same names",
+        ) from fault[1]
     with foreign_code():  # a target that calls sys.exit(0) would end a run as if it had succeeded
         return target(*args, **fields)
 
@@ -86,18 +93,3 @@ def _built(value: object, registry: Registry) -> object:
     if isinstance(value, Mapping):
         return {key: _built(item, registry) for key, item in value.items()}
     return rebuilt(value, lambda item, key: _built(item, registry))
-
-
-def _check_call(
-    target: Callable[..., object], args: tuple[object, ...], fields: Mapping[str, object], where: str
-) -> None:
-    """Raises ContractError if the call does not match the signature. Errors raised by the target itself stay
-    unchanged: they are bugs to be seen, or the component's own messages."""
-    if (fault := call_fault(target, args, fields)) is not None:
-        signature, error = fault
-        raise ContractError(
-            f"the target cannot be called with its config's fields: {error}",
-            where=where,
-            accepted=f"{getattr(target, '__name__', target)}{signature}",
-            hint="the fields of config= and the parameters of target= must have the same names",
-        ) from error

@@ -209,7 +209,6 @@ def _report(plugins: tuple[PluginRecord, ...]) -> None:
     for plugin in plugins:
         if plugin.broken:
             _warn(_state(plugin))
-    for plugin in plugins:
         if plugin.imports_torch and plugin.file is None:
             what = f"{plugin.label} imports torch when it is loaded, which makes every command slow"
             _warn(f"{what}: import torch only in the target's module")
