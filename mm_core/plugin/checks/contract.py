@@ -124,7 +124,7 @@ class Member:
 
 def members_of(contract: Contract) -> dict[str, Member]:
     """The members that a contract requires, by name."""
-    protocol = _load(contract.protocol)
+    protocol = resolve_name(contract.protocol)
     if contract.base == contract.protocol and not contract.events:
         return {}  # deriving from the base class is the contract
     found: dict[str, Member] = {}
@@ -208,7 +208,7 @@ def method_name(contract: Contract, member: Member) -> str:
 
 def _base_fault(kind: str, cls: type) -> list[str]:
     base = CONTRACTS[kind].base
-    if base is None or issubclass(cls, _load(base)):
+    if base is None or issubclass(cls, resolve_name(base)):
         return []
     return [f"it does not derive from {base.replace(':', '.')}"]
 
@@ -247,7 +247,7 @@ def _author_faults(cls: type) -> list[str]:
 
 def _is_inherited(contract: Contract, name: str, cls: type, found: object | None) -> bool:
     """Whether a method is only that of the protocol or base class, which does nothing."""
-    parents = [_load(path) for path in (contract.protocol, contract.base) if path is not None]
+    parents = [resolve_name(path) for path in (contract.protocol, contract.base) if path is not None]
     method = getattr(cls, name, None)
     own = name in getattr(found, "__dict__", {})
     # Torch wraps the `step` of an optimizer's class when the first object is made.
@@ -392,7 +392,3 @@ def misspelt(
     if not faults and members.keys().isdisjoint(own):
         faults.append(f"none of its methods is an event: the events are {', '.join(members)}")
     yield from faults
-
-
-def _load(path: str) -> Any:
-    return resolve_name(path)

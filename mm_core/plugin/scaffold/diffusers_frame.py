@@ -94,7 +94,7 @@ def frame(name: str, package: str) -> tuple[dict[str, str], dict[str, KindTempla
     small = tiny | {field: value for field, value in _RUN.items() if field in fields}
     small |= {text: 64} if text else {}
     own = "Wrapped" if name == "Wrapped" else name.partition("Transformer")[0] or "Wrapped"
-    images = _of_images(name)
+    images = "2D" in name
     run = {"data.train": SHAPES.replace("num_frames: 8", "num_frames: 1")} if images else {}
     shown = "small" if _NO_SIZE not in tiny else "TODO: with small values here and in `tiny` of plugin.py"
     template = KindTemplate(
@@ -153,11 +153,6 @@ def _class(name: str) -> Any:
     return getattr(library, name)
 
 
-def _of_images(name: str) -> bool:
-    """Whether a class takes images only."""
-    return "2D" in name
-
-
 def _yaml(fields: Mapping[str, inspect.Parameter], small: Mapping[str, object]) -> str:
     """The class's fields with small values, or the library's defaults."""
     lines = []
@@ -207,7 +202,7 @@ from mm_core.contracts import {", ".join(imports)}
 class {own}({name}):
     """Written for Diffusers {version("diffusers")}."""
 
-    {_text_padding(forward, fields)}{_MAX_FRAMES if _of_images(name) else ""}
+    {_text_padding(forward, fields)}{_MAX_FRAMES if "2D" in name else ""}
 
     @wraps({name}.__init__)
     def __init__(self, **fields):
