@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from mm_core.builtin.configs.engines import FSDP2Config
 from mm_core.device import ATTENTION_OPERATORS
 from mm_core.errors import PlanError
-from mm_core.parallel.forwards import around_forward
+from mm_core.modules.forwards import around_forward
 
 Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 

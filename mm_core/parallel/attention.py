@@ -12,8 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mm_core.contracts import TaskModule
 from mm_core.errors import PlanError, first_line
+from mm_core.modules.forwards import around_forward
 from mm_core.parallel.context.layout import ContextLayout
-from mm_core.parallel.forwards import around_forward
 
 _KEY = "engine.attention"
 _DIFFUSERS = {

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from mm_core.builtin.configs.engines import FSDP2Config
 from mm_core.contracts import TaskModule
 from mm_core.errors import PlanError, first_line
+from mm_core.modules.forwards import around_forward
 from mm_core.modules.patterns import match
-from mm_core.parallel.forwards import around_forward
 from mm_core.parallel.layout import check_callable, like_blocks
 
 _logger = logging.getLogger(__name__)

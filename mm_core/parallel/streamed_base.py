@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from mm_core.contracts import FrozenPlan, TaskModule
 from mm_core.errors import PlanError
 from mm_core.modules.adapter_layers import adapter_of
-from mm_core.parallel.forwards import around_forward
+from mm_core.modules.forwards import around_forward
 from mm_core.parallel.layout import Layout, shared_outside
 
 WHERE = "engine.base.stream"

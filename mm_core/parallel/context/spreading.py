@@ -15,10 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 from mm_core.contracts import Randomness, TaskModule
 from mm_core.errors import ContractError, plural
+from mm_core.modules.forwards import around_forward
 from mm_core.parallel.context.exchange import Peers, gather, split, ulysses
 from mm_core.parallel.context.layout import ContextLayout
 from mm_core.parallel.context.ring import ring
-from mm_core.parallel.forwards import around_forward
 
 Forward = Callable[..., Any]
 
