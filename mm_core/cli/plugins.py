@@ -163,7 +163,8 @@ def _check(registry: Registry, import_targets: bool, as_json: bool) -> int:
 
 
 def _test(registry: Registry, name: str, kind: str | None, as_json: bool, verbose: bool) -> int:
-    from mm_core.testing.kit import Examination, find_components
+    from mm_core.testing.kit import Examination
+    from mm_core.testing.suite import find_components
 
     components = find_components(registry, name, kind)
     found = []

@@ -10,7 +10,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +25,7 @@ from mm_core.plugin.checks.effects import effects_of_import, named_devices
 from mm_core.plugin.checks.inspection import component_faults
 from mm_core.plugin.checks.locate import find_module, source_file
 from mm_core.schema.checking import check_component
-from mm_core.testing.kit import NotApplicable, Probe, by_name, kit_of
+from mm_core.testing.kit import NotApplicable, Probe, checks_of, kit_of
 
 _WATCHED = (torch, torch.nn, torch.nn.functional, torch.Tensor, torch.nn.Module, builtins, os, random, np)
 """Namespaces in which a component may replace nothing."""
@@ -70,10 +70,12 @@ def resolves(probe: Probe) -> None:
 def builds(probe: Probe) -> None:
     """The small instance is built, and keeps the contract of its kind."""
     _ = probe.config  # its files are made with memory
-    probe.first_changes += _changes_of_building(probe)
+    _changes_of_building(probe)
 
 
+@lru_cache(maxsize=1)
 def _changes_of_building(probe: Probe) -> list[str]:
+    """What the first build of the component under test changes in this process."""
     import_module("torch._dynamo")  # optimizers and operations on meta import it; it wraps functions of torch
     known, before = set(sys.modules), list(_global_state())
     changes = state_changes(lambda: _build(probe))
@@ -113,7 +115,7 @@ def no_side_effects(probe: Probe) -> None:
     for path in _files(probe):
         for line, text in effects_of_import(ast.parse(path.read_bytes())):
             probe.expect(False, f"importing {path} changes the process (line {line}): {text}")
-    changed = probe.first_changes or _changes_of_building(probe)
+    changed = _changes_of_building(probe)
     probe.expect(
         not changed,
         f"building the component changes {', '.join(changed[:4])}",
@@ -132,11 +134,54 @@ def no_device_names(probe: Probe) -> None:
             )
 
 
-CHECKS = by_name(
-    *(light_description, resolves, builds, config_round_trip, picklable_config),
-    *(no_side_effects, no_device_names),
-)
+CHECKS = checks_of(__name__)
 """The conformance checks of every kind, by name."""
+
+
+class KindProbe:
+    """What the checks of a kind are called with: builds new small instances, and whatever they share.
+
+    Args:
+        probe: the component.
+    """
+
+    def __init__(self, probe: Probe) -> None:
+        self.probe = probe
+        self.expect = probe.expect
+        self.expect_no_error = probe.expect_no_error
+        self.expect_error = probe.expect_error
+        self.require = probe.require
+
+    def build(self, **changes: object) -> Any:
+        """As `Probe.build`."""
+        return self.probe.build(**changes)
+
+
+def expect_tensor(probe: Any, what: str, found: object, dtype: torch.dtype, *shape: int | None) -> None:
+    """Expects a tensor on the CPU that needs no gradients.
+
+    Args:
+        probe: of the component.
+        what: what has returned it, for the ContractError.
+        found: what is expected to be the tensor.
+        dtype: its dtype.
+        shape: its shape; None: any size.
+    """
+    shown, right = f"a {type(found).__name__}", False
+    if isinstance(found, torch.Tensor):
+        shown = f"{[*found.shape]} of {found.dtype} on {found.device}"
+        pairs = zip(shape, found.shape, strict=False)
+        sized = len(shape) == found.dim() and all(wanted in (None, size) for wanted, size in pairs)
+        right = sized and found.dtype == dtype and found.device.type == "cpu" and not found.requires_grad
+    sizes = ", ".join("n" if size is None else str(size) for size in shape)
+    accepted = f"[{sizes}] of {dtype} on the CPU, without gradients"
+    probe.expect(right, f"{what} returned {shown}", accepted=accepted)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """What the files below a folder contain, by their paths in it."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def state_changes(call: Callable[[], object]) -> list[str]:
@@ -152,9 +197,8 @@ def _global_state() -> Iterator[tuple[str, object, Callable[[], object]]]:
     and what restores it."""
     generator, drawn, numbers = torch.get_rng_state(), random.getstate(), np.random.get_state()
     deterministic = torch.are_deterministic_algorithms_enabled()
-    variables = {
-        name: text for name, text in os.environ.items() if name[:1] != "_"
-    }  # a library's own, as MLflow's
+    # Those that begin with "_" are a library's own, as MLflow's.
+    variables = {name: text for name, text in os.environ.items() if name[:1] != "_"}
     yield "torch's default generator", generator.numpy().tobytes(), partial(torch.set_rng_state, generator)
     yield "the generator of `random`", drawn, partial(random.setstate, drawn)
     yield "NumPy's global generator", repr(numbers), partial(np.random.set_state, numbers)
@@ -191,11 +235,8 @@ def _files(probe: Probe) -> Iterator[Path]:
     """The Python files of the author's package; the file of the target where it is not a package."""
     registered = probe.registered
     module = registered.module_of(registered.component.target)
-    top = find_module(module.partition(".")[0])
-    if module.startswith("mm_core."):  # the core is not one author's: only the component's own file
-        origin = source_file(module)
-        yield from [Path(origin)] if origin else []
-        return
+    package = module.partition(".")[0]
+    top = None if package == "mm_core" else find_module(package)  # the core is not one author's
     folders = list(top.submodule_search_locations or ()) if top else []
     for folder in folders:
         for path in sorted(Path(folder).rglob("*.py")):

@@ -11,16 +11,15 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
-from inspect import isfunction, signature
+from inspect import getattr_static, isfunction, signature
 from pathlib import Path
 from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any, Literal
 from unittest import SkipTest
-
-from packaging.utils import canonicalize_name
 
 from mm_core.errors import ContractError, MMError, PluginError, did_you_mean, first_line, foreign_code
 from mm_core.plugin.authors import author_line
@@ -70,6 +69,17 @@ class NotApplicable(SkipTest):
     """
 
 
+@contextmanager
+def if_installed() -> Iterator[None]:
+    """Within the block, the error of a component that lacks an installed package becomes NotApplicable."""
+    try:
+        yield
+    except MMError as error:
+        if isinstance(error.__context__, ImportError):
+            raise NotApplicable(error.what) from error
+        raise
+
+
 class Probe:
     """A component under test: builds new small instances of it.
 
@@ -91,8 +101,6 @@ class Probe:
         self.registry = registry
         self.folder = folder
         self._fields = fields
-        self.first_changes: list[str] = []
-        """What the first build has changed in this process (see `no_side_effects`)."""
 
     @cached_property
     def config(self) -> ComponentConfig:
@@ -121,12 +129,8 @@ class Probe:
         options = {**self.config.options, **changes}
         config = ComponentConfig(self.config.kind, self.config.type, options)
         self.registered.load_target()  # a module that it imports and cannot is its fault
-        try:
+        with if_installed():
             return self.registry.build(self.config.kind, config, *args)
-        except MMError as error:
-            if isinstance(error.__context__, ImportError):
-                raise NotApplicable(error.what) from error
-            raise
 
     def subject(self) -> Any:
         """Builds a new small instance, with what the core passes by position to targets of this kind."""
@@ -185,6 +189,27 @@ class Probe:
             came = f"{type(error).__name__}: {first_line(error)}"
             raise ContractError(f"{what} raises {came}", where=self.place, accepted=accepted) from error
 
+    def expect_error(
+        self, what: str, wanted: type[MMError], accepted: str, call: Callable[..., object], *given: object
+    ) -> MMError:
+        """As `expect_no_error`, of a call that must raise an error of the type `wanted`; returns it."""
+        found: MMError = self.expect_no_error(what, accepted, call, *given, allowed=(wanted,))
+        self.expect(isinstance(found, wanted), f"{what} raises no error", accepted)
+        return found
+
+    def require(self, found: object, capability: Any) -> None:
+        """Raises NotApplicable for an object without a capability, a protocol of `mm_core.contracts`; a
+        ContractError where a class method of the protocol is none of the object."""
+        if not isinstance(found, capability):
+            raise NotApplicable(f"it is no mm_core.contracts.{capability.__name__}")
+        for name, member in vars(capability).items():
+            of_class = isinstance(getattr_static(found, name, None), classmethod | staticmethod)
+            self.expect(
+                of_class or not isinstance(member, classmethod),
+                f"{name} is not a class method, but the plan calls it before any file is opened",
+                hint="decorate it with @classmethod",
+            )
+
     def in_worker(self, what: str, sent: Any) -> Any:
         """What arrives when an object is sent to data workers.
 
@@ -201,22 +226,6 @@ class Probe:
                 accepted="objects that pickle: of classes and functions of modules, without open files",
                 hint="open files at first use, and leave them out in __getstate__",
             ) from error
-
-
-class KindProbe:
-    """What the checks of a kind are called with: builds new small instances, and whatever they share.
-
-    Args:
-        probe: the component.
-    """
-
-    def __init__(self, probe: Probe) -> None:
-        self.probe = probe
-        self.expect = probe.expect
-
-    def build(self, **changes: object) -> Any:
-        """As `Probe.build`."""
-        return self.probe.build(**changes)
 
 
 Check = Callable[[Any], None]
@@ -281,7 +290,6 @@ class Outcome:
     seconds: float = 0.0
 
 
-@dataclass
 class Examination:
     """The conformance checks of one component, over one small instance's files.
 
@@ -289,43 +297,29 @@ class Examination:
         registered: the component.
         registry: the plugins.
         ranks: also run the checks that start several processes.
+
+    Attributes:
+        checks: the checks of the component: those of every kind, then those of its own.
     """
 
-    registered: Registered
-    registry: Registry
-    ranks: bool = True
-    _folder: Path = field(init=False, repr=False)
-    _failed: list[str] = field(init=False, repr=False, default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="mm-conformance-"))
-        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-        unknown = [name for name in self._expected if name not in self.checks]
-        if unknown:
+    def __init__(self, registered: Registered, registry: Registry, ranks: bool = True) -> None:
+        self.registered, self.registry = registered, registry
+        self._kit = kit_of(registered.kind)
+        own = {
+            name: check for name, check in self._kit.checks.items() if ranks or name not in self._kit.ranks
+        }
+        self.checks: Mapping[str, Check] = MappingProxyType({**resolve_name(_COMMON), **own})
+        self._expected = registered.component.expected_failures
+        for unknown in self._expected.keys() - self.checks.keys():
             raise PluginError(
-                f"expected_failures names {unknown[0]!r}, which is not a check of this kind of component",
-                where=self.registered.place,
+                f"expected_failures names {unknown!r}, which is not a check of this kind of component",
+                where=registered.place,
                 accepted=", ".join(self.checks),
-                hint=did_you_mean(unknown[0], self.checks),
+                hint=did_you_mean(unknown, self.checks),
             )
-
-    @property
-    def _expected(self) -> Mapping[str, str]:
-        return self.registered.component.expected_failures
-
-    @cached_property
-    def _kit(self) -> Kit:
-        return kit_of(self.registered.kind)
-
-    @cached_property
-    def checks(self) -> Mapping[str, Check]:
-        """The checks of the component: those of every kind, then those of its own."""
-        own = {n: c for n, c in self._kit.checks.items() if self.ranks or n not in self._kit.ranks}
-        return MappingProxyType({**resolve_name(_COMMON), **own})
-
-    @cached_property
-    def _probe(self) -> Probe:
-        return Probe(self.registered, self.registry, self._folder)
+        self._probe = Probe(registered, registry, Path(tempfile.mkdtemp(prefix="mm-conformance-")))
+        weakref.finalize(self, shutil.rmtree, self._probe.folder, ignore_errors=True)
+        self._failed: list[str] = []
 
     @cached_property
     def _kind_probe(self) -> Any:
@@ -337,13 +331,6 @@ class Examination:
         A check on several processes does not apply once another has failed, nor the kind's after a `first`.
         """
         started = time.perf_counter()
-        own, reason = name in self._kit.checks and name not in self._kit.first, ""
-        if own and (before := [each for each in self._failed if each in self._kit.first]):
-            reason = f"not run, because {before[0]} has failed"
-        elif name in self._kit.ranks and self._failed:
-            reason = f"not run on several processes, because {self._failed[0]} has failed"
-        if reason:
-            return Outcome(self.registered.qualified, self.registered.kind, name, "not applicable", reason)
         status, reason = self._result(name)
         if name in self._expected and status == "failed":
             status, reason = "expected", f"{self._expected[name]} ({reason})"
@@ -355,7 +342,11 @@ class Examination:
         return Outcome(self.registered.qualified, self.registered.kind, name, status, reason, seconds)
 
     def _result(self, name: str) -> tuple[Status, str]:
-        own = name in self._kit.checks
+        own, first = name in self._kit.checks, self._kit.first
+        if own and name not in first and (before := [each for each in self._failed if each in first]):
+            return "not applicable", f"not run, because {before[0]} has failed"
+        if name in self._kit.ranks and self._failed:
+            return "not applicable", f"not run on several processes, because {self._failed[0]} has failed"
         try:
             with foreign_code():
                 self.checks[name](self._kind_probe if own else self._probe)
@@ -366,12 +357,9 @@ class Examination:
             named = line is None or line.partition(",")[0] in what
             return "failed", what if named else f"{what} ({line})"
         except Exception as error:
-            return "failed", self._sentence(error)
+            place = self._own_line(error) or author_line(error) or self._probe.place
+            return "failed", sentence_of(error, place)
         return "passed", ""
-
-    def _sentence(self, error: Exception) -> str:
-        """An exception of the component's own code: its message, and the author's line that raised it."""
-        return sentence_of(error, self._own_line(error) or author_line(error) or self._probe.place)
 
     def _own_line(self, error: Exception) -> str | None:
         """The innermost line of the component's package that an exception passed; None if it passed none."""
@@ -407,37 +395,3 @@ def kit_of(kind: str) -> Kit:
     """The conformance checks of a kind of component."""
     kit: Kit = resolve_name(KITS[kind])
     return kit
-
-
-def require(found: object, capability: Any) -> None:
-    """Raises NotApplicable for an object without the members of a protocol of `mm_core.contracts`."""
-    if not isinstance(found, capability):
-        raise NotApplicable(f"it is no mm_core.contracts.{capability.__name__}")
-
-
-def find_components(registry: Registry, name: str, kind: str | None = None) -> tuple[Registered, ...]:
-    """The components of a plugin, or the components of a name.
-
-    Args:
-        registry: the plugins.
-        name: namespace or distribution of a plugin, or the name of a component.
-        kind: only components of this kind.
-
-    Raises:
-        PluginError: there is none, or the plugin did not load.
-    """
-    named = [
-        plugin
-        for plugin in registry.plugins
-        if name == plugin.namespace or canonicalize_name(name) == canonicalize_name(plugin.distribution or "")
-    ]
-    for plugin in named:
-        if plugin.status != "ok":
-            raise PluginError(
-                f"{plugin.label} {plugin.status}: {plugin.error}", hint="`mm plugins check` lists every error"
-            )
-    components = tuple(c for plugin in named for c in plugin.components) or registry.find(name)
-    if chosen := tuple(c for c in components if kind in (None, c.kind)):
-        return chosen
-    kinds = ", ".join(sorted({c.kind for c in components}))
-    raise PluginError(f"{name!r} has no component of the kind {kind!r}", accepted=kinds or "no kind")

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,18 +49,12 @@ class ComponentBuild:
 
     def __reduce__(self) -> tuple[object, ...]:
         files = tuple(plugin.file for plugin in self._probe.registry.plugins if plugin.file is not None)
-        return _Rebuild, (files, self._probe.config)
+        return _rebuild, (files, self._probe.config)
 
 
-@dataclass(frozen=True)
-class _Rebuild:
+def _rebuild(files: tuple[str, ...], config: ComponentConfig) -> Callable[..., Any]:
     """Builds a component from its config, with the plugins of another process."""
-
-    files: tuple[str, ...]
-    config: ComponentConfig
-
-    def __call__(self, *args: object) -> Any:
-        return get_registry(self.files).build(self.config.kind, self.config, *args)
+    return partial(get_registry(files).build, config.kind, config)
 
 
 def on_ranks(world: int, work: Callable[[A], Any], argument: A, timeout: float = _PATIENCE) -> list[Any]:

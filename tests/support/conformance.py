@@ -9,7 +9,8 @@ from pathlib import Path
 from types import ModuleType
 
 from mm_core.plugin.registry import Registry, get_registry
-from mm_core.testing.kit import Examination, Outcome, find_components
+from mm_core.testing.kit import Examination, Outcome
+from mm_core.testing.suite import find_components
 
 
 def examined(

@@ -13,7 +13,8 @@ from torch import nn
 from mm_core.diffusion.encoders.text import ByteTextEncoder, ByteTokenizer, HFTextEncoder
 from mm_core.plugin.registry import get_registry
 from mm_core.testing.frozen.encoders import IMAGE, TEXT
-from mm_core.testing.kit import Examination, find_components
+from mm_core.testing.kit import Examination
+from mm_core.testing.suite import find_components
 from support.conformance import examined, refusal, shortcomings
 
 

@@ -15,7 +15,8 @@ import torch
 from mm_core.contracts import Randomness
 from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.plugin.registry import get_registry
-from mm_core.testing.kit import Examination, find_components
+from mm_core.testing.kit import Examination
+from mm_core.testing.suite import find_components
 from mm_core.testing.training.engines.checks import KIT
 from mm_core.testing.training.engines.task import Values
 from support.conformance import examined, refusal

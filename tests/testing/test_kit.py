@@ -20,7 +20,8 @@ from mm_core.plugin.checks.contract import CONTRACTS, Contract, members_of
 from mm_core.plugin.registry import get_registry
 from mm_core.testing import conformance_tests
 from mm_core.testing.common import CHECKS
-from mm_core.testing.kit import KITS, Examination, Outcome, find_components, kit_of
+from mm_core.testing.kit import KITS, Examination, Outcome, kit_of
+from mm_core.testing.suite import find_components
 from support.conformance import examined
 from support.warm import run
 
@@ -140,7 +141,8 @@ def test_a_sound_predictor_passes_in_a_new_process(name: str) -> None:
 COLD = """
 import sys
 from mm_core.plugin.registry import get_registry
-from mm_core.testing.kit import Examination, find_components
+from mm_core.testing.kit import Examination
+from mm_core.testing.suite import find_components
 
 path, name, kind, *checks = sys.argv[1:]
 (found,) = find_components(get_registry((path,)), name, kind)

@@ -14,8 +14,9 @@ from mm_core.evaluation.metrics.classes import Accuracy
 from mm_core.evaluation.metrics.summed import SummedMetric
 from mm_core.evaluation.metrics.video import FrameChange
 from mm_core.plugin.registry import get_registry
-from mm_core.testing.kit import Examination, find_components
+from mm_core.testing.kit import Examination
 from mm_core.testing.outputs.metrics import KIT
+from mm_core.testing.suite import find_components
 from support.conformance import examined, refusal, shortcomings
 
 SHIPPED = [each.qualified for each in get_registry().components("metric")]

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from mm_core.plugin.registry import get_registry
-from mm_core.testing.kit import Examination, find_components
+from mm_core.testing.kit import Examination
+from mm_core.testing.suite import find_components
 from mm_core.testing.training import lr_schedules, optimizers
 from support.conformance import examined, refusal, shortcomings
 
