@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from mm_core.contracts import NoiseScheduler, Randomness, SupportsForTokens, SupportsTruncated
-from mm_core.testing.kit import Kit, NotApplicable, Probe, by_name
+from mm_core.testing.common import expect_tensor
+from mm_core.testing.kit import Kit, Probe, checks_of
 
 _DRAWS = 20_000
 _SHAPE = (3, 2, 2, 4, 4)
@@ -35,15 +37,15 @@ def _factors(method: Callable[..., Tensor], like: Tensor, at: Tensor) -> tuple[T
     return method(ones, zero, at), method(zero, ones, at)
 
 
+def _falls(sigmas: Tensor) -> bool:
+    return bool((sigmas.diff() < 0).all()) and float(sigmas[-1]) == 0
+
+
 def timesteps(probe: Probe) -> None:
     """Training timesteps are finite float32 on the CPU, and row i depends on generator i alone."""
     scheduler = probe.build()
     drawn = scheduler.sample_timesteps(_generators(4))
-    probe.expect(
-        drawn.shape == (4,) and drawn.dtype == torch.float32 and drawn.device.type == "cpu",
-        f"sample_timesteps returned {tuple(drawn.shape)}, {drawn.dtype} on {drawn.device}",
-        accepted="[B] float32 on the CPU",
-    )
+    expect_tensor(probe, "sample_timesteps", drawn, torch.float32, 4)
     probe.expect(bool(drawn.isfinite().all()), "sample_timesteps returned NaN or infinity")
     alone = scheduler.sample_timesteps(_generators(4)[2:3])
     probe.expect(
@@ -87,11 +89,7 @@ def linear(probe: Probe) -> None:
     for name in ("add_noise", "target"):
         method = getattr(scheduler, name)
         both = method(latents, noise, at)
-        probe.expect(
-            both.shape == latents.shape and bool(both.isfinite().all()),
-            f"{name} returned the shape {tuple(both.shape)}, or NaN or infinity",
-            accepted=f"{tuple(latents.shape)}, finite",
-        )
+        expect_tensor(probe, name, both, torch.float32, *latents.shape)
         parts = method(latents, torch.zeros_like(noise), at) + method(torch.zeros_like(latents), noise, at)
         scaled = method(2 * latents, 2 * noise, at) / 2
         error = max((both - other).abs().max().item() for other in (parts, scaled))
@@ -128,13 +126,9 @@ def noise_levels(probe: Probe) -> None:
     scheduler = probe.build()
     for steps in (1, 2, 10):
         sigmas = scheduler.sigmas(steps)
+        expect_tensor(probe, f"sigmas({steps})", sigmas, torch.float32, steps + 1)
         probe.expect(
-            sigmas.shape == (steps + 1,) and sigmas.dtype == torch.float32,
-            f"sigmas({steps}) returned {tuple(sigmas.shape)}, {sigmas.dtype}",
-            accepted=f"({steps + 1},), float32",
-        )
-        probe.expect(
-            bool((sigmas.diff() < 0).all()) and float(sigmas[-1]) == 0 and float(sigmas[0]) <= 1,
+            _falls(sigmas) and float(sigmas[0]) <= 1,
             f"sigmas({steps}) are {[round(s, 4) for s in sigmas.tolist()]}",
             accepted="from at most 1 (noise) down to 0 (clean), each less than the one before",
         )
@@ -152,13 +146,9 @@ def loss_weights(probe: Probe) -> None:
     scheduler = probe.build()
     at = _times(scheduler)
     weight = scheduler.loss_weight(at)
-    probe.expect(
-        weight.shape == at.shape
-        and weight.dtype == torch.float32
-        and bool((weight.isfinite() & (weight >= 0)).all()),
-        f"loss_weight returned {weight}",
-        accepted=f"{tuple(at.shape)} float32, finite and not negative",
-    )
+    expect_tensor(probe, "loss_weight", weight, torch.float32, len(at))
+    allowed = bool((weight.isfinite() & (weight >= 0)).all())
+    probe.expect(allowed, f"loss_weight returned {weight}", accepted="finite weights of 0 or more")
     probe.expect(
         torch.equal(scheduler.loss_weight(at[:1]), weight[:1]),
         "loss_weight of a timestep alone is not that of the timestep in a batch",
@@ -171,19 +161,15 @@ def precise_timesteps(probe: Probe) -> None:
     scheduler = probe.build()
     at = _times(scheduler, 1001)
     given = scheduler.model_timestep(at)
-    probe.expect(given.shape == at.shape, f"model_timestep returned the shape {tuple(given.shape)}")
-    probe.expect(
-        given.dtype == torch.float32 and len(set(given.tolist())) == len(set(at.tolist())),
-        f"model_timestep rounds timesteps ({given.dtype})",
-        accepted="float32, a different value for each timestep",
-    )
+    expect_tensor(probe, "model_timestep", given, torch.float32, len(at))
+    apart = len(set(given.tolist())) == len(set(at.tolist()))
+    probe.expect(apart, "model_timestep rounds timesteps", accepted="a different value for each timestep")
 
 
 def samples(probe: Probe) -> None:
-    """integrate finds the clean latents when the model knows them, and keeps shape, dtype and inputs."""
+    """integrate finds the clean latents when the model knows them, and keeps shape and dtype."""
     scheduler = probe.build()
     latents, noise = _pair()
-    kept = noise.clone()
 
     def oracle(noisy: Tensor, timestep: Tensor) -> Tensor:
         """The target of the training pair at x_t whose clean latents are known."""
@@ -195,12 +181,7 @@ def samples(probe: Probe) -> None:
 
     with torch.no_grad():
         found = scheduler.integrate(oracle, noise, 20)
-    probe.expect(torch.equal(noise, kept), "integrate changes the noise that it is given")
-    probe.expect(
-        found.shape == noise.shape,
-        f"integrate returned {tuple(found.shape)}",
-        accepted=f"{tuple(noise.shape)}",
-    )
+    expect_tensor(probe, "integrate", found, torch.float32, *noise.shape)
     error = (found - latents).abs().max().item()
     probe.expect(
         error < 1e-2,  # libraries round the timesteps that they give to the model
@@ -237,8 +218,7 @@ def pure(probe: Probe) -> None:
 def by_tokens(probe: Probe) -> None:
     """for_tokens returns a noise scheduler, the same for equal numbers of tokens."""
     scheduler = probe.build()
-    if not isinstance(scheduler, SupportsForTokens):
-        raise NotApplicable("the scheduler has no for_tokens: its noise levels do not depend on the size")
+    probe.require(scheduler, SupportsForTokens)
     for tokens in (256, 4096):
         found, again = scheduler.for_tokens(tokens), scheduler.for_tokens(tokens)
         probe.expect(
@@ -248,9 +228,7 @@ def by_tokens(probe: Probe) -> None:
         )
         sigmas = found.sigmas(8)
         probe.expect(
-            torch.equal(sigmas, again.sigmas(8))
-            and bool((sigmas.diff() < 0).all())
-            and float(sigmas[-1]) == 0,
+            torch.equal(sigmas, again.sigmas(8)) and _falls(sigmas),
             f"for_tokens({tokens}) has the noise levels {[round(each, 4) for each in sigmas.tolist()]}",
             accepted="falling ones down to 0, the same for each call with that number",
         )
@@ -259,30 +237,25 @@ def by_tokens(probe: Probe) -> None:
 def intervals(probe: Probe) -> None:
     """mass is the share of training timesteps in an interval, and truncated draws from it alone."""
     scheduler = probe.build()
-    if not isinstance(scheduler, SupportsTruncated):
-        raise NotApplicable("the scheduler has no truncated and mass: it cannot train experts")
+    probe.require(scheduler, SupportsTruncated)
     drawn = scheduler.sample_timesteps([_generators(1)[0]] * _DRAWS)
     middle = float(scheduler.timestep_quantile(torch.tensor([0.5])))
     for low, high in ((0.0, middle), (middle, None), (0.0, None)):
-        share = float(((drawn >= low) & (drawn < (float("inf") if high is None else high))).double().mean())
+        end = math.inf if high is None else high
+        share = float(((drawn >= low) & (drawn < end)).double().mean())
         found = scheduler.mass(low, high)
         probe.expect(
             abs(found - share) < 0.02,  # 5 standard deviations of a share of 20,000 draws
-            f"mass({low:g}, {high if high is None else f'{high:g}'}) is {found:.3g}",
+            f"mass({low:g}, {end:g}) is {found:.3g}",
             accepted=f"{share:.3g}, the share of {_DRAWS:,} timesteps that were drawn",
         )
         inside = scheduler.truncated(low, high).sample_timesteps(_generators(64))
         probe.expect(
-            bool((inside >= low).all()) and (high is None or bool((inside < high).all())),
-            f"truncated({low:g}, {high}) draws from {float(inside.min()):g} to {float(inside.max()):g}",
+            bool(((inside >= low) & (inside < end)).all()),
+            f"truncated({low:g}, {end:g}) draws from {float(inside.min()):g} to {float(inside.max()):g}",
             accepted="timesteps of the interval",
         )
 
 
-KIT = Kit(
-    by_name(
-        *(timesteps, density, linear, clean_latents, noise_levels, loss_weights, precise_timesteps),
-        *(samples, pure, by_tokens, intervals),
-    )
-)
+KIT = Kit(checks_of(__name__))
 """The conformance checks of noise schedulers."""

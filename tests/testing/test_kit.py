@@ -113,7 +113,7 @@ def test_a_good_component_has_the_milliseconds_of_each_check_and_code_0(
     assert len(checks) == 18
     *passed, without = checks
     assert all(re.fullmatch(r" +\d+ ms  passed: [a-z_]+", line) for line in passed), passed
-    assert "not applicable: intervals: the scheduler has no truncated and mass" in without
+    assert "not applicable: intervals: it is no mm_core.contracts.SupportsTruncated" in without
     assert first.startswith("core/flow_match  (scheduler)  17 of 18 passed, ")
     assert last == "1 component, 18 checks, 0 failures"
 
