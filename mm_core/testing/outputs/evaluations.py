@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -34,14 +35,18 @@ class Source:
     Attributes:
         name: what they are.
         rows: number of rows.
-        give: gives a metric the rows of some numbers, and then rows that only fill the batch.
-        fills: batches of these rows can contain rows that only fill them.
+        method: the metric's method that takes them.
+        given: what the method is given for the rows of some numbers, and then rows that only fill the batch.
     """
 
     name: str
     rows: int
-    give: Callable[[Any, Sequence[int], Sequence[int]], None]
-    fills: bool = True
+    method: Literal["batch", "sampled"]
+    given: Callable[[Sequence[int], Sequence[int]], tuple[Any, ...]]
+
+    def give(self, metric: Any, rows: Sequence[int], filling: Sequence[int] = ()) -> None:
+        """Gives rows to a metric."""
+        getattr(metric, self.method)(*self.given(rows, filling))
 
 
 def sources(examples: Sequence[tuple[Batch, Evaluation]] = ()) -> list[Source]:
@@ -61,22 +66,20 @@ def sources(examples: Sequence[tuple[Batch, Evaluation]] = ()) -> list[Source]:
 
 
 def _evaluated(name: str, batch: Batch, evaluation: Evaluation) -> Source:
-    def give(metric: Any, rows: Sequence[int], filling: Sequence[int]) -> None:
+    def given(rows: Sequence[int], filling: Sequence[int]) -> tuple[Batch, Evaluation]:
         both = [*rows, *filling]
         chosen = _rows_of(batch, both)
         chosen.sample_weights[len(rows) :] = 0
-        metric.batch(chosen, _rows_of(evaluation, both))
+        return chosen, _rows_of(evaluation, both)
 
-    return Source(name, len(batch), give)
+    return Source(name, len(batch), "batch", given)
 
 
 def _sampled() -> Source:
     clips = sampled_clips()
-
-    def give(metric: Any, rows: Sequence[int], filling: Sequence[int]) -> None:
-        metric.sampled([_rows_of(clips[row], ()) for row in rows])
-
-    return Source("sampled clips", len(clips), give, fills=False)
+    return Source(
+        "sampled clips", len(clips), "sampled", lambda rows, _: (deepcopy([clips[row] for row in rows]),)
+    )
 
 
 def sampled_clips() -> list[Clip]:
@@ -88,10 +91,10 @@ def sampled_clips() -> list[Clip]:
 
 
 def _rows_of(value: Any, rows: Sequence[int]) -> Any:
-    """A copy of a batch or evaluation with some of its rows; of a clip, a copy."""
+    """A copy of a batch or evaluation with some of its rows."""
     if isinstance(value, torch.Tensor):
-        return value[list(rows)].clone() if rows else value.clone()
-    if isinstance(value, list) and len(value) and rows:
+        return value[rows]
+    if isinstance(value, list) and value:
         return [value[row] for row in rows]
     if isinstance(value, dict):
         return {name: _rows_of(each, rows) for name, each in value.items()}

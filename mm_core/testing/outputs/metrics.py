@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from mm_core.contracts import Metric
 from mm_core.errors import plural
+from mm_core.plugin.checks.values import fits, returned
+from mm_core.testing.common import KindProbe, expect_tensor
 from mm_core.testing.data.reading import equal
-from mm_core.testing.kit import Kit, NotApplicable, Probe, by_name
+from mm_core.testing.kit import Kit, NotApplicable, checks_of
 from mm_core.testing.outputs.evaluations import Source, sources
 
 _CLOSE = 1e-6
@@ -24,45 +25,35 @@ Rows = Sequence[Sequence[int]]
 """The numbers of the rows of each batch."""
 
 
-class MetricProbe:
-    """A metric under test, with the evaluations that it takes.
-
-    Args:
-        probe: builds new metrics.
-    """
-
-    def __init__(self, probe: Probe) -> None:
-        self.probe = probe
-        self.expect = probe.expect
+class MetricProbe(KindProbe):
+    """A metric under test, with the evaluations that it takes."""
 
     def start(self) -> Any:
         """A new metric at the beginning of an evaluation."""
-        metric = self.probe.build()
+        metric = self.build()
         metric.reset()
         return metric
 
     @cached_property
-    def refusals(self) -> dict[str, Exception | None]:
-        """Sort of rows that the metric does not take -> its error; None if it has no figure for them."""
-        return {}
+    def answers(self) -> dict[Source, Exception | bool]:
+        """What comes of each sort of rows: the metric's error, or whether it has figures for them."""
+        return {source: self._answer(source) for source in sources(self.probe.examples or ())}
 
-    @cached_property
-    def taken(self) -> list[Source]:
-        """The sorts of rows that the metric takes, and has figures for."""
-        return [source for source in sources(self.probe.examples or ()) if self._takes(source)]
-
-    def _takes(self, source: Source) -> bool:
+    def _answer(self, source: Source) -> Exception | bool:
         metric = self.start()
         try:
-            source.give(metric, range(source.rows), ())
+            source.give(metric, range(source.rows))
         except Exception as error:
-            self.refusals[source.name] = error
-            return False
-        self.refusals[source.name] = None
+            return error
         try:
-            return bool(metric.result(metric.sums().double()))
+            return bool(figures_of(metric))
         except Exception:  # a check shows it
             return True
+
+    @property
+    def taken(self) -> list[Source]:
+        """The sorts of rows that the metric takes, and has figures for."""
+        return [source for source, answer in self.answers.items() if answer is True]
 
     @property
     def sources(self) -> list[Source]:
@@ -94,16 +85,18 @@ class MetricProbe:
             hint: what to do next.
         """
         wanted = self.over(source, [range(source.rows)])
+        near = partial(math.isclose, rel_tol=_CLOSE, abs_tol=1e-9)
         self.expect(
-            found.keys() == wanted.keys() and all(_near(found[name], wanted[name]) for name in wanted),
+            found.keys() == wanted.keys() and all(near(found[name], wanted[name]) for name in wanted),
             f"{what}, the figures of {source.name} are {_shown(found)}",
             accepted=f"{_shown(wanted)}, as for all rows in one batch",
             hint=hint,
         )
 
 
-def _near(first: float, second: float) -> bool:
-    return math.isclose(first, second, rel_tol=_CLOSE, abs_tol=1e-9)
+def figures_of(metric: Any) -> Any:
+    """What a metric returns for its own sums."""
+    return metric.result(metric.sums().double())
 
 
 def _shown(figures: Mapping[str, float]) -> str:
@@ -113,35 +106,30 @@ def _shown(figures: Mapping[str, float]) -> str:
 def figures(probe: MetricProbe) -> None:
     """result returns finite Python numbers by name, which JSON can hold."""
     if not probe.taken:
-        errors = [error for error in probe.refusals.values() if error is not None]
-        if errors and len(errors) + 1 >= len(probe.refusals):
+        errors = [answer for answer in probe.answers.values() if isinstance(answer, Exception)]
+        if errors and len(errors) + 1 >= len(probe.answers):
             raise errors[0]
         probe.expect(
             False,
-            f"result returned no figures for {', '.join(probe.refusals)}",
+            f"result returned no figures for {', '.join(source.name for source in probe.answers)}",
             accepted="figures by name for rows that the metric takes",
             hint="name rows that it takes: Component(..., examples='package.module:function')",
         )
     for source in probe.taken:
         metric = probe.after(source, [range(source.rows)])
-        found = metric.result(metric.sums().double())
-        probe.expect(
-            isinstance(found, Mapping), f"result returned a {type(found).__name__}", accepted="a mapping"
-        )
+        found = returned(Metric.result, figures_of(metric), metric)
         for name, value in found.items():
             probe.expect(
                 isinstance(name, str) and name.strip() == name != "",
                 f"result returned a figure with the name {name!r}",
                 accepted="a text without white space around it",
             )
-            number = isinstance(value, int | float) and not isinstance(value, bool)
             probe.expect(
-                number and math.isfinite(value),
+                fits(value, float) and math.isfinite(value),
                 f"the figure {name} of {source.name} is {value!r}",
                 accepted="a finite float",
                 hint="convert tensors with float()",
             )
-        json.dumps(dict(found), allow_nan=False)
 
 
 def sums(probe: MetricProbe) -> None:
@@ -152,15 +140,7 @@ def sums(probe: MetricProbe) -> None:
         lengths = set()
         for each in batches:
             found = probe.after(source, each).sums()
-            right = isinstance(found, Tensor) and found.dim() == 1 and found.dtype == torch.float64
-            kind = (
-                f"{list(found.shape)} of {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
-            )
-            probe.expect(
-                right and found.device.type == "cpu" and not found.requires_grad,
-                f"sums returned {kind}",
-                accepted="[n] of torch.float64 on the CPU, without gradients",
-            )
+            expect_tensor(probe, "sums", found, torch.float64, None)
             lengths.add(len(found))
         probe.expect(
             len(lengths) == 1,
@@ -172,8 +152,7 @@ def sums(probe: MetricProbe) -> None:
 
 def no_samples(probe: MetricProbe) -> None:
     """Without samples, result returns no figures and raises no error."""
-    metric = probe.start()
-    found = metric.result(metric.sums().double())
+    found = figures_of(probe.start())
     probe.expect(not found, f"without samples, result returned {_shown(found)}", accepted="{}: no figures")
 
 
@@ -181,15 +160,11 @@ def resets(probe: MetricProbe) -> None:
     """reset forgets everything: the next evaluation's figures are those of a new metric."""
     for source in probe.sources:
         metric = probe.after(source, [range(source.rows // 2)])
-        metric.result(metric.sums().double())
+        figures_of(metric)
         metric.reset()
-        source.give(metric, range(source.rows), ())
-        probe.expect_same(
-            source,
-            metric.result(metric.sums().double()),
-            "after an evaluation and reset",
-            "clear every sum in reset",
-        )
+        source.give(metric, range(source.rows))
+        found = figures_of(metric)
+        probe.expect_same(source, found, "after an evaluation and reset", "clear every sum in reset")
 
 
 def over_ranks(probe: MetricProbe) -> None:
@@ -222,8 +197,8 @@ def batch_sizes(probe: MetricProbe) -> None:
 def filling_rows(probe: MetricProbe) -> None:
     """Rows whose sample_weights is 0 do not count, also in a batch that has no others."""
     for source in probe.sources:
-        if not source.fills:
-            continue
+        if source.method == "sampled":
+            continue  # clips that are sampled fill no batch
         hint = "leave out rows where batch.sample_weights is 0"
         numbers = range(source.rows)
         found = probe.over(source, [numbers], filling=[0, source.rows - 1])
@@ -251,40 +226,15 @@ def pure(probe: MetricProbe) -> None:
         numbers = range(source.rows)
         first, second = (probe.over(source, [numbers]) for _ in range(2))
         probe.expect(first == second, f"equal {source.name} give {_shown(first)}, then {_shown(second)}")
-        metric = probe.start()
-        seen = _Seen(metric)
-        source.give(seen, numbers, ())
+        given = source.given(numbers, ())
+        kept = deepcopy(given)
+        getattr(probe.start(), source.method)(*given)
         probe.expect(
-            equal(seen.before, seen.given),
+            equal(kept, given),
             f"the metric changes the {source.name} that it is given",
             hint="other metrics are given the same objects: change copies",
         )
 
 
-class _Seen:
-    """A metric that keeps what it is given, and copies from before."""
-
-    def __init__(self, metric: Any) -> None:
-        self.metric = metric
-        self.given: list[object] = []
-        self.before: list[object] = []
-
-    def batch(self, *given: object) -> None:
-        self._keep(*given)
-        self.metric.batch(*given)
-
-    def sampled(self, *given: object) -> None:
-        self._keep(*given)
-        self.metric.sampled(*given)
-
-    def _keep(self, *given: object) -> None:
-        self.given, self.before = list(given), deepcopy(list(given))
-
-
-KIT = Kit(
-    by_name(
-        *(figures, sums, no_samples, resets, over_ranks, batch_sizes, filling_rows, result_of_sums, pure),
-    ),
-    probe=MetricProbe,
-)
+KIT = Kit(checks_of(__name__), probe=MetricProbe)
 """The conformance checks of metrics."""
