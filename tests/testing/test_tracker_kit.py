@@ -138,15 +138,15 @@ FAULTS = [
     ("unusual_names", Ascii, "log of the name 'recall/größe' raises UnicodeEncodeError"),
     ("unusual_clips", Files, "raises FileNotFoundError"),
     ("closed_files", Buffered, "after close, 0 of 6 numbers are in the files, 6 once the tracker is deleted"),
-    ("closed_files", Flushed, "after close, a file is open: metrics.txt"),
+    ("closed_files", Flushed, "after close: unclosed file"),
     ("closes_twice", Once, "a second close raises ValueError"),
     ("resumes", Truncating, "after a resume, the numbers of steps [1, 2, 3, 4] are gone"),
     ("resumes", Repeating, "after a resume, the numbers of steps [1, 2, 3, 4] are logged again"),
     ("resumes", Deaf, "after a resume, the numbers of steps [5, 6] are not logged"),
     ("own_folder", Working, "the tracker writes outside of the run's folder: last_step.txt"),
     ("own_folder", Marking, "the tracker changes the folder of the clips: seen.txt"),
-    ("inputs", Popping, "the tracker changes the metrics that it is given"),
-    ("inputs", Inverting, "the tracker changes the clips that it is given"),
+    ("inputs", Popping, "the tracker changes the metrics or clips that it is given"),
+    ("inputs", Inverting, "the tracker changes the metrics or clips that it is given"),
 ]
 
 

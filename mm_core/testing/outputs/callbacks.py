@@ -4,39 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mm_core.data.media.video_files import write_clips
 from mm_core.errors import TrainingError
-from mm_core.testing.common import state_changes
-from mm_core.testing.kit import Kit, Probe, by_name
+from mm_core.testing.common import KindProbe, contents, state_changes
+from mm_core.testing.kit import Kit, checks_of
 from mm_core.testing.outputs.evaluations import sampled_clips
 
 _LAST = 4
+_SAMPLES, _CHECKPOINT = "samples/step_00000002", "checkpoints/step_00000002"
+"""Where a run's second step leaves sampled clips and a checkpoint."""
 Event = tuple[str, tuple[object, ...]]
 """Name of an event, and what the loop passes."""
 
 
-class CallbackProbe:
-    """A callback under test, and the events of runs that it observes.
-
-    Args:
-        probe: builds new callbacks.
-    """
-
-    def __init__(self, probe: Probe) -> None:
-        self.probe = probe
-        self.build = probe.build
-        self.expect = probe.expect
+class CallbackProbe(KindProbe):
+    """A callback under test, and the events of runs that it observes."""
 
     def folder(self, name: str) -> Path:
         """The folder of a run, with sampled clips and a checkpoint of its second step."""
         folder = self.probe.folder / "runs" / name
-        write_clips(sampled_clips(), samples_of(folder))
-        checkpoint_of(folder).mkdir(parents=True)
-        (checkpoint_of(folder) / "checksums.json").write_text("{}\n", encoding="utf-8")
+        write_clips(sampled_clips(), folder / _SAMPLES)
+        (folder / _CHECKPOINT).mkdir(parents=True)
+        (folder / _CHECKPOINT / "checksums.json").write_text("{}\n", encoding="utf-8")
         (folder / "config.yaml").write_text("run: {name: tiny}\n", encoding="utf-8")
         return folder
 
@@ -44,24 +38,14 @@ class CallbackProbe:
         """Passes events to a callback, which may not raise an error."""
         for name, given in events:
             accepted = "no error: one in a callback ends the run"
-            self.probe.expect_no_error(f"{name}{_shown(given)}", accepted, getattr(callback, name), *given)
-
-
-def samples_of(folder: Path) -> Path:
-    """The folder of the clips that a run has sampled."""
-    return folder / "samples" / "step_00000002"
-
-
-def checkpoint_of(folder: Path) -> Path:
-    """The checkpoint of a run."""
-    return folder / "checkpoints" / "step_00000002"
+            self.expect_no_error(f"{name}{_shown(given)}", accepted, getattr(callback, name), *given)
 
 
 def _shown(given: tuple[object, ...]) -> str:
     return f"({', '.join(each.name if isinstance(each, Path) else repr(each) for each in given)})"
 
 
-def _events(folder: Path, begin: int = 0, error: BaseException | None = None) -> Iterator[Event]:
+def _events(folder: Path, begin: int = 0) -> Iterator[Event]:
     """The events of a run as the loop passes them."""
     yield "run_started", (folder, begin, _LAST)
     for step in range(begin + 1, _LAST + 1):
@@ -69,10 +53,10 @@ def _events(folder: Path, begin: int = 0, error: BaseException | None = None) ->
         yield "step_ended", (step, logged)
         if step == 2:
             yield "validated", (step, {"validation/loss": 0.5, "validation/rows": 8.0})
-            yield "sampled", (step, samples_of(folder))
-            yield "saved", (step, checkpoint_of(folder))
+            yield "sampled", (step, folder / _SAMPLES)
+            yield "saved", (step, folder / _CHECKPOINT)
     yield "validated", (_LAST, {"test/loss": 0.25, "test/rows": 8.0})
-    yield "run_ended", (_LAST, error)
+    yield "run_ended", (_LAST, None)
 
 
 def whole_run(probe: CallbackProbe) -> None:
@@ -123,20 +107,18 @@ def unusual_metrics(probe: CallbackProbe) -> None:
 def observes(probe: CallbackProbe) -> None:
     """A callback changes no random numbers, defaults or libraries, and nothing that it is given."""
     folder = probe.folder("observed")
-    callback, events = probe.build(), list(_events(folder))
-    kept = {id(each): dict(each) for each in _metrics(events)}
-    files = _files(folder)
-    for name, given in events:
+    callback, files = probe.build(), contents(folder)
+    for name, given in _events(folder):
+        kept = deepcopy(given)
         changed = state_changes(partial(getattr(callback, name), *given))
         hint = "draw from generators of your own, and restore what you change"
         probe.expect(not changed, f"{name} changes {', '.join(changed[:4])}", hint=hint)
-        same = all(kept[id(each)] == each for each in _metrics(events))
         probe.expect(
-            same,
+            given == kept,
             f"{name} changes the metrics that it is given",
             hint="other callbacks get them: change a copy",
         )
-        left = _files(folder)
+        left = contents(folder)
         touched = [path for path in files if left.get(path) != files[path]]
         probe.expect(
             not touched,
@@ -145,15 +127,5 @@ def observes(probe: CallbackProbe) -> None:
         )
 
 
-def _metrics(events: list[Event]) -> Iterator[Mapping[str, float]]:
-    for _, given in events:
-        yield from (each for each in given if isinstance(each, Mapping))
-
-
-def _files(folder: Path) -> dict[str, bytes]:
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
-
-
-KIT = Kit(by_name(whole_run, resumes, failed_runs, unusual_metrics, observes), probe=CallbackProbe)
+KIT = Kit(checks_of(__name__), probe=CallbackProbe)
 """The conformance checks of callbacks."""

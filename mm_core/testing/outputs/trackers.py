@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-import struct
 import time
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, get_args
@@ -15,25 +15,16 @@ from typing import Any, get_args
 from mm_core.contracts import Clip, Ending
 from mm_core.data.media.video_files import write_clips
 from mm_core.telemetry.trackers.local import truncate_after
+from mm_core.testing.common import KindProbe, contents
 from mm_core.testing.data.reading import equal
-from mm_core.testing.kit import Kit, NotApplicable, Probe, by_name
+from mm_core.testing.kit import Kit, NotApplicable, checks_of
 from mm_core.testing.outputs.evaluations import sampled_clips
 
 _STEPS = 6
-_PATIENCE = 5.0
-"""Seconds that a tracker's own process may still write after `close`."""
 
 
-class TrackerProbe:
-    """A tracker under test, and the folders of the runs that it follows.
-
-    Args:
-        probe: builds new trackers.
-    """
-
-    def __init__(self, probe: Probe) -> None:
-        self.probe = probe
-        self.expect = probe.expect
+class TrackerProbe(KindProbe):
+    """A tracker under test, and the folders of the runs that it follows."""
 
     def folder(self, name: str) -> Path:
         """The folder of a run, with what the core has written before it opens trackers."""
@@ -49,26 +40,18 @@ class TrackerProbe:
     def call(self, what: str, call: Any, *given: object) -> None:
         """Makes a call, which may not raise an error."""
         accepted = "no error: a tracker that raises one is switched off for the rest of the run"
-        self.probe.expect_no_error(what, accepted, call, *given)
+        self.expect_no_error(what, accepted, call, *given)
 
     def points(self, values: Sequence[float]) -> list[int]:
-        """How often each number is in the files of the run or the store, as text or in binary."""
+        """How often each number is in the files of the run or the store, as text."""
         files = (path for path in self.probe.folder.rglob("*") if path.is_file())
         data = b"\0".join(path.read_bytes() for path in files)
-        return [sum(data.count(form) for form in _forms(value)) for value in values]
-
-
-def _value(number: int, series: int = 0) -> float:
-    """A number that is in no file by chance: six digits."""
-    return round(0.743164 + 0.013571 * number + 0.001237 * series, 6)
-
-
-def _forms(value: float) -> set[bytes]:
-    return {f"{value:.6g}".encode(), *(struct.pack(form, value) for form in ("<f", "<d", ">f", ">d"))}
+        return [data.count(str(value).encode()) for value in values]
 
 
 def _log(tracker: Any, steps: Sequence[int], series: int = 0) -> list[float]:
-    values = [_value(step, series) for step in steps]
+    """Logs a number for each step, which is in no file by chance: six digits."""
+    values = [round(0.743164 + 0.013571 * step + 0.001237 * series, 6) for step in steps]
     for step, value in zip(steps, values, strict=True):
         tracker.log(step, {"loss": value})
     return values
@@ -127,13 +110,10 @@ def closed_files(probe: TrackerProbe) -> None:
     tracker = probe.open(folder)
     values = _log(tracker, range(1, _STEPS + 1))
     tracker.close("done")
-    found, ends = probe.points(values), time.monotonic() + _PATIENCE
-    while any(found) and not all(found) and time.monotonic() < ends:
-        time.sleep(0.1)
-        found = probe.points(values)
-    left = _open_files(folder)
-    del tracker
-    gc.collect()
+    found = probe.points(values)
+    with warnings.catch_warnings(record=True, action="always", category=ResourceWarning) as caught:
+        del tracker
+        gc.collect()
     later = probe.points(values)
     probe.expect(
         found == later and all(found) == any(found),
@@ -142,20 +122,9 @@ def closed_files(probe: TrackerProbe) -> None:
         accepted="all of them",
         hint="write and close every file in close",
     )
-    probe.expect(
-        not left, f"after close, a file is open: {', '.join(left)}", hint="close every file in close"
-    )
-
-
-def _open_files(folder: Path) -> list[str]:
-    """Names of files below a folder that this process has open; [] if the system does not list them."""
-    held = set()
-    for link in Path("/proc/self/fd").glob("*"):
-        with contextlib.suppress(OSError):
-            place = link.readlink()
-            if place.is_relative_to(folder.resolve()):
-                held.add(place.name)
-    return sorted(held)
+    for each in caught:
+        mine = str(folder) in str(each.message)
+        probe.expect(not mine, f"after close: {each.message}", hint="close every file in close")
 
 
 def closes_twice(probe: TrackerProbe) -> None:
@@ -196,24 +165,24 @@ def resumes(probe: TrackerProbe) -> None:
 
 def own_folder(probe: TrackerProbe) -> None:
     """A tracker writes into its run's folder alone: not beside it, not into the folder of the clips."""
-    folder, work = probe.folder("own/run"), probe.probe.folder / "work"
+    folder = probe.folder("own/run")
+    work = folder.with_name("work")
     work.mkdir()
     clips, place = _clips(folder, 1)
-    before = _tree(place)
+    before = contents(place)
     with contextlib.chdir(work):
         tracker = probe.open(folder)
         _log(tracker, range(1, 3))
         tracker.clips(1, clips, place)
         tracker.close("done")
-    beside = [path.name for path in folder.parent.iterdir() if path != folder] + _names(work)
+    outside = [Path(name).name for name in contents(folder.parent) if not name.startswith("run/")]
     probe.expect(
-        not beside,
-        f"the tracker writes outside of the run's folder: {', '.join(sorted(beside))}",
+        not outside,
+        f"the tracker writes outside of the run's folder: {', '.join(outside)}",
         hint="write below run_dir, whatever the working folder is",
     )
-    changed = sorted(
-        name for name in before.keys() | _tree(place).keys() if before.get(name) != _tree(place).get(name)
-    )
+    after = contents(place)
+    changed = sorted(name for name in before | after if before.get(name) != after.get(name))
     probe.expect(
         not changed,
         f"the tracker changes the folder of the clips: {', '.join(changed)}",
@@ -221,30 +190,18 @@ def own_folder(probe: TrackerProbe) -> None:
     )
 
 
-def _names(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir()]
-
-
-def _tree(folder: Path) -> Mapping[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-
-
 def inputs(probe: TrackerProbe) -> None:
     """Metrics and clips that a tracker receives stay as they were: others receive the same objects."""
     folder = probe.folder("inputs")
     metrics: dict[str, float] = {"loss": 0.5, "validation/loss": math.inf}
     clips, place = _clips(folder, 1)
-    given = deepcopy((metrics, clips))
+    kept = deepcopy((metrics, clips))
     tracker = probe.open(folder)
     tracker.log(1, metrics)
     tracker.clips(1, clips, place)
     tracker.close("done")
-    probe.expect(
-        metrics == given[0], "the tracker changes the metrics that it is given", hint="change a copy"
-    )
-    probe.expect(
-        equal(clips, given[1]), "the tracker changes the clips that it is given", hint="change a copy"
-    )
+    same = equal((metrics, clips), kept)
+    probe.expect(same, "the tracker changes the metrics or clips that it is given", hint="change a copy")
 
 
 def _close(tracker: Any) -> None:
@@ -254,10 +211,7 @@ def _close(tracker: Any) -> None:
 
 
 KIT = Kit(
-    by_name(
-        *(whole_run, unusual_numbers, unusual_names, unusual_clips, closed_files, closes_twice),
-        *(resumes, own_folder, inputs),
-    ),
+    checks_of(__name__),
     probe=TrackerProbe,
     arguments=lambda probe: (probe.folder / "runs" / "built",),
     release=_close,
