@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import sys
 from dataclasses import replace
 
@@ -126,17 +125,7 @@ class Parsing(Safetensors):
         return super().recognises(path) or (config.exists() and "mine" in json.loads(config.read_text()))
 
 
-class Pickled(Stored):
-    """It reads any pickle."""
-
-    def __init__(self, path):
-        with path.open("rb") as file:
-            pickle.load(file)
-
-
 def unsafe(path, open):
-    for found in path.glob("*.pt"):
-        return Pickled(found)
     for found in path.glob("*.bin"):
         return torch.load(found, weights_only=False)
     return open(path)
@@ -197,13 +186,13 @@ FAULTS = [
     ),
     ("round_trip", opening(lambda path, open: Rounded(open(path))), "comes back with other numbers"),
     ("round_trip", laid(reading=None, folder="../outside"), "which is outside the exported folder"),
-    ("shards", FirstFile, "files, the files lack "),
+    ("shards", FirstFile, "files, the files do not hold the tensors of the model: "),
     ("others", Swapped, "written by core/safetensors, encoder.block.0.layer.0.SelfAttention.q.weight, "),
     ("no_state", Remembering, "with the numbers of model 2, "),
     ("strangers", Trusting, "recognises of an empty folder returned True; accepted: False"),
     ("strangers", Parsing, "recognises of a config that is not JSON raises JSONDecodeError"),
-    ("damaged", opening(bare), "where a weights file is truncated, reading raises SafetensorError"),
-    ("damaged", opening(lenient), "where a weights file is truncated, reading raises no error"),
+    ("damaged", opening(bare), "where a weights file is truncated, raises SafetensorError"),
+    ("damaged", opening(lenient), "where a weights file is truncated, raises no error"),
     ("no_code", opening(unsafe), "reading a .bin file runs the code of a pickle in it"),
     ("companions", Copying, "companions copies files that do not exist: "),
     ("companions", Above, "companions writes outside of the export: ../index.json"),
