@@ -193,7 +193,11 @@ VIDEO_FAULTS = [
         sampled(lambda sample: {**sample, "key": 3}),
         "sample 0 has the keys ['key'], which the loader sets",
     ),
-    ("batches", collated(lambda batch: {"pixels": batch.pixels}), "collate returned a dict"),
+    (
+        "batches",
+        collated(lambda batch: {"pixels": batch.pixels}),
+        "collate of Faulty returned a dict; accepted: mm_core.contracts.batch.Batch",
+    ),
     ("batches", collated(lambda batch: replace(batch, keys=batch.keys[::-1])), "the keys of the batch are"),
     (
         "batches",
@@ -224,7 +228,7 @@ VIDEO_FAULTS = [
     (
         "each_index",
         NamedFirstRow,
-        "samples 0 to 3 are all the same one, though *.mp4 holds different rows; hint",
+        "samples 0 to 3 are all the same one, though the files of `tiny` hold different rows",
     ),
     ("resume", Growing, "the batches from step 1 on are different after a resume"),
     ("picklable", Locked, "the dataset cannot be sent to data workers: cannot pickle '_thread.lock' object"),
@@ -238,7 +242,7 @@ VIDEO_FAULTS = [
     (
         "lengths",
         clips(lengths=lambda self: torch.ones(3)),
-        "lengths() returned [3] of torch.float32 for 4 samples",
+        "lengths() returned [3] of torch.float32 on cpu; accepted: [4] of torch.int64",
     ),
     (
         "lengths",
@@ -248,7 +252,7 @@ VIDEO_FAULTS = [
     (
         "micro_batches",
         clips(check_micro_batch=classmethod(refuse_all)),
-        "check_micro_batch refuses batches of one sample: no batch fits",
+        "check_micro_batch, asked for batches of one sample, raises ContractError: no batch fits",
     ),
     (
         "micro_batches",
@@ -258,17 +262,17 @@ VIDEO_FAULTS = [
     (
         "micro_batches",
         clips(batch_specs=classmethod(lambda cls, options: [options])),
-        "batch_specs returned [",
+        "batch_specs of Faulty returned a list; accepted: Mapping[",
     ),
     ("micro_batches", clips(batch_specs=lambda self, options: {}), "batch_specs is not a class method"),
     (
         "evaluation",
         clips(evaluated=classmethod(lambda cls, options: {**options, "frames": 3})),
-        "the dataset refuses the options that evaluated returns: ",
+        "the options that evaluated returns",
     ),
-    ("class_names", clips(class_names=lambda self: ["a", "b"]), "class_names() returned ['a', 'b']"),
+    ("class_names", clips(class_names=lambda self: ["a", "b"]), "class_names of Faulty returned ['a', 'b']"),
     ("sources", clips(num_sources=lambda self: 0), "num_sources() returned 0; accepted: 1 or more"),
-    ("sources", clips(source_of=lambda self, *_: "a.mp4"), "source_of returned ['a.mp4'"),
+    ("sources", clips(source_of=lambda self, *_: "a.mp4"), "source_of of Faulty returned 'a.mp4'"),
     ("sources", clips(source_of=lambda self, *_: Source("a", "b", {})), "describes two rows alike"),
     (
         "sources",
@@ -295,9 +299,12 @@ def test_a_faulty_dataset_is_refused(check: str, faulty: type, sentence: str) ->
 BUCKET_FAULTS = [
     (
         {"row_sizes": lambda self: torch.ones(6, 3)},
-        "row_sizes() returned [6, 3] of torch.float32; accepted: [R, 3] of torch.int64",
+        "row_sizes() returned [6, 3] of torch.float32 on cpu; accepted: [n, 3] of torch.int64",
     ),
-    ({"epoch_rows": lambda self, epoch: torch.arange(6) + 1}, "epoch_rows(0) returned [6] of torch.int64"),
+    (
+        {"epoch_rows": lambda self, epoch: torch.arange(6) + 1},
+        "epoch_rows(0) returned [1, 2, 3, 4, 5, 6]; accepted: numbers from 0 to 5",
+    ),
     (
         {"sample_of": lambda self, row, size, rng: self._sample(self.rows[row], (1, 8, 16), rng)},
         "sample_of returned a sample of (1, 8, 16); accepted: (1, 16, 8)",
@@ -335,7 +342,7 @@ TEXT_FAULTS = [
     ),
     (
         collated(lambda b: replace(b, inputs={**b.inputs, "more": 3}), TextRowsDataset),
-        "the inputs more are not tensors",
+        "the input more is a int; accepted: tensors",
     ),
     (collated(lambda b: replace(b, references=["a", "b"]), TextRowsDataset), "references are ['a', 'b']"),
 ]
@@ -348,7 +355,7 @@ def test_a_faulty_batch_of_texts_is_refused(faulty: type, sentence: str) -> None
 
 def test_the_first_line_for_each_index_is_found_by_the_lines_that_the_file_has() -> None:
     reason = refusal("core/text_rows", "each_index", NamedFirstText)
-    assert "are all the same one, though rows.jsonl holds different rows" in reason
+    assert "are all the same one, though the files of `tiny` hold different rows" in reason
 
 
 def equal_rows(folder: Path) -> dict:

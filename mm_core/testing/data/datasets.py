@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mm_core.contracts import Batch, Randomness, SupportsSampleAt, TextBatch, VideoTextBatch, seeded
-from mm_core.errors import DataError, MMError, first_line, plural
-from mm_core.testing.data.capabilities import (
-    buckets,
-    class_names,
-    evaluation,
-    lengths,
-    micro_batches,
-    questions,
-    sources,
-)
+from mm_core.contracts import Dataset, Randomness, SupportsSampleAt, TextBatch, VideoTextBatch, seeded
+from mm_core.errors import DataError, MMError, plural
+from mm_core.plugin.checks.values import returned
+from mm_core.testing.data import capabilities
 from mm_core.testing.data.reading import SEED, DatasetProbe, damaged, equal
-from mm_core.testing.kit import Kit, NotApplicable, by_name
+from mm_core.testing.kit import Kit, NotApplicable, checks_of
 
 _DAMAGE = b"\xff\x00damaged\n"
 
@@ -48,7 +40,7 @@ def batches(probe: DatasetProbe) -> None:
     """collate makes a Batch of samples, with their keys, their weights and a name for each."""
     weights = [1.0, 0.0][: probe.rows]
     batch, samples = probe.batch(weights)
-    probe.expect(isinstance(batch, Batch), f"collate returned a {type(batch).__name__}", accepted="a Batch")
+    returned(Dataset.collate, batch, probe.dataset)
     keys = [sample["key"] for sample in samples]
     probe.expect(
         isinstance(batch.keys, list) and batch.keys == keys,
@@ -61,30 +53,21 @@ def batches(probe: DatasetProbe) -> None:
         f"sample_weights are {found!r}",
         accepted=f"a tensor {weights} of torch.float32, the samples' weights",
     )
-    probe.expect(
-        isinstance(batch.ids, list)
-        and len(batch.ids) == len(keys)
-        and all(isinstance(i, str) for i in batch.ids),
-        f"the ids of the batch are {batch.ids!r}",
-        accepted=f"a list of {len(keys)} strings",
-    )
-    places = sorted({str(tensor.device) for tensor in _tensors(batch) if tensor.device.type != "cpu"})
-    probe.expect(not places, f"collate returned tensors on {', '.join(places)}", accepted="the CPU")
+    _expect_strings(probe, "the ids of the batch", batch.ids, len(keys))
     if isinstance(batch, VideoTextBatch):
         _check_clips(probe, batch)
     if isinstance(batch, TextBatch):
         _check_texts(probe, batch)
 
 
+def _expect_strings(probe: DatasetProbe, what: str, found: object, count: int) -> None:
+    right = isinstance(found, list) and len(found) == count and all(isinstance(each, str) for each in found)
+    probe.expect(right, f"{what} are {found!r}", accepted=f"a list of {count} strings")
+
+
 def _check_clips(probe: DatasetProbe, batch: VideoTextBatch) -> None:
-    pixels, rows, captions = batch.pixels, len(batch), batch.captions
-    probe.expect(
-        isinstance(captions, list)
-        and len(captions) == rows
-        and all(isinstance(each, str) for each in captions),
-        f"captions are {captions!r}",
-        accepted=f"a list of {rows} strings",
-    )
+    pixels, rows = batch.pixels, len(batch)
+    _expect_strings(probe, "captions", batch.captions, rows)
     if pixels is None:
         return
     probe.expect(
@@ -104,17 +87,13 @@ def _check_clips(probe: DatasetProbe, batch: VideoTextBatch) -> None:
 
 def _check_texts(probe: DatasetProbe, batch: TextBatch) -> None:
     rows, inputs = len(batch), batch.inputs
-    wrong = [name for name, value in inputs.items() if not isinstance(value, Tensor)]
-    probe.expect(
-        not wrong, f"the inputs {', '.join(wrong)} are not tensors", accepted="tensors by argument name"
-    )
     probe.expect("labels" in inputs, "the inputs have no labels", accepted="tensors that include `labels`")
-    for name in {"labels", "input_ids", "attention_mask"} & set(inputs):
-        probe.expect(
-            len(inputs[name]) == rows,
-            f"the input {name} is {list(inputs[name].shape)} for {plural(rows, 'row')}",
-            accepted=f"[{rows}, ...]",
-        )
+    for name, value in inputs.items():
+        found = f"the input {name} is a {type(value).__name__}"
+        probe.expect(isinstance(value, Tensor), found, accepted="tensors by argument name")
+        if name in ("labels", "input_ids", "attention_mask"):
+            found = f"the input {name} is {list(value.shape)} for {plural(rows, 'row')}"
+            probe.expect(len(value) == rows, found, accepted=f"[{rows}, ...]")
     references = batch.references
     probe.expect(
         references is None
@@ -147,56 +126,34 @@ def determinism(probe: DatasetProbe) -> None:
 def each_index(probe: DatasetProbe) -> None:
     """Samples are those of their index, not one and the same row.
 
-    Rows may be equal: what shows the fault is a common id, or files that make other samples in another order.
+    Rows may be equal: what shows the fault is a common id, or files with different rows.
     """
     size = min(len(probe.dataset), 8)
-    if size < 2 or not _one_sample(found := _drawn_alike(probe, probe.dataset, size)):
+    # Each with the random draws of the first one, and without their ids.
+    alike = [{**probe.sample(index, drawn=0), "id": None} for index in range(size)]
+    if size < 2 or not all(equal(alike[0], other) for other in alike):
         return
     these = f"samples 0 to {size - 1} are all the same one"
     hint = "return the sample of the index, with an `id` of its own"
     ids = {str(probe.batch(rows=[index])[0].ids) for index in range(size)}
     probe.expect(len(ids) > 1, f"{these}, with the id {', '.join(ids)}", hint=hint)
-    for names, contents in _other_orders(probe.files, len(probe.dataset)):
-        with ExitStack() as stack:
-            for path, content in contents.items():
-                stack.enter_context(damaged(path, content))
-            try:
-                moved = _drawn_alike(probe, probe.build(), size)
-            except Exception:  # the files hold no rows in this way
-                continue
-        follows = _one_sample(moved) and not equal(moved[0], found[0])
-        probe.expect(not follows, f"{these}, though {names} holds different rows", hint=hint)
+    differ = _different_rows(probe.files, len(probe.dataset))
+    probe.expect(not differ, f"{these}, though the files of `tiny` hold different rows", hint=hint)
     raise NotApplicable(f"{these}, which may be right: let `tiny` write different rows to have them compared")
 
 
-def _drawn_alike(probe: DatasetProbe, dataset: Any, size: int) -> list[Any]:
-    """The first samples, each with the random draws of the first one, and without their ids."""
-    return [{**probe.sample(index, dataset=dataset, drawn=0), "id": None} for index in range(size)]
-
-
-def _one_sample(samples: Sequence[Any]) -> bool:
-    return all(equal(samples[0], other) for other in samples[1:])
-
-
-def _other_orders(files: Sequence[Path], size: int) -> Iterator[tuple[str, dict[Path, bytes]]]:
-    """Files with their rows in another order: the lines of one, or the contents of several of a kind."""
-    for path in files:
-        lines = path.read_bytes().splitlines()
-        if (first := len(lines) - size) in (0, 1):  # 1: a line of names
-            moved = [*lines[:first], *lines[first + 1 :], lines[first], b""]
-            yield path.name, {path: b"\n".join(moved)}
-    for folder, suffix in dict.fromkeys((path.parent, path.suffix) for path in files):
-        alike = [path for path in files if (path.parent, path.suffix) == (folder, suffix)]
-        contents = [path.read_bytes() for path in alike]
-        if len(alike) >= size:
-            yield f"*{suffix}", dict(zip(alike, [*contents[1:], contents[0]], strict=True))
+def _different_rows(files: Sequence[Path], size: int) -> bool:
+    """Whether a file has a line for each row, or there is a file for each, and they differ."""
+    tables = [path.read_bytes().splitlines() for path in files]
+    for folder, suffix in {(path.parent, path.suffix) for path in files}:
+        tables.append([path.read_bytes() for path in files if (path.parent, path.suffix) == (folder, suffix)])
+    return any(len(rows) - size in (0, 1) and len({*rows[-size:]}) > 1 for rows in tables)
 
 
 def given_randomness(probe: DatasetProbe) -> None:
     """sample_at draws from `rng` alone: the process's own generators change nothing."""
     dataset, size = probe.dataset, len(probe.dataset)
-    if not isinstance(dataset, SupportsSampleAt):
-        raise NotApplicable("the dataset has no sample_at: its samples are not random")
+    probe.require(dataset, SupportsSampleAt)
     for index in range(min(size, 8)):
         rng = Randomness(SEED).at("data", 0, index)
         found = []
@@ -214,8 +171,7 @@ def given_randomness(probe: DatasetProbe) -> None:
 def new_samples_each_epoch(probe: DatasetProbe) -> None:
     """sample_at returns other random choices in another epoch."""
     size = len(probe.dataset)
-    if not isinstance(probe.dataset, SupportsSampleAt):
-        raise NotApplicable("the dataset has no sample_at: its samples are not random")
+    probe.require(probe.dataset, SupportsSampleAt)
     probe.expect(
         any(
             not equal(probe.sample(i, epoch=0), probe.sample(i, epoch=epoch))
@@ -240,17 +196,6 @@ def resume(probe: DatasetProbe) -> None:
         )
 
 
-def workers(probe: DatasetProbe) -> None:
-    """Two data workers read the batches that the training process reads."""
-    alone, read = list(probe.loader()), list(probe.loader(workers=2))
-    different = [step for step, pair in enumerate(zip(alone, read, strict=True)) if not equal(*pair)]
-    probe.expect(
-        not different,
-        f"with two data workers, the batches of the steps {different[:4]} are different",
-        hint="keep no state from sample to sample, and read nothing that only the training process has set",
-    )
-
-
 def picklable(probe: DatasetProbe) -> None:
     """The dataset goes to data workers: it pickles, also after reading, and gives equal samples there."""
     for dataset in (probe.build(), probe.dataset):
@@ -267,15 +212,12 @@ def bad_samples(probe: DatasetProbe) -> None:
     wanted = [probe.sample(index) for index in range(len(probe.dataset))]
     for path in probe.files:
         with damaged(path, _DAMAGE):
-            try:
-                dataset = probe.build()
-            except MMError:
-                continue
-            except Exception as error:
-                came = f"{type(error).__name__}: {first_line(error)}"
-                what = f"with {path.name} damaged, the constructor raises {came}"
-                probe.expect(False, what, accepted="DataError")
-            _check_unreadable(probe, dataset, wanted, f"with {path.name} damaged")
+            what = f"with {path.name} damaged"
+            dataset = probe.expect_no_error(
+                f"{what}, the constructor", "DataError", probe.build, allowed=(MMError,)
+            )
+            if not isinstance(dataset, MMError):
+                _check_unreadable(probe, dataset, wanted, what)
         dataset = probe.build()
         with damaged(path, None):
             _check_unreadable(probe, dataset, wanted, f"without {path.name}")
@@ -285,22 +227,12 @@ def _check_unreadable(probe: DatasetProbe, dataset: Any, wanted: Sequence[Any], 
     """Checks that samples are as before or raise DataError, and that batches list those that do."""
     bad = []
     for index, expected in enumerate(wanted):
-        try:
-            same = equal(probe.sample(index, dataset=dataset), expected)
-        except DataError:
+        what, accepted = f"{when}, sample {index}", "DataError: the sample is skipped, counted and listed"
+        read = probe.expect_no_error(what, accepted, probe.sample, index, 0, dataset, allowed=(DataError,))
+        if isinstance(read, DataError):
             bad.append(index)
             continue
-        except Exception as error:
-            probe.expect(
-                False,
-                f"{when}, sample {index} raises {type(error).__name__}: {first_line(error)}",
-                accepted="DataError, so that the sample is skipped, counted and listed",
-            )
-        probe.expect(
-            same,
-            f"{when}, sample {index} is a different one, without an error",
-            accepted="DataError, so that the sample is skipped, counted and listed",
-        )
+        probe.expect(equal(read, expected), f"{what} is a different one, without an error", accepted=accepted)
     if bad and len(bad) < len(wanted):
         listed = {failure.index for batch in probe.loader(dataset) for failure in batch.failures}
         probe.expect(
@@ -310,21 +242,16 @@ def _check_unreadable(probe: DatasetProbe, dataset: Any, wanted: Sequence[Any], 
         )
 
 
-def _tensors(batch: Batch) -> Iterator[Tensor]:
-    """The tensors of a batch, including those in dicts."""
-    for value in vars(batch).values():
-        yield from (
-            each for each in (value.values() if isinstance(value, dict) else [value]) if torch.is_tensor(each)
-        )
+def workers(probe: DatasetProbe) -> None:
+    """Two data workers read the batches that the training process reads."""
+    alone, read = list(probe.loader()), list(probe.loader(workers=2))
+    different = [step for step, pair in enumerate(zip(alone, read, strict=True)) if not equal(*pair)]
+    probe.expect(
+        not different,
+        f"with two data workers, the batches of the steps {different[:4]} are different",
+        hint="keep no state from sample to sample, and read nothing that only the training process has set",
+    )
 
 
-KIT = Kit(
-    by_name(
-        *(schema, batches, determinism, each_index, given_randomness, new_samples_each_epoch, resume),
-        *(picklable, bad_samples, lengths, micro_batches, evaluation, class_names, questions, buckets),
-        *(sources, workers),
-    ),
-    probe=DatasetProbe,
-    ranks=("workers",),
-)
+KIT = Kit(checks_of(__name__, capabilities.__name__), probe=DatasetProbe, ranks=("workers",))
 """The conformance checks of datasets."""

@@ -27,6 +27,7 @@ from mm_core.contracts import (
 from mm_core.data.loading.loader import MicroBatchLoader
 from mm_core.data.loading.sampler import BatchPlan
 from mm_core.errors import ContractError, MMError
+from mm_core.testing.common import KindProbe
 from mm_core.testing.kit import Probe
 
 SEED = 7
@@ -61,16 +62,8 @@ class _FindWeights(pickle.Pickler):
             self.found.append(type(obj).__name__)
 
 
-class DatasetProbe:
-    """A dataset under test, with the samples and batches that the core makes of it.
-
-    Args:
-        probe: builds new small instances.
-    """
-
-    def __init__(self, probe: Probe) -> None:
-        self.probe = probe
-        self.expect = probe.expect
+class DatasetProbe(KindProbe):
+    """A dataset under test, with the samples and batches that the core makes of it."""
 
     @cached_property
     def dataset(self) -> Any:

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from mm_core.contracts import Randomness, SupportsFrameByFrame, SupportsLevels, seeded
-from mm_core.errors import DataError, plural
-from mm_core.testing.kit import Kit, NotApplicable, Probe, by_name
+from mm_core.errors import DataError
+from mm_core.testing.common import KindProbe, expect_tensor
+from mm_core.testing.kit import Kit, NotApplicable, checks_of
 
 _SIZES = ((24, 40), (40, 24), (32, 32))
 """Heights and widths of the frames and of the results."""
 _SEED = 7
 
 
-class TransformProbe:
-    """A transform under test.
-
-    Args:
-        probe: builds new transforms.
-    """
-
-    def __init__(self, probe: Probe) -> None:
-        self.probe = probe
-        self.build = probe.build
-        self.expect = probe.expect
+class TransformProbe(KindProbe):
+    """A transform under test."""
 
     def pixels(
         self,
@@ -57,10 +49,8 @@ def _frames(height: int, width: int, count: int = 3) -> Tensor:
 
 def _framed(border: int, count: int = 3) -> Tensor:
     """The frames of 24x40 with a black border of some pixels."""
-    frames = _frames(24, 40, count)
-    inner = frames[:, border : 24 - border, border : 40 - border].clone()
-    frames.zero_()[:, border : 24 - border, border : 40 - border] = inner
-    return frames
+    inner = _frames(24, 40, count)[:, border : 24 - border, border : 40 - border]
+    return functional.pad(inner, (0, 0, border, border, border, border))
 
 
 def sizes(probe: TransformProbe) -> None:
@@ -69,17 +59,7 @@ def sizes(probe: TransformProbe) -> None:
         for height, width in _SIZES:
             for count in (1, 3):
                 found: object = probe.pixels(_frames(*source, count), (height, width), draw=0)
-                shown = (
-                    f"{found.dtype} {[*found.shape]}" if isinstance(found, Tensor) else type(found).__name__
-                )
-                probe.expect(
-                    isinstance(found, Tensor)
-                    and found.dtype == torch.uint8
-                    and found.shape == (3, count, height, width)
-                    and found.device.type == "cpu",
-                    f"pixels returned {shown} for {plural(count, 'frame')} of {list(source)}",
-                    accepted=f"torch.uint8 {[3, count, height, width]} on the CPU",
-                )
+                expect_tensor(probe, "pixels", found, torch.uint8, 3, count, height, width)
 
 
 def one_choice(probe: TransformProbe) -> None:
@@ -141,8 +121,7 @@ def picture(probe: TransformProbe) -> None:
 def each_frame(probe: TransformProbe) -> None:
     """frame_by_frame, where there is one, gives what pixels returns, with and without `rng`."""
     transform = probe.build()
-    if not isinstance(transform, SupportsFrameByFrame):
-        raise NotApplicable("it needs all frames of a clip at once")
+    probe.require(transform, SupportsFrameByFrame)
     for source in _SIZES:
         clip = _frames(*source)
         for draw in (None, 0, 1):
@@ -156,18 +135,12 @@ def each_frame(probe: TransformProbe) -> None:
 def levels(probe: TransformProbe) -> None:
     """levels, where there are any, are finite floats [3,256] that rise."""
     transform = probe.build()
-    if not isinstance(transform, SupportsLevels) or transform.levels is None:
+    probe.require(transform, SupportsLevels)
+    if transform.levels is None:
         raise NotApplicable("its pixels stand for -1 to 1")
-    table: object = transform.levels
-    shown = f"{table.dtype} {[*table.shape]}" if isinstance(table, Tensor) else type(table).__name__
-    probe.expect(
-        isinstance(table, Tensor)
-        and table.dtype == torch.float32
-        and table.shape == (3, 256)
-        and bool(table.isfinite().all() and (table.diff(dim=1) > 0).all()),
-        f"levels are {shown}",
-        accepted="torch.float32 [3, 256], finite and rising",
-    )
+    expect_tensor(probe, "levels", transform.levels, torch.float32, 3, 256)
+    rising = bool(transform.levels.isfinite().all() and (transform.levels.diff(dim=1) > 0).all())
+    probe.expect(rising, "levels are not finite, or do not rise", accepted="finite and rising")
 
 
 def picklable(probe: TransformProbe) -> None:
@@ -179,9 +152,5 @@ def picklable(probe: TransformProbe) -> None:
     probe.expect(same, "the transform gives other pixels after pickling")
 
 
-_CHECKS: tuple[Callable[[TransformProbe], None], ...] = (
-    *(sizes, one_choice, given_randomness, no_choices, inputs_unchanged, picture, each_frame, levels),
-    picklable,
-)
-KIT = Kit(by_name(*_CHECKS), probe=TransformProbe)
+KIT = Kit(checks_of(__name__), probe=TransformProbe)
 """The conformance checks of transforms."""

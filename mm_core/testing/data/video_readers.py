@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import av
 import torch
 from torch import Tensor
 
-from mm_core.contracts import Randomness, SupportsStream, VideoInfo
-from mm_core.errors import DataError, first_line
-from mm_core.testing.kit import Kit, NotApplicable, Probe, by_name
+from mm_core.contracts import Randomness, SupportsStream, VideoInfo, VideoReader
+from mm_core.errors import DataError
+from mm_core.plugin.checks.values import returned
+from mm_core.testing.common import KindProbe, expect_tensor
+from mm_core.testing.kit import Kit, checks_of, if_installed
 
 _FRAMES, _HEIGHT, _WIDTH, _RATE = 20, 32, 64, 8
-_NEAR = 10
-"""How far the colour of a decoded field may be off: frames are 12 levels apart."""
 
 
-class ReaderProbe:
+class ReaderProbe(KindProbe):
     """A video reader under test, with a clip of known frames.
 
     Frame k is a field of the level 16 + 12 k in red, green and blue, with a red and a blue corner.
-
-    Args:
-        probe: builds new readers.
     """
-
-    def __init__(self, probe: Probe) -> None:
-        self.probe = probe
-        self.build = probe.build
-        self.expect = probe.expect
 
     @cached_property
     def clip(self) -> Path:
@@ -43,15 +37,17 @@ class ReaderProbe:
         frames[:, -8:, -8:] = torch.tensor([20, 20, 220], dtype=torch.uint8)
         return write_clip(self.probe.folder / "1:2 clip ü%03d.mp4", frames, _RATE)
 
+    @if_installed()
     def read(self, seconds: Sequence[float], path: Path | None = None, reader: Any = None) -> Tensor:
         """Frames of the clip, or of another file."""
         reader = self.build() if reader is None else reader
-        found: Tensor = self._available(lambda: reader.read(path or self.clip, seconds))
+        found: Tensor = reader.read(path or self.clip, seconds)
         return found
 
+    @if_installed()
     def info(self, path: Path | None = None) -> VideoInfo:
         """What the reader reports about the clip, or about another file."""
-        found: VideoInfo = self._available(lambda: self.build().probe(path or self.clip))
+        found: VideoInfo = self.build().probe(path or self.clip)
         return found
 
     def refuses(self, path: Path, what: str, *, times: Sequence[float] = (0.1,), header: bool = True) -> None:
@@ -63,32 +59,10 @@ class ReaderProbe:
             times: times of the frames to read, in seconds.
             header: whether the file's header is damaged too.
         """
-        calls: dict[str, Callable[[], object]] = {"probe": lambda: self.info(path)} if header else {}
-        calls["read"] = lambda: self.read(times, path)
-        for name, call in calls.items():
-            came = "no error"
-            try:
-                call()
-            except DataError:
-                continue
-            except NotApplicable:
-                raise
-            except Exception as error:
-                came = f"{type(error).__name__}: {first_line(error)}"
-            self.expect(
-                False,
-                f"{name} of {what} raises {came}",
-                accepted="DataError, so that the sample is skipped, counted and listed",
-            )
-
-    def _available(self, call: Callable[[], Any]) -> Any:
-        """What a call returns. NotApplicable if it needs a package that is not installed."""
-        try:
-            return call()
-        except DataError as error:
-            if isinstance(error.__context__, ImportError):
-                raise NotApplicable(error.what) from error
-            raise
+        accepted = "DataError: the sample is skipped, counted and listed"
+        if header:
+            self.expect_error(f"probe of {what}", DataError, accepted, self.info, path)
+        self.expect_error(f"read of {what}", DataError, accepted, self.read, times, path)
 
 
 def _times(frames: Sequence[int], at: float = 0.5) -> list[float]:
@@ -98,27 +72,16 @@ def _times(frames: Sequence[int], at: float = 0.5) -> list[float]:
 
 def header(probe: ReaderProbe) -> None:
     """probe returns size, rate, number of frames and duration of a clip."""
-    info = probe.info()
-    probe.expect(
-        isinstance(info, VideoInfo), f"probe returned a {type(info).__name__}", accepted="a VideoInfo"
-    )
+    info = returned(VideoReader.probe, probe.info(), probe.build())
+    near = replace(info, fps=round(info.fps, 1), duration=round(info.duration, 1))
     wanted = VideoInfo(_WIDTH, _HEIGHT, _RATE, _FRAMES, _FRAMES / _RATE)
-    same = (info.width, info.height, info.num_frames) == (wanted.width, wanted.height, wanted.num_frames)
-    close = abs(info.fps - wanted.fps) < 0.01 and abs(info.duration - wanted.duration) < 0.01
-    probe.expect(same and close, f"probe returned {info}", accepted=f"{wanted}")
+    probe.expect(near == wanted, f"probe returned {info}", accepted=f"{wanted}")
 
 
 def frames(probe: ReaderProbe) -> None:
     """read returns uint8 [F,Y,X,3] on the CPU, in red, green and blue, upright."""
     found = probe.read(_times([3, 4]))
-    probe.expect(
-        isinstance(found, Tensor)
-        and found.shape == (2, _HEIGHT, _WIDTH, 3)
-        and found.dtype == torch.uint8
-        and found.device.type == "cpu",
-        f"read returned {list(found.shape)} of {found.dtype} on {found.device}",
-        accepted=f"{[2, _HEIGHT, _WIDTH, 3]} of torch.uint8 on the CPU",
-    )
+    expect_tensor(probe, "read", found, torch.uint8, 2, _HEIGHT, _WIDTH, 3)
     corners = {"top left": (found[0, 2:6, 2:6], 0), "bottom right": (found[0, -6:-2, -6:-2], 2)}
     for name, (corner, strong) in corners.items():
         mean = corner.float().mean((0, 1))
@@ -145,25 +108,16 @@ def times(probe: ReaderProbe) -> None:
 def streamed(probe: ReaderProbe) -> None:
     """stream, where there is one, gives what probe and read return, frame by frame, also in another order."""
     reader = probe.build()
-    if not isinstance(reader, SupportsStream):
-        raise NotApplicable("it has no stream: a video is opened by probe, and again by read")
+    probe.require(reader, SupportsStream)
     for frames in ([3, 4, 5], [9, 2, 9], [12, 15]):
-        infos: list[VideoInfo] = []
-        found = probe._available(partial(_streamed, reader, probe.clip, _times(frames), infos))
-        probe.expect(infos == [probe.info()], "stream describes the clip as probe does not")
+        choose = Mock(return_value=_times(frames))
+        with if_installed():
+            found = dict(reader.stream(probe.clip, choose))
+        described = choose.call_args_list == [call(probe.info())]
+        probe.expect(described, "stream describes the clip as probe does not")
         wanted = dict(enumerate(probe.read(_times(frames))))
         same = found.keys() == wanted.keys() and all(torch.equal(found[at], wanted[at]) for at in wanted)
         probe.expect(same, f"stream gives other frames than read for the frames {frames}")
-
-
-def _streamed(
-    reader: SupportsStream, path: Path, seconds: list[float], infos: list[VideoInfo]
-) -> dict[int, Tensor]:
-    def choose(info: VideoInfo) -> list[float]:
-        infos.append(info)
-        return seconds
-
-    return dict(reader.stream(path, choose))
 
 
 def same_reader(probe: ReaderProbe) -> None:
@@ -180,17 +134,10 @@ def same_reader(probe: ReaderProbe) -> None:
 
 def beyond_the_end(probe: ReaderProbe) -> None:
     """A time after the last frame is a DataError: no frame is shown then."""
-    late = (_FRAMES + 4) / _RATE
-    try:
-        found = probe.read([0.1, late])
-    except DataError:
-        return
-    probe.expect(
-        False,
-        f"read at {late} s returned {list(found.shape)}, but the clip ends at {_FRAMES / _RATE} s",
-        accepted="DataError",
-        hint="a header may state a wrong length: repeating the last frame would hide it",
-    )
+    # A header may state a wrong length: repeating the last frame would hide it.
+    times = [0.1, (_FRAMES + 4) / _RATE]
+    what = f"a clip that ends at {_FRAMES / _RATE} s, at {times[-1]} s,"
+    probe.refuses(probe.clip, what, times=times, header=False)
 
 
 def missing_file(probe: ReaderProbe) -> None:
@@ -232,11 +179,9 @@ def picklable(probe: ReaderProbe) -> None:
 
 
 def _numbers(found: Tensor) -> list[int]:
-    """Numbers of the frames, from their colour; -1 for one that is none of the clip's."""
+    """Numbers of the frames, from their colour: frames are 12 levels apart."""
     level = found[:, 12:20, 16:32].float().mean((1, 2, 3))
-    near = ((level - 16) / 12).round()
-    fits = ((level - 16 - 12 * near).abs() < _NEAR / 2) & (near >= 0) & (near < _FRAMES)
-    return [int(number) for number in near.where(fits, torch.tensor(-1.0))]
+    return [round(number) for number in ((level - 16) / 12).tolist()]
 
 
 def write_clip(path: Path, frames: Tensor, rate: int) -> Path:
@@ -251,11 +196,5 @@ def write_clip(path: Path, frames: Tensor, rate: int) -> Path:
     return path
 
 
-KIT = Kit(
-    by_name(
-        *(header, frames, times, streamed, same_reader, beyond_the_end, missing_file, no_video, bit_rot),
-        picklable,
-    ),
-    probe=ReaderProbe,
-)
+KIT = Kit(checks_of(__name__), probe=ReaderProbe)
 """The conformance checks of video readers."""
