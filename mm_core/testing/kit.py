@@ -198,10 +198,8 @@ class Probe:
         return found
 
     def require(self, found: object, capability: Any) -> None:
-        """Raises NotApplicable for an object without a capability, a protocol of `mm_core.contracts`; a
-        ContractError where a class method of the protocol is none of the object."""
-        if not isinstance(found, capability):
-            raise NotApplicable(f"it is no mm_core.contracts.{capability.__name__}")
+        """As the function; raises a ContractError where a class method of the protocol is none of the object."""
+        require(found, capability)
         for name, member in vars(capability).items():
             of_class = isinstance(getattr_static(found, name, None), classmethod | staticmethod)
             self.expect(
@@ -226,6 +224,12 @@ class Probe:
                 accepted="objects that pickle: of classes and functions of modules, without open files",
                 hint="open files at first use, and leave them out in __getstate__",
             ) from error
+
+
+def require(found: object, capability: Any) -> None:
+    """Raises NotApplicable for an object without a capability, a protocol of `mm_core.contracts`."""
+    if not isinstance(found, capability):
+        raise NotApplicable(f"it is no mm_core.contracts.{capability.__name__}")
 
 
 Check = Callable[[Any], None]

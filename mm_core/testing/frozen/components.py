@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 from mm_core.contracts import Streamed, SupportsFiles, WeightsFrom
 from mm_core.errors import ContractError, MMError, first_line
 from mm_core.loading.frozen import load_frozen
-from mm_core.testing.common import state_changes
-from mm_core.testing.kit import KindProbe, require
+from mm_core.testing.common import KindProbe, state_changes
+from mm_core.testing.kit import require
 from mm_core.testing.tensors import tensors_of
 
 _IN_LOAD = (

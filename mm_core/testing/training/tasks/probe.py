@@ -12,8 +12,9 @@ from torch import Tensor
 from mm_core.contracts import Batch, Evaluation, Loss, Randomness, SupportsBeginStep, seeded
 from mm_core.contracts.bases.task_module import loss_of
 from mm_core.loading.frozen import load_frozen
+from mm_core.testing.common import KindProbe
 from mm_core.testing.data.reading import SEED, DatasetProbe
-from mm_core.testing.kit import KindProbe, NotApplicable, Probe
+from mm_core.testing.kit import NotApplicable, Probe
 from mm_core.testing.tensors import fill
 
 _QUANTILES = (0.25, 0.5, 0.75)
