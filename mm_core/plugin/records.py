@@ -175,17 +175,22 @@ class Registered:
         return self._fault(f"the {role} {path!r} {fault}", hint)
 
     def _load(self, role: str, path: str) -> object:
+        module = self.module_of(path)
         try:
             with foreign_code():
-                return resolve_name(f"{self.module_of(path)}:{path.partition(':')[2]}")
+                return resolve_name(f"{module}:{path.partition(':')[2]}")
         except MMError:
             raise
         except Exception as error:
+            missing = error.name if isinstance(error, ModuleNotFoundError) else None
+            fault = None
+            if isinstance(error, AttributeError) or f"{module}.".startswith(f"{missing}."):
+                fault = self.path_fault(role, path)
             hint = "fix this error in the plugin's code, or install another version of the plugin"
-            if isinstance(error, ModuleNotFoundError):
-                hint = f"is the package of {error.name!r} installed?"
+            if missing is not None:
+                hint = f"is the package of {missing!r} installed?"
             what = f"the {role} {path!r} cannot be imported: {one_line(error)}"
-            raise self.path_fault(role, path) or self._fault(what, hint) from error
+            raise fault or self._fault(what, hint) from error
 
 
 @dataclass(frozen=True)
