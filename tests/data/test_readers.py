@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import struct
 import sys
@@ -92,6 +93,19 @@ def test_variable_frame_rates_go_by_timestamps(tmp_path: Path, encode, reader) -
     assert levels(reader.read(file, times)) == list(range(20))
     between = [(250 + 100 * 3 + 60) / 600]  # frame 13 is still shown
     assert levels(reader.read(file, between)) == [13]
+
+
+def test_frames_are_freed_as_they_are_passed_on(tmp_path: Path, encode) -> None:
+    """A frame of full HD has 3 MB: a hundred of them would wait for the garbage collector."""
+    file = encode(tmp_path / "a.mp4")
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in PyAVReader().stream(file, lambda info: [k / 24 for k in range(20)]):
+            alive = sum(isinstance(each, av.VideoFrame) for each in gc.get_objects())
+            assert alive < 10, "those that are decoded together, and that wait to be shown"
+    finally:
+        gc.enable()
 
 
 def test_rotation_of_the_display_matrix_is_applied(tmp_path: Path, encode) -> None:

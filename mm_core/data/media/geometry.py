@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from av import VideoFrame
-from av.video.reformatter import Colorspace, Interpolation
+from av.sidedata.sidedata import SideDataContainer
+from av.video.reformatter import Colorspace, Interpolation, VideoReformatter
 
 from mm_core.errors import DataError
 
@@ -21,6 +22,8 @@ Pixels = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 _BT709 = 1  # AVCOL_SPC_BT709, the colour space of a frame
 _SQUARE = 0.01  # pixels whose sides differ by less are square: encoders round sizes
 _OBLIQUE = 0.02  # about one degree, as in FFmpeg
+_ONE_THREAD = {"threads": 1} if "threads" in (VideoReformatter.reformat.__doc__ or "") else {}
+"""Newer versions start a thread for each core; data workers already run in parallel."""
 
 
 class Orientation(NamedTuple):
@@ -41,7 +44,8 @@ UPRIGHT = Orientation(False, False, False)
 
 def orientation(frame: VideoFrame, path: Path) -> Orientation:
     """The orientation in a frame's display matrix. DataError for a turn that is not a quarter of a circle."""
-    data = frame.side_data.get("DISPLAYMATRIX")
+    # `frame.side_data` would refer to the frame that refers to it: its memory would wait for the collector.
+    data = SideDataContainer(frame).get("DISPLAYMATRIX")  # type: ignore[call-arg]
     if data is None:
         return UPRIGHT
     # A stored point (x, y) is shown at (a x + c y, b x + d y).
@@ -69,12 +73,20 @@ def shown_size(stream: VideoStream, turn: Orientation) -> tuple[int, int]:
     return size[::-1] if turn.transposed else size
 
 
-def rgb(frame: VideoFrame, stream: VideoStream, path: Path) -> Pixels:
-    """The frame's pixels as they are shown, converted with the frame's own colour matrix."""
+def rgb(frame: VideoFrame, stream: VideoStream, path: Path, converter: VideoReformatter) -> Pixels:
+    """The frame's pixels as they are shown, converted with the frame's own colour matrix.
+
+    Args:
+        frame: as decoded.
+        stream: of the frame.
+        path: of the video, for errors.
+        converter: one for all frames of a stream; a new one takes longer than a small frame.
+    """
     turn = orientation(frame, path)
     # Some versions of the library use BT.601 by default, whatever the frame's colour space.
     matrix = Colorspace.ITU709 if frame.colorspace == _BT709 else None
-    array = frame.to_ndarray(format="rgb24", src_colorspace=matrix)
+    shown = converter.reformat(frame, format="rgb24", src_colorspace=matrix, **_ONE_THREAD)
+    array: Any = shown.to_ndarray()
     if turn.transposed:
         array = array.transpose(1, 0, 2)
     array = np.ascontiguousarray(array[:: -1 if turn.rows else 1, :: -1 if turn.columns else 1])

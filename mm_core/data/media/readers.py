@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import av
 import torch
+from av.video.reformatter import VideoReformatter
 from PIL import UnidentifiedImageError
 from torch import Tensor
 
@@ -309,7 +310,7 @@ def _pick(
         zero: ticks of the file's first frame, if `frames` begin elsewhere. It returns False if they begin
             after the first wanted time.
     """
-    base = stream.time_base
+    base, converter = stream.time_base, VideoReformatter()
     sought = zero is not None
     shown: VideoFrame | None = None
     place = 0
@@ -324,7 +325,7 @@ def _pick(
         if due > place:
             if shown is None:
                 return False
-            yield from _repeated(range(place, due), shown, stream, path)
+            yield from _repeated(range(place, due), shown, stream, path, converter)
             place = due
         if place == len(wanted):
             return True
@@ -337,14 +338,14 @@ def _pick(
     lasts = max(lasts, float((shown.duration or 0) * base), 1.0 / float(stream.average_rate or 1))
     if wanted[-1] >= begins + lasts + EPSILON:
         raise too_short(path, wanted[-1], begins + lasts)
-    yield from _repeated(range(place, len(wanted)), shown, stream, path)
+    yield from _repeated(range(place, len(wanted)), shown, stream, path, converter)
     return True
 
 
 def _repeated(
-    places: Iterable[int], frame: VideoFrame, stream: VideoStream, path: Path
+    places: Iterable[int], frame: VideoFrame, stream: VideoStream, path: Path, converter: VideoReformatter
 ) -> Iterator[tuple[int, Tensor]]:
-    pixels = torch.from_numpy(rgb(frame, stream, path))
+    pixels = torch.from_numpy(rgb(frame, stream, path, converter))
     for place in places:
         yield place, pixels
 
