@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mm_core.builtin.configs.diffusion import ByteTextConfig, HFTextConfig
@@ -131,13 +132,17 @@ class HFTokenizer:
         """Tokenizes captions: ids [B,L] int64 and mask [B,L] bool, padded on the right."""
         rows = self._opened(
             list(captions),
-            padding=self.padding,
+            padding="longest",
             truncation=True,
             max_length=self.max_length,
             return_attention_mask=True,
             return_tensors="pt",
         )
-        return rows["input_ids"].long(), rows["attention_mask"].bool()
+        ids, mask = rows["input_ids"].long(), rows["attention_mask"].bool()
+        # The library makes tensors of lists, number by number: six times the time for 512 of them.
+        missing = self.max_length - ids.shape[1] if self.padding == "max_length" else 0
+        ends = (missing, 0) if self._opened.padding_side == "left" else (0, missing)
+        return F.pad(ids, ends, value=self._opened.pad_token_id), F.pad(mask, ends)
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in vars(self).items() if name != "_opened"}
