@@ -59,7 +59,6 @@ _COMMON = "mm_core.testing.common:CHECKS"
 """The checks of every kind."""
 
 _LIBRARIES = tuple(f"{Path(source_file(name) or name).parent}{os.sep}" for name in ("torch", "mm_core"))
-"""The folders of torch and mm_core."""
 
 
 class NotApplicable(SkipTest):
@@ -198,12 +197,12 @@ class Probe:
         return found
 
     def require(self, found: object, capability: Any) -> None:
-        """As the function; raises a ContractError where a class method of the protocol is none of the object."""
+        """As the function, and raises a ContractError where a class method of the protocol is another."""
         require(found, capability)
         for name, member in vars(capability).items():
-            of_class = isinstance(getattr_static(found, name, None), classmethod | staticmethod)
+            own = getattr_static(found, name, None)
             self.expect(
-                of_class or not isinstance(member, classmethod),
+                isinstance(own, classmethod | staticmethod) or not isinstance(member, classmethod),
                 f"{name} is not a class method, but the plan calls it before any file is opened",
                 hint="decorate it with @classmethod",
             )
