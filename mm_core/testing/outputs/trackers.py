@@ -145,7 +145,7 @@ def resumes(probe: TrackerProbe) -> None:
     tracker.close("stopped")
     before = probe.points(first)
     if not any(before):
-        raise NotApplicable("the tracker writes no numbers into the folder of the run")
+        raise NotApplicable("the tracker writes no numbers as text into the folder of the run")
     time.sleep(1.1)  # libraries name files by the second, and no run is resumed within one
     truncate_after(folder, kept)  # as the core does before it opens trackers
     tracker = probe.open(folder)
