@@ -59,6 +59,7 @@ _COMMON = "mm_core.testing.common:CHECKS"
 """The checks of every kind."""
 
 _LIBRARIES = tuple(f"{Path(source_file(name) or name).parent}{os.sep}" for name in ("torch", "mm_core"))
+"""The folders of torch and mm_core."""
 
 
 class NotApplicable(SkipTest):
@@ -197,12 +198,14 @@ class Probe:
         return found
 
     def require(self, found: object, capability: Any) -> None:
-        """As the function, and raises a ContractError where a class method of the protocol is another."""
-        require(found, capability)
+        """Raises NotApplicable for an object without a capability, a protocol of `mm_core.contracts`; a
+        ContractError where a class method of the protocol is none of the object."""
+        if not isinstance(found, capability):
+            raise NotApplicable(f"it is no mm_core.contracts.{capability.__name__}")
         for name, member in vars(capability).items():
-            own = getattr_static(found, name, None)
+            of_class = isinstance(getattr_static(found, name, None), classmethod | staticmethod)
             self.expect(
-                isinstance(own, classmethod | staticmethod) or not isinstance(member, classmethod),
+                of_class or not isinstance(member, classmethod),
                 f"{name} is not a class method, but the plan calls it before any file is opened",
                 hint="decorate it with @classmethod",
             )
@@ -223,12 +226,6 @@ class Probe:
                 accepted="objects that pickle: of classes and functions of modules, without open files",
                 hint="open files at first use, and leave them out in __getstate__",
             ) from error
-
-
-def require(found: object, capability: Any) -> None:
-    """Raises NotApplicable for an object without a capability, a protocol of `mm_core.contracts`."""
-    if not isinstance(found, capability):
-        raise NotApplicable(f"it is no mm_core.contracts.{capability.__name__}")
 
 
 Check = Callable[[Any], None]

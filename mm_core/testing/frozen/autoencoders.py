@@ -16,7 +16,7 @@ from mm_core.contracts import Randomness, SupportsPosterior
 from mm_core.errors import ContractError, first_line
 from mm_core.testing.frozen import components
 from mm_core.testing.frozen.components import FrozenProbe, check_pure
-from mm_core.testing.kit import Kit, NotApplicable, checks_of, require
+from mm_core.testing.kit import Kit, NotApplicable, checks_of
 from mm_core.testing.tensors import distance, expect_close, tolerance
 
 _ROWS = 3
@@ -229,7 +229,7 @@ def given_generators(probe: AutoencoderProbe) -> None:
 
 def stored_moments(probe: AutoencoderProbe) -> None:
     """The posterior of stored moments is that of the clips."""
-    require(probe.component, SupportsPosterior)
+    probe.require(probe.component, SupportsPosterior)
     found = probe.encode(probe.clips(probe.sizes[0]))
     again = probe.component.posterior(found.moments.clone())
     same = torch.equal(again.mode(), found.mode())

@@ -17,7 +17,6 @@ from mm_core.contracts import Streamed, SupportsFiles, WeightsFrom
 from mm_core.errors import ContractError, MMError, first_line
 from mm_core.loading.frozen import load_frozen
 from mm_core.testing.common import KindProbe, state_changes
-from mm_core.testing.kit import require
 from mm_core.testing.tensors import tensors_of
 
 _IN_LOAD = (
@@ -125,7 +124,7 @@ def loads(probe: FrozenProbe) -> None:
 def streamed(probe: FrozenProbe) -> None:
     """build_empty makes parameters without memory and computes buffers; entry points are methods."""
     component = probe.build()
-    require(component, Streamed)
+    probe.require(component, Streamed)
     component.build_empty()
     module: Any = component
     memory = [name for name, parameter in module.named_parameters() if not parameter.is_meta]
@@ -172,7 +171,7 @@ def missing_files(probe: FrozenProbe) -> None:
     absent = probe.probe.folder.parent / f"{probe.probe.folder.name}-absent"
     accepted = "files that are read at first use: missing_files lists those that do not exist"
     build = partial(probe.build, **probe.moved(absent))
-    found = probe.probe.expect_no_error("without files, the constructor", accepted, build).missing_files()
+    found = probe.expect_no_error("without files, the constructor", accepted, build).missing_files()
     probe.expect(
         isinstance(found, list) and found and all(isinstance(p, str) and not Path(p).exists() for p in found),
         f"missing_files returned {found!r} where none of the files exist",

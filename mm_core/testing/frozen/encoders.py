@@ -209,7 +209,7 @@ def languages(probe: FrozenProbe) -> None:
     """Captions in any script, with emoji, combining and control characters, are encoded."""
     for caption in _LANGUAGES:
         what = f"the caption {caption!r}"
-        hidden, mask, _ = probe.probe.expect_no_error(what, "any text", _encoded, probe, [caption])
+        hidden, mask, _ = probe.expect_no_error(what, "any text", _encoded, probe, [caption])
         probe.expect(bool(hidden[mask].isfinite().all()), f"the hidden states of {caption!r} are not finite")
 
 
@@ -251,7 +251,7 @@ def features(probe: FrozenProbe) -> None:
     images = _images()
     for image in images:
         what, accepted = f"an image {list(image.shape)}", "any size: resize images to what the model takes"
-        probe.probe.expect_no_error(what, accepted, _features, probe, [image])
+        probe.expect_no_error(what, accepted, _features, probe, [image])
     found, width, count = _features(probe, images), probe.component.hidden_size, probe.component.tokens
     fits = found.dim() == 3 and found.shape[::2] == (len(images), width) and found.is_floating_point()
     probe.expect(

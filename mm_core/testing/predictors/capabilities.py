@@ -17,7 +17,7 @@ from mm_core.contracts import (
     SupportsFrames,
 )
 from mm_core.errors import plural
-from mm_core.testing.kit import NotApplicable, require
+from mm_core.testing.kit import NotApplicable
 from mm_core.testing.predictors.forward import expect_output
 from mm_core.testing.predictors.probe import PredictorProbe
 from mm_core.testing.tensors import expect_close
@@ -30,7 +30,7 @@ _LENGTH = 3  # patches along time, so that there are frames between the first an
 def given_frames(probe: PredictorProbe) -> None:
     """Conformance check: frames of the clip are filled in, counted and used as `SupportsFrames` documents."""
     module: Any = probe.trained()
-    require(module, SupportsFrames)
+    probe.require(module, SupportsFrames)
     choices = module.frame_choices
     probe.expect(
         isinstance(choices, tuple) and choices and all(choice in _CHOICES for choice in choices),
@@ -178,7 +178,7 @@ def _expect_filled(
 def experts(probe: PredictorProbe) -> None:
     """Conformance check: experts share all timesteps; a row without a named one uses that of its timestep."""
     module: Any = probe.trained()
-    require(module, SupportsExperts)
+    probe.require(module, SupportsExperts)
     named = list(module.experts)
     ends = [(expert.low, expert.high) for expert in named]
     meet = all(above[0] == below[1] for above, below in pairwise(ends))

@@ -15,7 +15,7 @@ from mm_core.errors import ContractError, MMError, PlanError
 from mm_core.modules.flops import step_flops
 from mm_core.parallel.layout import decide_layout
 from mm_core.tasks.text_to_video.conditions import Conditions
-from mm_core.testing.kit import NotApplicable, require, sentence_of
+from mm_core.testing.kit import NotApplicable, sentence_of
 from mm_core.testing.predictors.forward import expect_output
 from mm_core.testing.predictors.probe import PredictorProbe
 from mm_core.testing.predictors.training import Training
@@ -166,7 +166,7 @@ def missing_conditions(probe: PredictorProbe) -> None:
 def flops(probe: PredictorProbe) -> None:
     """Conformance check: the predictor's `module_flops` agree with torch's count of FLOPs within 1%."""
     module: Any = probe.trained()
-    require(module, SupportsModuleFlops)
+    probe.require(module, SupportsModuleFlops)
     inputs = probe.inputs(module)
     skipped = ("text_mask", *CLIP_CONDITIONS)
     shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items() if name not in skipped}
@@ -190,7 +190,7 @@ def flops(probe: PredictorProbe) -> None:
 def sharding_plan(probe: PredictorProbe) -> None:
     """Conformance check: the modules of the predictor's `shard_plan` exist, and are not containers."""
     task = Training(probe.trained())
-    require(task.predictor, SupportsShardPlan)
+    probe.require(task.predictor, SupportsShardPlan)
     try:
         decide_layout(task, task.trainable, wrap="auto", recompute=None, ignore=())
     except (PlanError, ContractError) as fault:

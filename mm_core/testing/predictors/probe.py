@@ -13,6 +13,7 @@ from mm_core.errors import ContractError
 from mm_core.plugin.checks.contract import check_object
 from mm_core.plugin.registry import build as build_component
 from mm_core.tasks.text_to_video.conditions import Conditions
+from mm_core.testing.kit import NotApplicable
 from mm_core.testing.tensors import fill
 
 Build = Callable[[], object] | Mapping[str, object] | str
@@ -60,6 +61,11 @@ class PredictorProbe:
         """Raises a ContractError that names the predictor unless `holds` is true: see `Probe.expect`."""
         if not holds:
             raise ContractError(what, where=self.place, accepted=accepted, hint=hint)
+
+    def require(self, found: object, capability: Any) -> None:
+        """Raises NotApplicable for an object without a capability: see `Probe.require`."""
+        if not isinstance(found, capability):
+            raise NotApplicable(f"it is no mm_core.contracts.{capability.__name__}")
 
     def on_meta(self) -> Any:
         """Builds the predictor of a conformance check on the meta device, as the core does."""

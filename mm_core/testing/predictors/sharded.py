@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor
 from mm_core.builtin.configs.engines import ContextParallelConfig
 from mm_core.contracts import SupportsContextPlan
 from mm_core.modules.shards import gathered
-from mm_core.testing.kit import require
 from mm_core.testing.predictors.probe import PredictorProbe
 from mm_core.testing.predictors.training import prepared
 from mm_core.testing.ranks import ranks_of
@@ -40,7 +39,7 @@ def sharded_training(probe: PredictorProbe) -> None:
 def context_parallel(probe: PredictorProbe) -> None:
     """Conformance check: two ranks that share each sample's tokens train the predictor as one rank does."""
     predictor = probe.on_meta()
-    require(predictor, SupportsContextPlan)
+    probe.require(predictor, SupportsContextPlan)
     one, _ = _outcomes(probe)
     hint = "name in `split` every tensor with tokens that a module after it reads, and in `attention` every"
     hint += " module that mixes tokens"

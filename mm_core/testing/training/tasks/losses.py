@@ -66,7 +66,7 @@ def accepts_its_data(probe: TaskProbe) -> None:
     """`check` accepts the options of the dataset that the task is tested with."""
     options = probe.data.probe.config.options
     accepted = "the dataset that the task is tested with"
-    probe.probe.expect_no_error("check", accepted, probe.on_meta().check, options)
+    probe.expect_no_error("check", accepted, probe.on_meta().check, options)
 
 
 def transforms(probe: TaskProbe) -> None:
@@ -221,7 +221,7 @@ def sharded_modules(probe: TaskProbe) -> None:
         batch = probe.batch(range(probe.data.rows), task=task)
         what = "with its modules sharded, the loss"
         accepted = "calls of trained modules, not of their layers: only a module's forward sees whole weights"
-        found = total_of(probe.probe.expect_no_error(what, accepted, probe.loss, batch, task))
+        found = total_of(probe.expect_no_error(what, accepted, probe.loss, batch, task))
         probe.expect(near(found, expected), f"{what} is {found:.7g} instead of {expected:.7g}")
 
 

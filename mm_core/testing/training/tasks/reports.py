@@ -25,7 +25,7 @@ from mm_core.contracts import (
 from mm_core.data.cache.samples import joined, stacked
 from mm_core.errors import MMError, first_line, plural
 from mm_core.testing.data.reading import SEED
-from mm_core.testing.kit import NotApplicable, require
+from mm_core.testing.kit import NotApplicable
 from mm_core.testing.training.tasks.probe import TaskProbe
 
 _GREEDY = Decoding(max_new_tokens=6)
@@ -34,7 +34,7 @@ _DRAWN = Decoding(max_new_tokens=6, temperature=1.0, seed=3)
 
 def notes(probe: TaskProbe) -> None:
     """notes returns lines of text, the same each time, for a task that the plan accepts."""
-    require(probe.task, SupportsNotes)
+    probe.require(probe.task, SupportsNotes)
     found, again = probe.task.notes(), probe.task.notes()
     probe.expect(
         isinstance(found, list | tuple) and all(isinstance(n, str) and n and "\n" not in n for n in found),
@@ -47,7 +47,7 @@ def notes(probe: TaskProbe) -> None:
 def cached_features(probe: TaskProbe) -> None:
     """The loss of a batch of cached features is that of the batch itself, without the frozen components."""
     task: Any = probe.task
-    require(probe.task, SupportsCache)
+    probe.require(probe.task, SupportsCache)
     parts, rows = task.cache_parts(), list(probe.pair)
     probe.expect(
         len({part.name for part in parts}) == len(parts) > 0 and sum(p.of == "text" for p in parts) <= 1,
@@ -80,7 +80,7 @@ def cached_features(probe: TaskProbe) -> None:
 def sample_flops(probe: TaskProbe) -> None:
     """sample_flops is at least what the loss counts for a sample, and adds what is recomputed."""
     task = probe.task
-    require(task, SupportsSampleFlops)
+    probe.require(task, SupportsSampleFlops)
     options = probe.data.probe.config.options
     found, again = task.sample_flops(options, ()), task.sample_flops(options, tuple(probe.task.trainable))
     if found is None:
@@ -107,7 +107,7 @@ def sample_flops(probe: TaskProbe) -> None:
 def sample_forward(probe: TaskProbe) -> None:
     """sample_forward names a trained component and arguments that its forward takes."""
     task = probe.task
-    require(task, SupportsSampleForward)
+    probe.require(task, SupportsSampleForward)
     found = task.sample_forward(probe.data.probe.config.options)
     if found is None:
         raise NotApplicable("sample_forward returned None for the dataset that the task is tested with")
@@ -125,7 +125,7 @@ def sample_forward(probe: TaskProbe) -> None:
 def answers(probe: TaskProbe) -> None:
     """Answers depend on their question, its number and the seed alone, and stop when they are stopped."""
     task = probe.task
-    require(task, SupportsAnswer)
+    probe.require(task, SupportsAnswer)
     cls: object = type(probe.data.dataset)
     if not isinstance(cls, SupportsConversing):
         raise NotApplicable("the dataset that the task is tested with lays out no questions")
@@ -136,7 +136,7 @@ def answers(probe: TaskProbe) -> None:
         raise NotApplicable(f"it answers no questions: {first_line(refusal)}") from refusal
     questions = [conversing.prompt([Turn("user", text)]) for text in ("a red circle", "blue")]
     for question in questions:
-        probe.probe.expect_no_error("check_question", "a short question", task.check_question, question)
+        probe.expect_no_error("check_question", "a short question", task.check_question, question)
     for decoding in (_GREEDY, _DRAWN):
         both = _answered(probe, questions, decoding, (0, 1))
         (alone,) = _answered(probe, questions[1:], decoding, (1,))
