@@ -44,9 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add("--dry-run", action="store_true", help="print the plan of the run and stop")
     add("--json", action="store_true", help="with --dry-run: print the plan as JSON")
-    add(
-        "--ops", action="store_true", help="with --dry-run: also list the operators of a forward and backward"
-    )
+    add("--ops", action="store_true", help="with --dry-run: also list operators of a forward and backward")
     add("--device", metavar="KIND", help="with --ops: how a kind of device runs each, where it is installed")
     add(
         "--resume",
