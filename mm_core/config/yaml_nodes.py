@@ -36,8 +36,14 @@ FLOAT = re.compile(
     re.VERBOSE,
 )
 _INT = re.compile(r"(?:[-+]?(?:0|[1-9][\d_]*)|0x[\da-fA-F]+)\Z")
-_SCALARS = {"null", "bool", "int", "float", "str"}
-"""Tags of scalars, written or implied."""
+_READS = {
+    "null": re.compile(""),
+    "bool": re.compile(r"(?:yes|no|true|false|on|off)\Z", re.IGNORECASE),
+    "int": _INT,
+    "float": re.compile(rf"(?x:{FLOAT.pattern})|{_INT.pattern}".replace("|0x[\\da-fA-F]+", "")),
+    "str": re.compile(""),
+}
+"""Tags of scalars, written or implied, and the texts that each of them accepts."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -238,14 +244,16 @@ class _Reader:
     def _scalar(self, source: yaml.ScalarNode, where: str, path: str) -> Any:
         shown = repr(source.value if len(source.value) <= 60 else source.value[:57] + "...")
         tag = source.tag.removeprefix(_TAG)
-        if source.tag in self.loader.yaml_constructors and tag not in _SCALARS:
+        if source.tag in self.loader.yaml_constructors and tag not in _READS:
             return self._fault(where, path, f"the tag {tag!r} is not supported", _UNTAG)
+        if tag in _READS and not _READS[tag].match(source.value):
+            return self._fault(where, path, f"{shown} cannot be read as {tag!r}", _UNTAG)
         try:
             value = self.loader.construct_object(source)
         except yaml.MarkedYAMLError as error:
             return self._fault(where, path, f"{shown} cannot be read: {error.problem}", _UNTAG)
-        except (ValueError, LookupError):  # also an integer of more digits than Python reads
-            return self._fault(where, path, f"{shown} cannot be read as {tag!r}", _QUOTE)
+        except ValueError as error:  # an integer of more digits than Python reads
+            return self._fault(where, path, f"{shown} cannot be read: {error}", _QUOTE)
         if isinstance(value, str) and (what := unwritable(value)):
             return self._fault(where, path, f"the value cannot be used: {what}", "use plain text")
         if isinstance(value, int) and value.bit_length() > MAX_BITS:
