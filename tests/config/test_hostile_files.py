@@ -38,6 +38,7 @@ def _with(place, line: str) -> None:
     ("seed", "fault"),
     [
         ("!!bool maybe", "'maybe' cannot be read as 'bool'"),
+        ("!!int 1:30", "'1:30' cannot be read as 'int'"),
         ("!!int ''", "'' cannot be read as 'int'"),
         ("!!float x", "'x' cannot be read as 'float'"),
         ("!!timestamp soon", "the tag 'timestamp' is not supported"),
@@ -45,7 +46,7 @@ def _with(place, line: str) -> None:
         ("!!python/name:os.system ''", "'' cannot be read: could not determine a constructor"),
         ("!!map 3", "the tag 'map' is not supported"),
         ("0x" + "f" * 5000, "is an integer of more than 1024 bits"),
-        ("1" * 5000, "cannot be read as 'int'"),
+        ("1" * 5000, "cannot be read: Exceeds the limit"),
     ],
 )
 def test_a_tag_that_its_text_does_not_fit_is_a_fault_at_its_line(place, seed, fault):
