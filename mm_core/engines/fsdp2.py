@@ -1,9 +1,9 @@
 """The engine on PyTorch's `fully_shard` (FSDP2).
 
-It covers one process, sharded, replicated and hybrid training: parameters are on the mesh (replicas, shards),
-except of one rank that casts nothing (`ShardedPlan.alone`), and (W, 1) is replicated training. With context
-parallelism, neighbours within a shard group compute the same samples. Reference:
-https://arxiv.org/abs/2304.11277 and the documentation of torch.distributed.fsdp.fully_shard.
+It covers one process, sharded, replicated and hybrid training: parameters are always on the mesh (replicas,
+shards), and (W, 1) is replicated training. With context parallelism, neighbours within a shard group compute
+the same samples. Reference: https://arxiv.org/abs/2304.11277 and the documentation of
+torch.distributed.fsdp.fully_shard.
 """
 
 from __future__ import annotations
@@ -61,7 +61,6 @@ from mm_core.parallel.layout import (
     parameter_bytes,
     resharded,
 )
-from mm_core.parallel.one_rank import enter_as_one, needs_no_shards
 from mm_core.parallel.prefetch import set_prefetch
 from mm_core.parallel.scalar_parameters import ScalarParameters, scalars_of
 from mm_core.parallel.streamed_base import StreamedBase, frozen_in, plan_base
@@ -124,7 +123,6 @@ class FSDP2Engine(EngineBase):
         streamed = {p for path in base.blocks for _, p in frozen_in(task, path)} if base is not None else ()
         own, trained, left_alone = parameter_bytes(task, layout, shards, streamed)
         casts = config.param_dtype is not None and config.cast_forward_inputs
-        alone = world == 1 and needs_no_shards(task, layout.roots, config)
         return ShardedPlan(
             world=world,
             data_parallel=world // size,
@@ -138,7 +136,7 @@ class FSDP2Engine(EngineBase):
             base=base,
             offloaded_bytes=own - left_alone if config.offloads_parameters() else 0,
             optimizer_on_host=config.offloads_optimizer(),
-            gathered_bytes=0 if alone else gathered_bytes(task, layout, dtype, reshards, streamed),
+            gathered_bytes=gathered_bytes(task, layout, dtype, reshards, streamed),
             compute_dtype=config.param_dtype,
             cast_inputs=(*layout.wrapped, *task.trainable) if casts else (),
             details=layout.shown() | ({"compiled": compiled} if compiled else {}),
@@ -151,7 +149,6 @@ class FSDP2Engine(EngineBase):
             resharded=reshards,
             attention=decide_attention(task, task.trainable, config.attention, context),
             kept=kept_by(config),
-            alone=alone,
         )
 
     def _layout(self, task: TaskModule, config: FSDP2Config) -> Layout:
@@ -210,9 +207,7 @@ class FSDP2Engine(EngineBase):
         self._loss_scale = LossScale() if plan.compute_dtype == "fp16" else None
         self._trained = {name: task.get_submodule(name) for name in names}
         self._tied = {name: tied_names(module) for name, module in self._trained.items()}
-        spreading = None
-        if plan.context is not None:
-            spreading = Spreading(plan.context, Peers(rank % size, size, adjacent_group(size)))
+        spreading = None if plan.context is None else Spreading(plan.context, self._peers(size))
         if plan.base is not None:
             self._base = StreamedBase(task, plan.base, self.device, _dtype(plan.compute_dtype))
         streamed = self._base.parameters if self._base is not None else ()
@@ -225,7 +220,7 @@ class FSDP2Engine(EngineBase):
         if self.config.offloads_parameters():
             for name in names:
                 self._keep_on_device(task, name, plan.ignored)
-        if scalars_of(self._trained) and not plan.alone:
+        if scalars_of(self._trained):
             self._scalars = ScalarParameters(self._trained, self._sharding_mesh(plan), self.device)
             self._parameters |= self._scalars.replicated
         if optimizer is not None and self.config.offloads_optimizer():
@@ -271,16 +266,14 @@ class FSDP2Engine(EngineBase):
             self._ranks = device_mesh(shape, ("replicate", "shard"))
         return self._ranks
 
+    def _peers(self, size: int) -> Peers:
+        return Peers(Ranks.current().rank % size, size, adjacent_group(size))
+
     def _sharding_mesh(self, plan: EnginePlan) -> DeviceMesh:
         return self._mesh(plan)["shard"] if plan.mesh["replicate"] == 1 else self._mesh(plan)
 
     def _shard(self, task: TaskModule, plan: ShardedPlan, streamed: Collection[nn.Parameter]) -> None:
         config, param_dtype = self.config, _dtype(plan.compute_dtype)
-        for path in plan.cast_inputs:
-            assert param_dtype is not None
-            cast_inputs(task.get_submodule(path), param_dtype)
-        if plan.alone:
-            return enter_as_one([task.get_submodule(path) for path in (*plan.wrapped, *self._trained)])
         policy = MixedPrecisionPolicy(
             param_dtype,
             _dtype(config.reduce_dtype),
@@ -305,6 +298,9 @@ class FSDP2Engine(EngineBase):
             group(task.get_submodule(path), path, policy)
         for path, root in self._trained.items():
             group(root, path, replace(policy, output_dtype=_dtype(config.output_dtype)))
+        for path in plan.cast_inputs:
+            assert param_dtype is not None
+            cast_inputs(task.get_submodule(path), param_dtype)
         self._roots = [root for root in self._trained.values() if isinstance(root, FSDPModule)]
         chain = [m for p in plan.wrapped if isinstance(m := task.get_submodule(p), FSDPModule)]
         average_by_sum(self.device, [*chain, *self._roots])

@@ -61,7 +61,6 @@ class ShardedPlan(EnginePlan):
         resharded: modules that drop gathered parameters after their forward.
         attention: trained component -> library and its name of the kernel, where known.
         kept: operators whose outputs recomputed modules keep.
-        alone: whether the one rank computes with the parameters themselves (`needs_no_shards`).
     """
 
     wrapped: tuple[str, ...] = ()
@@ -72,7 +71,6 @@ class ShardedPlan(EnginePlan):
     resharded: tuple[str, ...] = ()
     attention: Mapping[str, str] = field(default_factory=dict)
     kept: tuple[str, ...] = ()
-    alone: bool = False
 
 
 Patterns = Literal["auto"] | Sequence[str]

@@ -53,8 +53,6 @@ class TinyTask(Task):
 
 
 def make(optimizer=torch.optim.AdamW, **fields) -> tuple[TinyTask, FSDP2Engine]:
-    if dist.get_world_size() == 1:
-        fields = {"sharding_size": 1} | fields  # else one rank shards nothing
     with torch.device("meta"):
         task = TinyTask()
     engine = FSDP2Engine(**fields)

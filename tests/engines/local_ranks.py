@@ -52,7 +52,7 @@ def copy(tensor: DTensor) -> DTensor:
 def engine_of(make, **fields) -> tuple[Task, FSDP2Engine]:
     with torch.device("meta"):
         task = Task(predictor=Uneven())
-    engine = FSDP2Engine(**{"sharding_size": 1 if dist.get_world_size() == 1 else None} | fields)
+    engine = FSDP2Engine(**fields)
     plan = engine.plan(task, dist.get_world_size(), 2)
     engine.prepare(task, plan, lambda named: make(named.values()), Randomness(3))
     return task, engine

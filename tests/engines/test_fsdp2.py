@@ -8,12 +8,9 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from mm_core.runtime.process_group import process_group
 from support.ranks import run_ranks
-from support.scripts import script
 
 SCRIPT = Path(__file__).with_name("engine_ranks.py")
-RANKS = script(SCRIPT)
 
 
 def outcome(tmp_path: Path, world: int, case: str):
@@ -55,24 +52,6 @@ def test_every_split_equals_one_whole_batch(tmp_path, whole, world, micro, shard
     split = outcome(tmp_path, world, f"{micro},{shard}")
     assert worst_tensor(split["gradients"], whole["gradients"]) < 1e-5
     assert distance(split["weights"], whole["weights"]) < 1e-5
-
-
-def test_one_rank_that_casts_nothing_shards_nothing_and_trains_to_the_same_bits():
-    def trained(**fields) -> tuple[dict, bool]:
-        task, _ = RANKS.make(**fields)
-        sharded = any(isinstance(module, FSDPModule) for module in task.modules())
-        return RANKS.train(3, 4, **fields), sharded
-
-    with process_group():
-        for fields in ({}, {"accumulate": "reduced", "recompute_modules": "auto"}, {"param_dtype": "fp32"}):
-            alone, sharded = trained(sharding_size=None, **fields)
-            ours, split = trained(sharding_size=1, **fields)
-            assert (sharded, split) == (False, True)
-            assert alone["losses"] == ours["losses"]
-            for part in ("gradients", "weights"):
-                assert all(torch.equal(alone[part][key], ours[part][key]) for key in ours[part]), part
-        for fields in ({"param_dtype": "bf16"}, {"reduce_dtype": "bf16"}, {"offload_to_cpu": True}):
-            assert trained(sharding_size=None, **fields)[1], fields
 
 
 def test_two_ranks_equal_accumulation_on_one(tmp_path):

@@ -111,9 +111,7 @@ def test_an_optimizer_in_host_memory_updates_as_on_the_device_and_is_counted_the
     found = []
     with process_group():
         for where in (None, "cpu"):
-            task, plan = prepared(
-                engine := FSDP2Engine(sharding_size=1, offload=OffloadConfig(optimizer=where))
-            )
+            task, plan = prepared(engine := FSDP2Engine(offload=OffloadConfig(optimizer=where)))
             engine.load_state_dict(engine.state_template({name for name, _ in engine.named_parameters()}))
             x = torch.linspace(-1, 1, 8)[None]
             for _ in range(3):
@@ -143,9 +141,7 @@ def test_an_optimizer_in_host_memory_updates_as_on_the_device_and_is_counted_the
 
 def test_the_dry_run_distinguishes_both_memories():
     with process_group():
-        here, away = (
-            FSDP2Engine(sharding_size=1, offload_to_cpu=off).plan(built(), 1, 2) for off in (False, True)
-        )
+        here, away = (FSDP2Engine(offload_to_cpu=off).plan(built(), 1, 2) for off in (False, True))
     state = sum(BLOCKS) + REST
     assert shown(here)[-2:] == [
         f"  {'total':<11} {4 * state:>18,} bytes  0.02 MiB",
@@ -196,14 +192,13 @@ def test_ignored_modules_stay_on_the_device_when_the_rest_is_offloaded():
     ],
 )
 def test_how_much_is_whole_at_a_time(fields, blocks):
-    plan = FSDP2Engine(sharding_size=1, **fields).plan(built(), 1, 2)
+    plan = FSDP2Engine(**fields).plan(built(), 1, 2)
     whole = sum(BLOCKS[i] for i in blocks) if blocks is not None else sum(BLOCKS)
     assert plan.gathered_bytes == REST + whole
 
 
 def test_a_block_within_a_block_is_whole_with_what_it_lies_in():
-    wrapped = ("predictor.blocks.{*}", "predictor.blocks.{*}.up")
-    engine = FSDP2Engine(sharding_size=1, sub_modules_to_wrap=wrapped)
+    engine = FSDP2Engine(sub_modules_to_wrap=("predictor.blocks.{*}", "predictor.blocks.{*}.up"))
     up = 4 * 8 * WIDTHS[2]
     assert engine.plan(built(), 1, 2).gathered_bytes == REST + BLOCKS[1] + BLOCKS[2] - up
 
