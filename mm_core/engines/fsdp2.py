@@ -122,7 +122,6 @@ class FSDP2Engine(EngineBase):
         base = plan_base(task, layout, config.base.keep, dtype) if stream else None
         streamed = {p for path in base.blocks for _, p in frozen_in(task, path)} if base is not None else ()
         own, trained, left_alone = parameter_bytes(task, layout, shards, streamed)
-        casts = config.param_dtype is not None and config.cast_forward_inputs
         return ShardedPlan(
             world=world,
             data_parallel=world // size,
@@ -138,7 +137,7 @@ class FSDP2Engine(EngineBase):
             optimizer_on_host=config.offloads_optimizer(),
             gathered_bytes=gathered_bytes(task, layout, dtype, reshards, streamed),
             compute_dtype=config.param_dtype,
-            cast_inputs=(*layout.wrapped, *task.trainable) if casts else (),
+            cast_inputs=(*layout.wrapped, *task.trainable) if dtype and config.cast_forward_inputs else (),
             details=layout.shown() | ({"compiled": compiled} if compiled else {}),
             decided_by=layout.decided_by,
             wrapped=layout.wrapped,
