@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from mm_core.data.cache import claims
 from mm_core.data.cache.claims import Claims
 from mm_core.data.cache.samples import stacked
 from mm_core.data.cache.shards import FAULTY, KEY, Keys, open_shard
@@ -322,8 +323,42 @@ def test_the_claim_of_a_dead_process_is_taken_over(tmp_path):
     (tmp_path / "f").write_text(f"{own}@{host}")
     for name in "cf":  # silent for too long
         os.utime(tmp_path / name, (1, 1))
-    claims = Claims(tmp_path)
-    assert [claims.take(name) for name in "abcdef"] == [True, False, True, True, False, True]
+    mine = Claims(tmp_path)
+    assert [mine.take(name) for name in "abcdef"] == [True, False, True, True, False, True]
+
+
+@pytest.mark.parametrize("dead", [False, True])
+def test_of_two_that_claim_at_once_one_has_the_chunk(tmp_path, monkeypatch, dead):
+    """The other takes it between the first one's look and its own claim."""
+    one, other = Claims(tmp_path), Claims(tmp_path)
+    if dead:
+        (tmp_path / "a").write_text("1 5@another-host")
+        os.utime(tmp_path / "a", (1, 1))
+    token, taken = claims.secrets.token_hex, []
+
+    def meanwhile(size: int) -> str:
+        monkeypatch.undo()
+        taken.append(other.take("a"))
+        return token(size)
+
+    read = Path.read_text
+
+    def looked(path: Path) -> str:
+        if dead:
+            return read(path)
+        monkeypatch.undo()
+        try:
+            return read(path)
+        finally:
+            taken.append(other.take("a"))
+
+    monkeypatch.setattr(claims.secrets, "token_hex", meanwhile)
+    monkeypatch.setattr(Path, "read_text", looked)
+    assert not one.take("a") and taken == [True]
+    one.release_all()
+    assert not Claims(tmp_path).take("a"), "it is the other's still"
+    other.release_all()
+    assert [*tmp_path.iterdir()] == []
 
 
 # -- what goes with media ---------------------------------------------------------------------------

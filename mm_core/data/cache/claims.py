@@ -35,12 +35,13 @@ class Claims:
             CacheError: the folder cannot be written.
         """
         path = self.folder / name
-        if self._held(path):
-            return False
-        with suppress(OSError):  # the claim of a dead process; of several that see it, one renames it
-            stale = path.with_name(f"{name}.{secrets.token_hex(4)}")
-            path.rename(stale)
-            stale.unlink()
+        try:
+            claim, silent = path.read_text(), time.time() - path.stat().st_mtime
+        except OSError:
+            pass
+        else:
+            if _held(claim, silent) or not _removed(path, claim):
+                return False
         try:
             handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         except FileExistsError:
@@ -70,18 +71,26 @@ class Claims:
         for name in [*self._own]:
             self.release(name)
 
-    def _held(self, path: Path) -> bool:
-        """Whether a living process has this claim. One without an owner is being written."""
-        try:
-            owner, _, host = path.read_text().partition("@")
-            silent = time.time() - path.stat().st_mtime
-        except OSError:
+
+def _held(claim: str, silent: float) -> bool:
+    """Whether a living process has a claim. One without an owner is being written."""
+    owner, _, host = claim.partition("@")
+    pid, _, when = owner.partition(" ")
+    if host == socket.gethostname() and pid.isdigit():
+        # Since a restart of the container, another process may have the id of one that has ended.
+        if not (alive(int(pid)) and when == started(int(pid))):
             return False
-        pid, _, when = owner.partition(" ")
-        if (
-            host == socket.gethostname()
-            and pid.isdigit()
-            and not (alive(int(pid)) and when == started(int(pid)))
-        ):
-            return False  # it has ended; since a restart of the container, another may have its id
-        return silent < SILENT
+    return silent < SILENT
+
+
+def _removed(path: Path, claim: str) -> bool:
+    """Removes the claim of a dead process; false where another process has claimed the chunk meanwhile."""
+    stale = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    with suppress(OSError):  # of several that see it, one renames it
+        path.rename(stale)
+        dead = stale.read_text() == claim
+        if not dead:
+            os.link(stale, path)
+        stale.unlink()
+        return dead
+    return True
