@@ -49,11 +49,12 @@ def do(scenario: str, stop: StopFlag) -> int:
         time.sleep(1.5)  # saving
         say(f"rank {RANK} saved after {stop.requested}")
         return STOPPED
-    if scenario == "same":
+    if scenario in ("same", "error"):
         # Both get to speak: the launcher ends a rank that is still starting when the other has failed.
         Path(f"found_{RANK}").touch()
         while not (Path("found_0").exists() and Path("found_1").exists()):
             time.sleep(0.01)
+    if scenario == "same":
         raise DataError("a fault of the input that every rank finds", where="data.json")
     if scenario == "late" and RANK == 0:
         raise PeerError("rank 1 failed to read its samples")

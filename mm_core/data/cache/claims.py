@@ -76,11 +76,10 @@ def _held(claim: str, silent: float) -> bool:
     """Whether a living process has a claim. One without an owner is being written."""
     owner, _, host = claim.partition("@")
     pid, _, when = owner.partition(" ")
-    if host == socket.gethostname() and pid.isdigit():
-        # Since a restart of the container, another process may have the id of one that has ended.
-        if not (alive(int(pid)) and when == started(int(pid))):
-            return False
-    return silent < SILENT
+    if silent >= SILENT or host != socket.gethostname() or not pid.isdigit():
+        return silent < SILENT
+    # Since a restart of the container, another process may have the id of one that has ended.
+    return alive(int(pid)) and when == started(int(pid))
 
 
 def _removed(path: Path, claim: str) -> bool:
