@@ -293,7 +293,7 @@ def _item(place: _Place, step: str) -> _Place | None:
                 return None
             hint = args[int(step)] if fixed else args[0] if args else Any
         elif get_origin(option) in (dict, Mapping):
-            hint = args[1]
+            hint = args[1] if args else Any
         else:
             continue
         return _below(place, step, hint, FieldInfo(step, type_text(hint), None, place.field.comment))

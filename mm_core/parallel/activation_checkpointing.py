@@ -55,14 +55,16 @@ def kept_by(config: FSDP2Config) -> tuple[str, ...]:
                 accepted=f"full, selective, or a list of {', '.join(_GROUPS)} and operators of torch.ops",
                 hint="for example [attention, aten.convolution]",
             )
-    named = [operator for name in names for operator in _GROUPS.get(name, (name,))]
-    return tuple(operator for operator in named if _operator(operator) is not None)
+    return tuple(operator for name in names for operator in _GROUPS.get(name, (name,)))
 
 
 def selective(kept: Sequence[str], around: Callable[[], Contexts] | None = None) -> Callable[[], Contexts]:
     """Contexts for `recompute` that keep the outputs of operators (`kept_by`), within others."""
     # A partial of torch's own function: dynamo recognises no other.
-    policy = functools.partial(_policy, {_operator(name) for name in kept})
+    # Now, not in the plan: libraries register theirs as late as with the kernel of attention.
+    policy = functools.partial(
+        _policy, {operator for name in kept if (operator := _operator(name)) is not None}
+    )
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
     return contexts if around is None else _together(around, contexts)
 

@@ -80,7 +80,7 @@ def _filled(options: dict[str, object], cls: type[DataclassInstance], where: str
     make: Callable[..., DataclassInstance] = cls
     try:
         return make(**options)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         hint = "correct the options of this ComponentConfig"
         accepted = ", ".join(f.name for f in dataclasses.fields(cls)) or "no keys"
         raise ConfigError(str(error), where=where, accepted=accepted, hint=hint) from None

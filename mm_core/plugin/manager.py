@@ -120,9 +120,10 @@ def _entry_point_records() -> list[PluginRecord]:
     records = []
     seen: set[str] = set()
     for distribution in distributions():
-        folder = str(getattr(distribution, "_path", "unknown folder"))
+        path = getattr(distribution, "_path", None)
+        folder = "unknown folder" if path is None else str(path)
         name = Path(folder).stem.partition("-")[0].lower().replace(".", "_")
-        if name in seen:
+        if path is not None and name in seen:
             continue  # shadowed by a distribution earlier on sys.path, as in `entry_points`
         seen.add(name)
         try:

@@ -190,6 +190,12 @@ class Registered:
             if missing is not None:
                 hint = f"is the package of {missing!r} installed?"
             what = f"the {role} {path!r} cannot be imported: {one_line(error)}"
+            last = traceback.extract_tb(error.__traceback__)[-1].filename
+            if isinstance(error, AttributeError) and last == resolve_name.__code__.co_filename:
+                what, hint = (
+                    f"the {role} {path!r} does not exist: {error}",
+                    f"correct {role}= of the component",
+                )
             raise fault or self._fault(what, hint) from error
 
 

@@ -10,7 +10,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache, partial
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -73,9 +73,10 @@ def builds(probe: Probe) -> None:
     _changes_of_building(probe)
 
 
-@lru_cache(maxsize=1)
 def _changes_of_building(probe: Probe) -> list[str]:
     """What the first build of the component under test changes in this process."""
+    if probe.first_changes is not None:
+        return probe.first_changes
     import_module("torch._dynamo")  # optimizers and operations on meta import it; it wraps functions of torch
     known, before = set(sys.modules), list(_global_state())
     changes = state_changes(lambda: _build(probe))
@@ -83,6 +84,7 @@ def _changes_of_building(probe: Probe) -> list[str]:
         for *_, restore in before:
             restore()
         changes = state_changes(lambda: _build(probe))
+    probe.first_changes = changes
     return changes
 
 

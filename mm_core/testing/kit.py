@@ -101,6 +101,7 @@ class Probe:
         self.registry = registry
         self.folder = folder
         self._fields = fields
+        self.first_changes: list[str] | None = None  # of this process, by the first build
 
     @cached_property
     def config(self) -> ComponentConfig:

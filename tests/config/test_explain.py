@@ -163,3 +163,15 @@ def test_a_key_below_a_type_that_is_not_chosen_lists_the_types(told):
         told("data.validation.height")
     known = "core/media_text, core/shapes, core/text_rows, core/video_text, internvl/conversations"
     assert unset.value.accepted == f"type: {known}"
+
+
+def test_below_a_mapping_without_types_is_any_value(told, place):
+    loose = "from dataclasses import dataclass\nfrom typing import Mapping\n"
+    loose += "from mm_core import Component, hookimpl\n"
+    loose += "@dataclass(frozen=True)\nclass C:\n    more: Mapping | None = None\n"
+    loose += (
+        "def f(more): ...\n@hookimpl\ndef mm_callbacks(): return [Component('loose', 'loose:f', 'loose:C')]\n"
+    )
+    place.write("loose.py", loose)
+    place.edit(("[toy.py]", "[toy.py, loose.py]"))
+    assert told("local/loose.more.key").accepted == "anything"

@@ -78,7 +78,7 @@ def test_samples_of_a_task_without_clips_are_refused_by_a_dry_run(folder: Path, 
     assert done.code == 1 and words == [
         f"mm: error: {folder}/tones.py, line {line}: the task Pitch makes no clips",
         "accepted: a task with a method sample(request) that returns one clip for each prompt",
-        "hint: write the method, or remove validation.samples and use `mm eval` in place of `mm sample`",
+        "hint: write it, or remove validation.samples; `mm sample` prints answers of models of text",
     ]
 
 

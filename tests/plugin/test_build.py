@@ -25,6 +25,10 @@ from mm_core.schema.fields import ComponentConfig, Kind, Range
 class LeafConfig:
     size: Annotated[int, Range(ge=1)] = 3
 
+    def __post_init__(self):
+        if self.size == 13:
+            raise ValueError("size brings bad luck")
+
 
 @dataclass(frozen=True)
 class Section:
@@ -84,6 +88,7 @@ def mm_autoencoders():
     yield Component(name="no_module", target="mm_parts.nowhere:Leaf")
     yield Component(name="needs", target="mm_parts.needy:Leaf")
     yield Component(name="no_name", target=__name__ + ":Leaff")
+    yield Component(name="no_inner", target=__name__ + ":Leaf.Inner")
     yield Component(name="no_call", target=__name__ + ":__name__")
     yield Component(name="no_config", target=__name__ + ":Leaf", config=__name__ + ":Leaf")
     yield Component(name="positional", target=__name__ + ":by_position")
@@ -161,6 +166,16 @@ def test_a_call_that_does_not_fit_names_the_component_and_the_signature(parts: R
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"size": 13}, "size brings bad luck"), ({"width": 1}, "unexpected keyword argument 'width'")],
+)
+def test_options_of_a_reference_in_python_that_its_config_refuses(parts: Registry, options, words) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        build("autoencoder", ComponentConfig("autoencoder", "parts/leaf", options))
+    assert "autoencoder 'parts/leaf'" in str(caught.value) and "accepted: size" in str(caught.value)
+
+
 def test_a_bug_inside_a_component_stays_visible(parts: Registry) -> None:
     with pytest.raises(TypeError, match="a bug in the component") as caught:
         build("autoencoder", ComponentConfig("autoencoder", "parts/buggy"))
@@ -175,6 +190,10 @@ def test_a_bug_inside_a_component_stays_visible(parts: Registry) -> None:
             "the target 'mm_parts.nowhere:Leaf' does not exist: there is no module 'mm_parts.nowhere'",
         ),
         ("no_name", "/mm_parts/plugin.py has no 'Leaff'"),
+        (
+            "no_inner",
+            "'mm_parts.plugin:Leaf.Inner' does not exist: type object 'Leaf' has no attribute 'Inner'",
+        ),
         ("no_call", "the target 'mm_parts.plugin:__name__' is not callable: it is str"),
         ("no_config", "the config 'mm_parts.plugin:Leaf' is not a dataclass"),
         ("needs", "ModuleNotFoundError: No module named 'no_such_library'"),

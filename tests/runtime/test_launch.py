@@ -147,8 +147,9 @@ def test_two_hosts_meet(tiny, tmp_path, start, free_port):
     assert (tmp_path / "tiny/checkpoints/step_00000002/checksums.json").exists()
 
 
-def test_options_that_a_launcher_has_settled_are_refused(tiny, mm):
-    done = mm("train", "--config", tiny, "--nproc", 2, RANK="3", WORLD_SIZE="8")
+@pytest.mark.parametrize("ranks", ["2", "auto"])
+def test_options_that_a_launcher_has_settled_are_refused(tiny, mm, ranks):
+    done = mm("train", "--config", tiny, "--nproc", ranks, RANK="3", WORLD_SIZE="8")
     assert done.code == 1
     assert "--nproc cannot be used here: this process is already rank 3 of 8" in done.err
 

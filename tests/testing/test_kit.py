@@ -355,7 +355,10 @@ def test_what_only_the_first_build_changes_is_named(monkeypatch: pytest.MonkeyPa
         def __post_init__(self):
             os.environ["MM_TEST_SIDE_EFFECT"] = "1"
 
-    outcomes = {outcome.check: outcome.reason for outcome in examined("core/flow_match", Careless)}
+    outcomes = {}
+    for outcome in examined("core/flow_match", Careless):
+        outcomes[outcome.check] = outcome.reason
+        next(iter(examined("core/flow_match", FlowMatch)))  # another is examined meanwhile
     assert "changes the environment variable MM_TEST_SIDE_EFFECT" in outcomes["no_side_effects"]
 
 

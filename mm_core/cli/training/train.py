@@ -96,7 +96,7 @@ def execute(args: argparse.Namespace) -> int:
             return _dry_run_of_rank(args)
         _be_rank(args)
     least, most = _hosts(args)
-    nproc = args.nproc
+    nproc = None if args.nproc == "auto" else args.nproc
     config = config_of(args)  # finds every typo before a rank is started
     if nproc is None:
         from mm_core.runtime.launch.launcher import quiet_torch
@@ -268,6 +268,6 @@ def _hosts(args: argparse.Namespace) -> tuple[int, int]:
     return least, most
 
 
-def ranks(text: str) -> int | None:
-    """Parses --nproc of `mm train`; None: one rank per accelerator."""
-    return None if text == "auto" else count(text)
+def ranks(text: str) -> int | str:
+    """Parses --nproc of `mm train`; `auto`: one rank per accelerator."""
+    return text if text == "auto" else count(text)

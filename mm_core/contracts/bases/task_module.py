@@ -257,7 +257,7 @@ class TaskModule(nn.Module, Task):
         raise self._fault(
             f"the task {type(self).__name__} makes no clips",
             accepted="a task with a method sample(request) that returns one clip for each prompt",
-            hint="write the method, or remove validation.samples and use `mm eval` in place of `mm sample`",
+            hint="write it, or remove validation.samples; `mm sample` prints answers of models of text",
         )
 
     def _fault(

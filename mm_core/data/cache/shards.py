@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import save, save_file
 from torch import Tensor
 
 from mm_core.contracts import Features
@@ -58,7 +58,7 @@ class Shard:
         return _mapped(self.path)
 
     def entry(self, data: Any, place: int) -> Features:
-        """The features of an entry: tensors that share the mapped memory.
+        """The features of an entry, in memory of their own: what is sent to a process takes no others along.
 
         Args:
             data: from `mapped`.
@@ -66,7 +66,7 @@ class Shard:
         """
         for count, names in self.groups:
             if place < count:
-                return {name: data.get_slice(stored)[place] for name, stored in names.items()}
+                return {name: data.get_slice(stored)[place].clone() for name, stored in names.items()}
             place -= count
         return {}
 
@@ -141,25 +141,30 @@ def write_shard(folder: Path, keys: Keys, entries: Sequence[Mapping[str, Tensor]
     order = [place for places in groups.values() for place in places] + bare
     tensors: dict[str, Tensor] = {_INDEX: torch.from_numpy(keys[order].view("<i8").reshape(len(order), -1))}
     for number, (form, places) in enumerate(groups.items()):
-        for name, *_ in form:
+        for name, dtype, _ in form:
+            try:
+                save({name: torch.empty(0, dtype=dtype)})
+            except (KeyError, SafetensorError):
+                raise CacheError(
+                    f"features of {dtype} cannot be cached",
+                    where=name,
+                    accepted="the dtypes of safetensors",
+                    hint="let the task's `features` return another dtype",
+                ) from None
             tensors[f"{number}/{name}"] = torch.stack(
                 [entries[place][name].detach().cpu() for place in places]
             )
-    try:
-        content = save(tensors, {"format": _VERSION})
-    except (KeyError, SafetensorError) as error:
-        raise CacheError(f"features of this dtype cannot be cached: {error}") from None
     path = folder / f"{secrets.token_hex(8)}.safetensors"
     staged = path.with_name(stage_name(f".{path.stem}"))
     try:
-        with durable(staged) as file:
-            file.write(content)
+        with durable(staged):
+            save_file(tensors, staged, {"format": _VERSION})
         staged.rename(path)
         sync_folder(folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         staged.unlink(missing_ok=True)
         raise CacheError(
-            f"the cache cannot be written: {os_reason(error)}",
+            f"the cache cannot be written: {os_reason(error) if isinstance(error, OSError) else error}",
             where=str(folder),
             hint="free space or change permissions there, then run the command again: it goes on from here",
         ) from None

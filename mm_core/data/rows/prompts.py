@@ -37,7 +37,8 @@ def read_prompts(path: Path) -> list[Prompt]:
     Raises:
         DataError: the file contains no prompt, or cannot be read.
     """
-    file = RowFile(path, "file of prompts", "one prompt per line, a JSON list, or JSONL")
+    hint = "fix the file, or give it the ending .txt if each line is a prompt"
+    file = RowFile(path, "file of prompts", "one prompt per line, a JSON list, or JSONL", lambda line: hint)
     if path.suffix in (".json", ".jsonl"):
         prompts = [_prompt_of(row, path) for _, row in file.json_values()]
     else:
