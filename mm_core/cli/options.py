@@ -82,7 +82,7 @@ def write_named(out: Path, text: str, option: str) -> None:
 
     if not out.name:
         raise MMError(
-            "a text cannot be written to a folder", where=str(out), hint=f"name a file with {option}"
+            "this is a folder", where=str(out), hint=f"name a file with {option}"
         )
     try:
         replace_text(out, text)

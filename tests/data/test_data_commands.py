@@ -192,7 +192,7 @@ def test_the_page_of_inspect_shows_samples_sizes_and_what_is_left_out(tmp_path, 
 
 @pytest.mark.filterwarnings("ignore:.*left out:mm_core.errors.RunWarning")
 def test_a_page_that_cannot_be_written_is_an_error(tmp_path, three, capsys):
-    for page, what in ((tmp_path / "no/page.html", "cannot be written"), ("", "to a folder")):
+    for page, what in ((tmp_path / "no/page.html", "cannot be written"), ("", "this is a folder")):
         assert main(["data", "inspect", "--config", three, "--page", str(page)]) == 1
         fault = capsys.readouterr().err
         assert what in fault and "--page" in fault
