@@ -81,9 +81,7 @@ def write_named(out: Path, text: str, option: str) -> None:
     from mm_core.files import replace_text
 
     if not out.name:
-        raise MMError(
-            "this is a folder", where=str(out), hint=f"name a file with {option}"
-        )
+        raise MMError("this is a folder", where=str(out), hint=f"name a file with {option}")
     try:
         replace_text(out, text)
     except OSError as error:
