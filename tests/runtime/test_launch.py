@@ -44,7 +44,7 @@ def test_a_missing_config_is_a_readable_error(mm, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "sentence", "code"),
     [
-        (["--nproc", "two"], "--nproc: invalid ranks value: 'two'", 2),
+        (["--nproc", "two"], "--nproc: 'two' is not a number of ranks; accepted: 1, 2, ... or auto", 2),
         (["--nnodes", "0"], "--nnodes: '0' is not a number of hosts", 1),
         (["--nnodes", "2"], "--rdzv-endpoint: 2 hosts need a rendezvous address", 1),
     ],

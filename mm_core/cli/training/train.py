@@ -225,7 +225,7 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
         "--stop-after": args.stop_after is not None,
     }
     given = [name for name, there in options.items() if there]
-    what = None
+    what, hint = None, "remove one of these options"
     if args.verify_resume is not None and given:
         what = (
             f"{', '.join(given)} cannot be used with --verify-resume, which trains from scratch in a"
@@ -237,11 +237,11 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
             " is read"
         )
     elif args.json and not args.dry_run:
-        what = "--json works only with --dry-run, whose plan it prints as JSON"
+        what, hint = "--json works only with --dry-run, whose plan it prints as JSON", "add --dry-run"
     elif (args.ops and not args.dry_run) or (args.device and not args.ops):
-        what = "--ops works only with --dry-run, and --device with --ops"
+        what, hint = "--ops works only with --dry-run, and --device with --ops", "add --dry-run --ops"
     if what is not None:
-        raise MMError(what, where="command line", hint="remove one of these options")
+        raise MMError(what, where="command line", hint=hint)
 
 
 def _hosts(args: argparse.Namespace) -> tuple[int, int]:
@@ -270,4 +270,8 @@ def _hosts(args: argparse.Namespace) -> tuple[int, int]:
 
 def ranks(text: str) -> int | str:
     """Parses --nproc of `mm train`; `auto`: one rank per accelerator."""
-    return text if text == "auto" else count(text)
+    try:
+        return text if text == "auto" else count(text)
+    except ValueError:
+        accepted = "accepted: 1, 2, ... or auto"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks; {accepted}") from None

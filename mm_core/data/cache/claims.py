@@ -87,9 +87,8 @@ def _removed(path: Path, claim: str) -> bool:
     stale = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     with suppress(OSError):  # of several that see it, one renames it
         path.rename(stale)
-        dead = stale.read_text() == claim
-        if not dead:
-            os.link(stale, path)
+        if stale.read_text() != claim:
+            stale.rename(path)
+            return False
         stale.unlink()
-        return dead
     return True
