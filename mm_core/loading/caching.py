@@ -157,6 +157,7 @@ class _Build:
                 for chunk in [*self._open]:
                     self._write(chunk)
             self.claims.release_all()
+        self.claims.sweep()
         self._progress(last=True)
 
     def _pending(self) -> list[str]:

@@ -336,6 +336,17 @@ def test_the_claim_of_a_dead_process_is_taken_over(tmp_path):
     assert [mine.take(name) for name in "abcdef"] == [True, False, True, True, False, True]
 
 
+def test_only_the_claims_of_the_dead_are_swept(tmp_path):
+    owner, mine = Claims(tmp_path), Claims(tmp_path)
+    owner.take("held")
+    (tmp_path / "being-written").touch()
+    (tmp_path / "elsewhere").write_text("1 5@another-host")
+    (tmp_path / "dead").write_text(f"{os.getpid()} 5@{socket.gethostname()}")
+    mine.sweep()
+    assert {path.name for path in tmp_path.iterdir()} == {"held", "being-written", "elsewhere"}
+    Claims(tmp_path / "none").sweep()
+
+
 @pytest.mark.parametrize("dead", [False, True])
 def test_of_two_that_claim_at_once_one_has_the_chunk(tmp_path, monkeypatch, dead):
     """The other takes it between the first one's look and its own claim."""

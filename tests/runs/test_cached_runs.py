@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from mm_core.builtin.tiny import write_clip
 from mm_core.cli.main import main
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import Randomness
+from mm_core.data.cache.claims import Claims
 from mm_core.data.cache.store import Store
 from mm_core.errors import CacheError, PlanError
 from mm_core.loading import caching
@@ -469,6 +471,16 @@ def test_a_build_that_is_killed_at_any_moment_goes_on_where_it_was(drawn, tmp_pa
     mm_core.train(mm_core.load_config(drawn, [f"data.cache.dir={cache}"]))
     assert not [*(cache / "claims").iterdir()]
     assert not [*(cache / "shards").glob(".*")]
+
+
+def test_a_build_that_was_killed_once_its_work_was_written_leaves_no_claim(place):
+    config, found = place.config("built", *place.cached()), Claims(place.folder / "cache/claims")
+    build_cache(config, note)
+    (found.folder / "texts-8-00").write_text(
+        f"{os.getpid()} 5@{socket.gethostname()}"
+    )  # as if from a dead process
+    build_cache(config, note)
+    assert not [*found.folder.iterdir()]
 
 
 def test_two_builds_at_once_share_the_work(drawn, tmp_path):

@@ -71,6 +71,14 @@ class Claims:
         for name in [*self._own]:
             self.release(name)
 
+    def sweep(self) -> None:
+        """Removes the claims of the dead. Nobody takes one whose owner died once it had written the chunk."""
+        for path in [*self.folder.glob("*")]:
+            with suppress(OSError):
+                claim, silent = path.read_text(), time.time() - path.stat().st_mtime
+                if not _held(claim, silent):
+                    _removed(path, claim)
+
 
 def _held(claim: str, silent: float) -> bool:
     """Whether a living process has a claim. One without an owner is being written."""
