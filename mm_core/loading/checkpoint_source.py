@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -14,11 +14,9 @@ from mm_core.checkpoint.files import dcp
 from mm_core.checkpoint.files import layout as files
 from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.checkpoint.reading import open_checkpoint
+from mm_core.contracts import WeightPlan
 from mm_core.errors import CheckpointError
 from mm_core.runtime.ranks import Ranks
-
-if TYPE_CHECKING:
-    from mm_core.loading.left_out import ExternalWeights
 
 
 class CheckpointSource:
@@ -45,7 +43,7 @@ class CheckpointSource:
     ) -> None:
         self.checkpoint = open_checkpoint(path)
         self.folder = self.checkpoint.folder
-        self._base: ExternalWeights | None = None
+        self._base: WeightPlan | None = None
         self._verified = False
         stored = self.checkpoint.metadata.state_dict_metadata
         self._parts = {
@@ -68,7 +66,7 @@ class CheckpointSource:
         self.shapes = {name: tuple(entry.size) for name, entry in entries.items()}
         self.dtypes = {name: entry.properties.dtype for name, entry in entries.items()}
 
-    def join(self, base: ExternalWeights, state: Mapping[str, Tensor]) -> None:
+    def join(self, base: WeightPlan, state: Mapping[str, Tensor]) -> None:
         """Adds the frozen weights that the checkpoint does not store, with shapes and dtypes of `state`.
 
         Args:

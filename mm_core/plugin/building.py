@@ -15,10 +15,10 @@ from mm_core.schema.nodes import rebuilt
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from mm_core.plugin.registry import Registry
+    from mm_core.plugin.records import Components
 
 
-def build_component(config: ComponentConfig, registry: Registry, args: tuple[object, ...] = ()) -> Any:
+def build_component(config: ComponentConfig, registry: Components, args: tuple[object, ...] = ()) -> Any:
     """Builds the component that a checked reference names.
 
     Args:
@@ -38,7 +38,7 @@ def build_component(config: ComponentConfig, registry: Registry, args: tuple[obj
 
 def call_target(
     config: ComponentConfig,
-    registry: Registry,
+    registry: Components,
     args: tuple[object, ...] = (),
     more: Mapping[str, object] = MappingProxyType({}),
 ) -> Any:
@@ -65,7 +65,7 @@ def call_target(
         return target(*args, **fields)
 
 
-def built_fields(config: ComponentConfig, registry: Registry) -> dict[str, object]:
+def built_fields(config: ComponentConfig, registry: Components) -> dict[str, object]:
     """The fields of a component's config, with defaults filled in and nested components built."""
     registered = registry.resolve(config.kind, config.type)
     options = dict(config.options)
@@ -86,7 +86,7 @@ def _filled(options: dict[str, object], cls: type[DataclassInstance], where: str
         raise ConfigError(str(error), where=where, accepted=accepted, hint=hint) from None
 
 
-def _built(value: object, registry: Registry) -> object:
+def _built(value: object, registry: Components) -> object:
     """`value` with every ComponentConfig in it built, also within tuples, lists, mappings and dataclasses."""
     if isinstance(value, ComponentConfig):
         return build_component(value, registry)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from mm_core.errors import ForeignExit, MMError, PluginError, foreign_code
 from mm_core.plugin.checks.locate import fault_of
@@ -99,7 +99,15 @@ class Registered:
         Without `config=`, it is created from the target's signature, which imports the target.
         """
         if self.component.config is None:
-            return signature_config(self)
+            target = self.load_target()
+            try:
+                return signature_config(target, self.kind)
+            except (TypeError, ValueError) as error:
+                raise PluginError(
+                    f"the signature of {self.component.target!r} cannot be used as its config: {error}",
+                    where=self.short_place,
+                    hint="write a config dataclass, and register it: Component(..., config=...)",
+                ) from error
         cls = self._load("config", self.component.config)
         if not isinstance(cls, type) or "__dataclass_fields__" not in vars(cls) or not is_dataclass(cls):
             what = f"the config {self.component.config!r} is not a dataclass"
@@ -197,6 +205,16 @@ class Registered:
                     f"correct {role}= of the component",
                 )
             raise fault or self._fault(what, hint) from error
+
+
+class Components(Protocol):
+    """The components of the plugins that loaded; a `Registry` has them."""
+
+    def resolve(self, kind: str, name: str) -> Registered:
+        """Finds the component of a kind by a name; a PluginError if there is none, or more than one."""
+
+    def components(self, kind: str | None = None) -> Sequence[Registered]:
+        """All components, or those of one kind."""
 
 
 @dataclass(frozen=True)

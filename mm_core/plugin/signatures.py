@@ -10,32 +10,25 @@ from functools import cache, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from mm_core.errors import PluginError
 from mm_core.schema.describe import parameter_docs
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from mm_core.plugin.records import Registered
-
 LEADING: Mapping[str, int] = MappingProxyType({"optimizer": 1, "lr_schedule": 2, "tracker": 1})
 """How many arguments the core passes by position before the fields (see hookspecs)."""
 
 
-def signature_config(registered: Registered) -> type[DataclassInstance]:
-    """Creates a component's config dataclass from its target's signature: one field per parameter.
+def signature_config(target: Callable[..., object], kind: str) -> type[DataclassInstance]:
+    """Creates the config dataclass of a component's target from its signature: one field per parameter.
 
     An annotation that cannot be resolved counts as Any: the target must check the value itself.
+
+    Raises:
+        TypeError: a parameter that cannot be passed by keyword.
+        ValueError: the target has no signature, or one of its parameters no field's name.
     """
-    target = registered.load_target()
-    try:
-        return _from_signature(target, LEADING.get(registered.kind, 0))
-    except (TypeError, ValueError) as error:
-        raise PluginError(
-            f"the signature of {registered.component.target!r} cannot be used as its config: {error}",
-            where=registered.short_place,
-            hint="write a config dataclass, and register it: Component(..., config=...)",
-        ) from error
+    return _from_signature(target, LEADING.get(kind, 0))
 
 
 @cache

@@ -50,7 +50,7 @@ from mm_core.schema.nodes import (
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from mm_core.plugin.registry import Registry
+    from mm_core.plugin.records import Components
 
 T = TypeVar("T")
 D = TypeVar("D", bound="DataclassInstance")
@@ -63,7 +63,7 @@ _INFINITE_HINT = "a number that is too large for a float also counts as infinite
 
 
 def check_component(
-    kind: str, mapping: Mapping[str, object], registry: Registry, where: str
+    kind: str, mapping: Mapping[str, object], registry: Components, where: str
 ) -> ComponentConfig:
     """Checks a plain mapping with `type` against the config dataclass of the component that it names.
 
@@ -90,7 +90,7 @@ class _TooManyFaults(Exception):
 class Checker:
     """Checks one tree of values against typed dataclasses; `faults` lists the errors in tree order."""
 
-    def __init__(self, registry: Registry, infinite: bool = False) -> None:
+    def __init__(self, registry: Components, infinite: bool = False) -> None:
         self.registry = registry
         self.faults: list[MMError] = []
         self._infinite = infinite  # whether the current field accepts numbers that are not finite

@@ -13,7 +13,6 @@ from mm_core.config.sections import RunConfig
 from mm_core.contracts import Bins, Clip, Ending, Loss
 from mm_core.device import peak_flops, peak_memory_bytes
 from mm_core.errors import ConfigError, plural
-from mm_core.plan import RunPlan
 from mm_core.runtime.ranks import Ranks
 from mm_core.telemetry.flop_counter import ForwardFlops
 from mm_core.telemetry.loss_curve import write_loss_curve
@@ -32,7 +31,8 @@ class RunReporter:
 
     Args:
         config: the run's config.
-        plan: the run's plan.
+        steps: of the run.
+        accumulation: micro-batches of a step.
         start: steps already taken; lines of metrics.jsonl after this step are dropped.
         samples_seen: samples trained on in those steps.
         bins: the scale along which the loss is also reported, such as the noise level.
@@ -45,24 +45,25 @@ class RunReporter:
     def __init__(
         self,
         config: RunConfig,
-        plan: RunPlan,
+        steps: int,
+        accumulation: int,
         start: int,
         samples_seen: float = 0.0,
         *,
         bins: Bins | None = None,
         watch: Callable[[str], None] | None = None,
     ) -> None:
-        self.run_dir, self.last_step = config.run.folder, plan.steps
+        self.run_dir, self.last_step = config.run.folder, steps
         self.every, self.detail_every = config.log.every, config.log.detail_every
         self.phases = PhaseClock(watch=watch)
         self.window = MetricsWindow(
             peak_memory_bytes, samples_seen=samples_seen, bins=bins, phases=self.phases, peak=peak_flops()
         )
-        self._flops, self._accumulation = ForwardFlops(), plan.accumulation
+        self._flops, self._accumulation = ForwardFlops(), accumulation
         self._steps = 0
         ranks = Ranks.current()
         self.leads = ranks.rank == 0
-        self.progress = make_progress(plan.steps, ranks.rank, start)
+        self.progress = make_progress(steps, ranks.rank, start)
         types = [component.type for component in config.log.trackers]
         if twice := sorted({name for name in types if types.count(name) > 1}):
             raise ConfigError(

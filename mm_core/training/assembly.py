@@ -184,7 +184,10 @@ def make_reporter(parts: RunParts, restored: Restored, watchdog: Watchdog) -> Ru
     """
     seen = restored.facts.get("samples", 0.0)
     bins, watch = parts.task.bins, watchdog.enter
-    reporter = RunReporter(parts.config, parts.plan, restored.step, seen, bins=bins, watch=watch)
+    plan = parts.plan
+    reporter = RunReporter(
+        parts.config, plan.steps, plan.accumulation, restored.step, seen, bins=bins, watch=watch
+    )
     reporter.window.counts = parts.engine.data_ranks.leads
     for sentence in restored.notes:
         reporter.note(sentence)

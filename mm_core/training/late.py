@@ -7,42 +7,17 @@ host knows. The next update is issued after the host has judged this one, so tha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import isfinite
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mm_core.contracts import Batch, Loss, SupportsBeginStep, SupportsUpdate
+from mm_core.contracts import Loss, SupportsBeginStep, SupportsUpdate
 from mm_core.device import copied_to_host
 from mm_core.errors import MMError
-
-if TYPE_CHECKING:
-    from mm_core.training.loop import StepAgreement, Training
-
-
-@dataclass(frozen=True)
-class IssuedStep:
-    """A step whose gradients the device computes.
-
-    Attributes:
-        step: from 0.
-        lr: its learning rate.
-        data_wait: seconds that this rank waited for its samples.
-        agreed: on what the ranks agreed.
-        batches: this rank's micro-batches.
-        forwards: of the micro-batches.
-        scale: of their losses.
-    """
-
-    step: int
-    lr: float
-    data_wait: float
-    agreed: StepAgreement
-    batches: Sequence[Batch]
-    forwards: Sequence[Callable[[], Loss]]
-    scale: float
+from mm_core.training.loop import Training
+from mm_core.training.step import IssuedStep
 
 
 class LateSteps:
@@ -115,12 +90,12 @@ class LateSteps:
         return refused is not None, ends
 
 
-def late_steps(training: Training) -> LateSteps | None:
+def late_steps(training: Training) -> Callable[[IssuedStep, Sequence[Loss]], bool] | None:
     """How the steps of a run end late; None where the host must know the norm before the update."""
     engine = training.engine
     if not isinstance(engine, SupportsUpdate) or not engine.late or training.guard.settings.spike is not None:
         return None
-    return LateSteps(training, engine)
+    return LateSteps(training, engine).end
 
 
 def on_host(norm: Tensor, losses: Sequence[Loss]) -> Callable[[], tuple[float, list[Loss]]]:

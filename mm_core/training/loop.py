@@ -7,7 +7,7 @@ implement. The loop also uses the data, the gradient guard, the reporter and the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
@@ -30,7 +30,7 @@ from mm_core.contracts.bases.task_module import loss_of
 from mm_core.errors import CheckpointError, MMError, PeerError, TrainingError
 from mm_core.plan import RunPlan
 from mm_core.runtime.ranks import gather_rows
-from mm_core.training.late import IssuedStep, LateSteps
+from mm_core.training.step import IssuedStep, StepAgreement
 
 if TYPE_CHECKING:
     from mm_core.telemetry.reporter import RunReporter
@@ -55,7 +55,8 @@ class Training:
             whether to stop.
         clip_grad_norm: L2 norm to which gradients are clipped; None without clipping.
         start: steps already taken when the run was assembled.
-        late: ends steps on a device that decides about updates itself; None: steps end as below.
+        late: ends a step on a device that decides about updates itself, and returns whether the run ends
+            (`LateSteps`); None: steps end as below.
     """
 
     plan: RunPlan
@@ -69,24 +70,7 @@ class Training:
     between: BetweenSteps
     clip_grad_norm: float | None
     start: int
-    late: LateSteps | None = None
-
-
-@dataclass(frozen=True)
-class StepAgreement:
-    """The values of a training step on which all ranks agree.
-
-    Attributes:
-        weight: total weight of the batch over all ranks.
-        samples: number of samples over all ranks.
-        stop: whether to stop after the step.
-        save: whether to save after the step.
-    """
-
-    weight: float
-    samples: float
-    stop: bool
-    save: bool
+    late: Callable[[IssuedStep, Sequence[Loss]], bool] | None = None
 
 
 def run_steps(training: Training, start: int) -> int:
@@ -107,7 +91,7 @@ def run_steps(training: Training, start: int) -> int:
         forwards = [partial(compute, training, step, index, batch) for index, batch in enumerate(batches)]
         losses = [engine.micro_step(f, last=f is forwards[-1], scale=scale) for f in forwards]
         if training.late is not None:
-            if training.late.end(IssuedStep(step, lr, data_wait, agreed, batches, forwards, scale), losses):
+            if training.late(IssuedStep(step, lr, data_wait, agreed, batches, forwards, scale), losses):
                 return step + 1
             continue
         for loss in losses:

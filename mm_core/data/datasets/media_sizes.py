@@ -4,43 +4,44 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mm_core.data.rows.mapped_rows import read_once
+from mm_core.contracts import VideoInfo
+from mm_core.data.rows.mapped_rows import MappedRows, read_once
+from mm_core.data.rows.media_rows import MediaRow
 from mm_core.errors import DataError, RunWarning, plural
 
-if TYPE_CHECKING:
-    from mm_core.data.datasets.media_text import MediaTextDataset
-
+_Size = tuple[float, float, float, float]
 _THREADS = 16
 _EVERY = 10.0
 """Seconds between two messages about headers that are read."""
 
 
-def sizes_of(dataset: MediaTextDataset) -> Tensor:
-    """Frames at the dataset's rate, height and width of each row, int64 [R,3]; 0: its file cannot be read.
+def sizes_of(rows: MappedRows, rate: float | None, header: Callable[[MediaRow], VideoInfo]) -> Tensor:
+    """Frames at a rate, height and width of each row, int64 [R,3]; 0: its file cannot be read.
 
     What a row declares is not checked. Where it declares too little, one rank of a host reads the header.
 
     Args:
-        dataset: the rows.
+        rows: of the dataset.
+        rate: frames per second of its samples; None: that of each clip.
+        header: reads the properties of a row's file.
     """
-    facts, rate = dataset.rows.facts, dataset.wanted.fps
+    facts = rows.facts
     frames = np.where(facts["image"], 1, facts["num_frames"])
     found = np.column_stack([frames, facts["height"], facts["width"]]).astype(np.int64)
     rates = facts["fps"].copy()
     lacks = (found == 0).any(1) | ((rates == 0) & ~facts["image"] if rate is not None else False)
     unknown = lacks.nonzero()[0]
     if len(unknown):
-        folder, _ = read_once(partial(_probe, dataset, unknown.tolist()))
+        folder, _ = read_once(partial(_probe, unknown.tolist(), partial(_size, rows, header)))
         read = np.load(folder / "sizes.npy")
         found[unknown], rates[unknown] = read[:, :3].astype(np.int64), read[:, 3]
     if rate is not None:
@@ -50,12 +51,12 @@ def sizes_of(dataset: MediaTextDataset) -> Tensor:
     return torch.from_numpy(found)
 
 
-def _probe(dataset: MediaTextDataset, numbers: Sequence[int], folder: Path) -> None:
+def _probe(numbers: Sequence[int], size_of: Callable[[int], _Size], folder: Path) -> None:
     """Writes frames, height, width and frames per second of some rows, by their headers; 0: unreadable."""
     found = np.zeros((len(numbers), 4))
     began = shown = time.monotonic()
     with ThreadPoolExecutor(_THREADS) as pool:
-        for place, size in enumerate(pool.map(partial(_header, dataset), numbers)):
+        for place, size in enumerate(pool.map(size_of, numbers)):
             found[place] = size
             if time.monotonic() - shown > _EVERY:
                 shown = time.monotonic()
@@ -64,9 +65,9 @@ def _probe(dataset: MediaTextDataset, numbers: Sequence[int], folder: Path) -> N
     np.save(folder / "sizes.npy", found)
 
 
-def _header(dataset: MediaTextDataset, number: int) -> tuple[float, float, float, float]:
+def _size(rows: MappedRows, header: Callable[[MediaRow], VideoInfo], number: int) -> _Size:
     try:
-        info = dataset.header(dataset.rows[number])
+        info = header(rows[number])
     except DataError:
         return 0.0, 0.0, 0.0, 0.0  # training lists it, with the reason
     return info.num_frames, info.height, info.width, info.fps

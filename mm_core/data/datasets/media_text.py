@@ -105,7 +105,7 @@ class MediaTextDataset:
 
     def row_sizes(self) -> Tensor:
         """Frames at the dataset's rate, height and width of each row: as declared, or by its header."""
-        return sizes_of(self)
+        return sizes_of(self.rows, self.wanted.fps, self.header)
 
     def epoch_rows(self, epoch: int) -> Tensor:
         """The number of the row of each sample in an epoch, int64 [N]."""

@@ -1,0 +1,48 @@
+"""What the loop knows of a training step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mm_core.contracts import Batch, Loss
+
+
+@dataclass(frozen=True)
+class StepAgreement:
+    """The values of a training step on which all ranks agree.
+
+    Attributes:
+        weight: total weight of the batch over all ranks.
+        samples: number of samples over all ranks.
+        stop: whether to stop after the step.
+        save: whether to save after the step.
+    """
+
+    weight: float
+    samples: float
+    stop: bool
+    save: bool
+
+
+@dataclass(frozen=True)
+class IssuedStep:
+    """A step whose gradients the device computes.
+
+    Attributes:
+        step: from 0.
+        lr: its learning rate.
+        data_wait: seconds that this rank waited for its samples.
+        agreed: on what the ranks agreed.
+        batches: this rank's micro-batches.
+        forwards: of the micro-batches.
+        scale: of their losses.
+    """
+
+    step: int
+    lr: float
+    data_wait: float
+    agreed: StepAgreement
+    batches: Sequence[Batch]
+    forwards: Sequence[Callable[[], Loss]]
+    scale: float
