@@ -1,23 +1,30 @@
 """Runs a function on several gloo ranks, each in a process of its own, for checks that shard a model.
 
-Run as a module, it is one of these ranks: `python -m mm_core.testing.ranks FOLDER`.
+The imports of a rank take longer than most checks. So for each number of a rank a process imports once what
+the kit's own process has imported of the libraries, and forks that rank in each call (this file run
+as a module). Each such origin has hashes of strings of its own, as ranks have in a run.
 """
 
 from __future__ import annotations
 
+import atexit
+import json
 import math
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import suppress
 from functools import partial
+from importlib import import_module, invalidate_caches
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -30,7 +37,11 @@ from mm_core.testing.kit import NotApplicable, Probe, sentence_of
 
 A = TypeVar("A")
 _PATIENCE = 180.0  # seconds for the imports and the work of all ranks
-_WORK, _MEETING = "work.pickle", "meeting"
+_WORK, _REQUEST, _MEETING = "work.pickle", "request.json", "meeting"
+_LIBRARIES = ("mm_core", "diffusers", "transformers", "peft")
+"""What origins import of the modules that this process has: never what an author may have changed since."""
+_origins: dict[tuple[int, int], _Origin] = {}
+"""By the process that started them, and rank."""
 
 
 class ComponentBuild:
@@ -74,7 +85,7 @@ def on_ranks(world: int, work: Callable[[A], Any], argument: A, timeout: float =
         NotApplicable: the argument cannot be sent to another process.
         ContractError: a rank failed, with the message of the first that did; or they took too long.
     """
-    with tempfile.TemporaryDirectory(prefix="mm-ranks-") as name, ExitStack() as stack:
+    with tempfile.TemporaryDirectory(prefix="mm-ranks-") as name:
         folder = Path(name)
         try:
             (folder / _WORK).write_bytes(pickle.dumps((work, argument)))
@@ -83,17 +94,23 @@ def on_ranks(world: int, work: Callable[[A], Any], argument: A, timeout: float =
                 f"the component cannot be built in another process ({fault}): name a component, or give a"
                 " function of a module"
             ) from None
-        ranks: list[subprocess.Popen[bytes]] = []
+        ranks: list[_Rank] = []
+        request = {
+            "world": world,
+            "timeout": timeout,
+            "environment": _environment(),
+            "path": sys.path,
+            "folder": str(Path.cwd()),
+            "modules": [name for name in sys.modules if name.partition(".")[0] in _LIBRARIES],
+        }
+        (folder / _REQUEST).write_text(json.dumps(request))
         try:
             for rank in range(world):
-                out = stack.enter_context((folder / f"{rank}.log").open("wb"))
-                command = [sys.executable, "-P", "-m", __name__, name, str(timeout)]
-                ranks.append(subprocess.Popen(command, env=_environment(rank, world), stdout=out, stderr=out))
+                ranks.append(_Rank(_origin(rank), folder))
             _wait(ranks, folder, timeout)
         finally:
             for process in ranks:  # one that waits for a rank that failed would wait for ever
-                process.kill()
-                process.wait()
+                process.end()
         return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
 
 
@@ -119,15 +136,83 @@ def ranks_of(
         ) from fault
 
 
-def _environment(rank: int, world: int) -> dict[str, str]:
-    """This process's environment for a rank on the CPU, which imports from the same folders."""
+def _environment() -> dict[str, str]:
+    """This process's environment for ranks on the CPU, which import from the same folders."""
     path = os.pathsep.join(folder for folder in sys.path if folder)
-    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "OMP_NUM_THREADS": 1}
-    own["PYTHONHASHSEED"] = rank + 1  # as in a run, a string has another hash in each process
-    return {**os.environ, **{k: str(v) for k, v in own.items()}, "MM_DEVICE": "cpu", "PYTHONPATH": path}
+    return {**os.environ, "MM_DEVICE": "cpu", "PYTHONPATH": path}
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], folder: Path, timeout: float) -> None:
+class _Origin:
+    """This process's end of a process that forks a rank for each folder of which it is told."""
+
+    def __init__(self, rank: int) -> None:
+        own = {"PYTHONHASHSEED": str(rank + 1), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", __name__, str(rank)],
+            env={**_environment(), **own},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+        )
+        atexit.register(
+            self._process.communicate
+        )  # it ends with its standard input, however this process ends
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def tell(self, words: str) -> None:
+        assert self._process.stdin is not None
+        with suppress(OSError):  # it has ended, as `answer` finds
+            self._process.stdin.write(f"{words}\n".encode())
+
+    def end(self) -> None:
+        self._process.kill()
+
+    def answer(self, patience: float | None) -> int | None:
+        """The exit code of the rank, or of the origin; None if `patience` seconds pass."""
+        out = self._process.stdout
+        assert out is not None
+        if not select.select([out], [], [], patience)[0]:
+            return None
+        line = out.readline()
+        return int(line) if line else self._process.wait() or 1
+
+
+def _origin(rank: int) -> _Origin:
+    key = (os.getpid(), rank)
+    if key not in _origins or not _origins[key].alive:
+        _origins[key] = _Origin(rank)
+    return _origins[key]
+
+
+class _Rank:
+    """A rank under way."""
+
+    def __init__(self, origin: _Origin, folder: Path) -> None:
+        self._origin = origin
+        self._code: int | None = None
+        origin.tell(str(folder))
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it works."""
+        if self._code is None:
+            self._code = self._origin.answer(0.0)
+        return self._code
+
+    def end(self) -> None:
+        """Ends it at once."""
+        if self.poll() is None:
+            self._origin.tell("")
+            self._code = self._origin.answer(10.0)
+        if self._code is None:  # it is still at its imports
+            self._origin.end()
+            self._code = self._origin.answer(None)
+
+
+def _wait(ranks: Sequence[_Rank], folder: Path, timeout: float) -> None:
     """Waits until all ranks have ended; ContractError if one fails or the time is over."""
     end = time.monotonic() + timeout
     while (codes := [process.poll() for process in ranks]).count(0) < len(ranks):
@@ -155,24 +240,67 @@ def _failure(folder: Path, rank: int, world: int, codes: Sequence[int | None]) -
     return ContractError(f"rank {rank} of {world} ended with exit code {codes[rank]}{last}")
 
 
-def _main(name: str, timeout: str) -> None:
-    """One rank: calls the function, and leaves its result or its error in the folder."""
-    folder, rank, world = Path(name), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def _fork_ranks(rank: int) -> None:
+    """An origin: forks a rank for each folder, a line of standard input, and prints its exit code.
+
+    A line while the rank works ends it, and so does the end of the input, which ends the origin as well.
+    """
+    with open(0, "rb", buffering=0, closefd=False) as told, os.fdopen(os.dup(1), "wb", buffering=0) as out:
+        os.dup2(2, 1)  # what an import prints is no exit code
+        while line := told.readline():
+            if not line.strip():  # it was to end a rank that had ended by itself
+                continue
+            folder = Path(os.fsdecode(line).rstrip("\n"))
+            request = json.loads((folder / _REQUEST).read_text())
+            for name in request["modules"]:
+                with suppress(Exception):
+                    import_module(name)
+            child = os.fork()
+            if child == 0:
+                _become(rank, folder, request)
+            while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+                if select.select([told], [], [], 0.02)[0]:
+                    os.kill(child, signal.SIGKILL)
+                    ended, over = os.waitpid(child, 0), not told.readline()
+                    if over:
+                        return
+                    break
+            out.write(b"%d\n" % os.waitstatus_to_exitcode(ended[1]))
+
+
+def _become(rank: int, folder: Path, request: dict[str, Any]) -> NoReturn:
+    """The rank: calls the function, and leaves its result or its error in the folder."""
+    world, timeout = int(request["world"]), float(request["timeout"])
+    log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
+    empty = os.open(os.devnull, os.O_RDONLY)
+    for stream, place in ((empty, 0), (log, 1), (log, 2)):
+        os.dup2(stream, place)
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "OMP_NUM_THREADS": 1}
+    own["PYTHONHASHSEED"] = rank + 1  # as in a run, a string has another hash in each process
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.environ.update({name: str(value) for name, value in own.items()})
+    sys.path[:] = request["path"]
+    os.chdir(request["folder"])
+    invalidate_caches()
     torch.set_num_threads(1)
-    signal.alarm(math.ceil(float(timeout)))  # also where the process that started it was killed
+    signal.alarm(math.ceil(timeout))
     try:
-        meet_at_file(folder / _MEETING, rank, world, float(timeout))
+        meet_at_file(folder / _MEETING, rank, world, timeout)
         work, argument = pickle.loads((folder / _WORK).read_bytes())
         torch.save(work(argument), folder / f"{rank}.pt")
         wait_for_ranks()
     except Exception as fault:
         if lost_peer(fault) is not None:
             (folder / f"{rank}.lost").touch()
-        own = fault if isinstance(fault, MMError) else ContractError(sentence_of(fault))
-        (folder / f"{rank}.error").write_bytes(pickle.dumps(own))
+        own_error = fault if isinstance(fault, MMError) else ContractError(sentence_of(fault))
+        (folder / f"{rank}.error").write_bytes(pickle.dumps(own_error))
+        leave(1)
+    except BaseException:  # it must not go on as an origin
+        traceback.print_exc()
         leave(1)
     leave(0)
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    _fork_ranks(int(sys.argv[1]))
