@@ -143,7 +143,7 @@ def _environment() -> dict[str, str]:
 
 
 class _Origin:
-    """This process's end of a process that forks a rank for each folder of which it is told."""
+    """This process's end of a process that forks a rank for each folder that it is given."""
 
     def __init__(self, rank: int) -> None:
         own = {"PYTHONHASHSEED": str(rank + 1), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
@@ -163,7 +163,7 @@ class _Origin:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def tell(self, words: str) -> None:
+    def send(self, words: str) -> None:
         assert self._process.stdin is not None
         with suppress(OSError):  # it has ended, as `answer` finds
             self._process.stdin.write(f"{words}\n".encode())
@@ -194,7 +194,7 @@ class _Rank:
     def __init__(self, origin: _Origin, folder: Path) -> None:
         self._origin = origin
         self._code: int | None = None
-        origin.tell(str(folder))
+        origin.send(str(folder))
 
     def poll(self) -> int | None:
         """Its exit code; None while it works."""
@@ -205,7 +205,7 @@ class _Rank:
     def end(self) -> None:
         """Ends it at once."""
         if self.poll() is None:
-            self._origin.tell("")
+            self._origin.send("")
             self._code = self._origin.answer(10.0)
         if self._code is None:  # it is still at its imports
             self._origin.end()
@@ -245,9 +245,12 @@ def _fork_ranks(rank: int) -> None:
 
     A line while the rank works ends it, and so does the end of the input, which ends the origin as well.
     """
-    with open(0, "rb", buffering=0, closefd=False) as told, os.fdopen(os.dup(1), "wb", buffering=0) as out:
+    with (
+        open(0, "rb", buffering=0, closefd=False) as received,
+        os.fdopen(os.dup(1), "wb", buffering=0) as out,
+    ):
         os.dup2(2, 1)  # what an import prints is no exit code
-        while line := told.readline():
+        while line := received.readline():
             if not line.strip():  # it was to end a rank that had ended by itself
                 continue
             folder = Path(os.fsdecode(line).rstrip("\n"))
@@ -259,9 +262,9 @@ def _fork_ranks(rank: int) -> None:
             if child == 0:
                 _become(rank, folder, request)
             while not (ended := os.waitpid(child, os.WNOHANG))[0]:
-                if select.select([told], [], [], 0.02)[0]:
+                if select.select([received], [], [], 0.02)[0]:
                     os.kill(child, signal.SIGKILL)
-                    ended, over = os.waitpid(child, 0), not told.readline()
+                    ended, over = os.waitpid(child, 0), not received.readline()
                     if over:
                         return
                     break

@@ -22,6 +22,7 @@ ALLOWED = {
     "plugin.checks.values._return_type": "what a method of a contract returns; asked at each call of some",
     "plugin.checks.source._parsed": "the tree of a file as written at a time; several classes ask for it",
     "schema.describe._comments": "the comments of a class; a JSON Schema asks for those of each class often",
+    "testing.ranks._origins": "processes that fork the ranks of the checks, which have imported once",
     "telemetry.align.recorder._tables": "fixed numbers, by device",
     "optim.adamw.has_fused_adamw": "a fact of the installed torch",
     "optim.adamw_8bit._check_runs": "a fact of the installed torchao",
