@@ -14,9 +14,11 @@ import os
 import pickle
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -26,6 +28,7 @@ from importlib import import_module, invalidate_caches
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import numpy as np
 import torch
 
 from mm_core.errors import ContractError, MMError, plural
@@ -42,6 +45,7 @@ _LIBRARIES = ("mm_core", "diffusers", "transformers", "peft")
 """What origins import of the modules that this process has: never what an author may have changed since."""
 _origins: dict[tuple[int, int], _Origin] = {}
 """By the process that started them, and rank."""
+_one_call = threading.Lock()
 
 
 class ComponentBuild:
@@ -85,7 +89,7 @@ def on_ranks(world: int, work: Callable[[A], Any], argument: A, timeout: float =
         NotApplicable: the argument cannot be sent to another process.
         ContractError: a rank failed, with the message of the first that did; or they took too long.
     """
-    with tempfile.TemporaryDirectory(prefix="mm-ranks-") as name:
+    with _one_call, tempfile.TemporaryDirectory(prefix="mm-ranks-") as name:
         folder = Path(name)
         try:
             (folder / _WORK).write_bytes(pickle.dumps((work, argument)))
@@ -100,13 +104,13 @@ def on_ranks(world: int, work: Callable[[A], Any], argument: A, timeout: float =
             "timeout": timeout,
             "environment": _environment(),
             "path": sys.path,
-            "folder": str(Path.cwd()),
+            "folder": _working_folder(),
             "modules": [name for name in sys.modules if name.partition(".")[0] in _LIBRARIES],
         }
         (folder / _REQUEST).write_text(json.dumps(request))
         try:
             for rank in range(world):
-                ranks.append(_Rank(_origin(rank), folder))
+                ranks.append(_Rank(_origin(rank, folder), folder))
             _wait(ranks, folder, timeout)
         finally:
             for process in ranks:  # one that waits for a rank that failed would wait for ever
@@ -139,53 +143,74 @@ def ranks_of(
 def _environment() -> dict[str, str]:
     """This process's environment for ranks on the CPU, which import from the same folders."""
     path = os.pathsep.join(folder for folder in sys.path if folder)
-    return {**os.environ, "MM_DEVICE": "cpu", "PYTHONPATH": path}
+    # Libraries ask for a GPU when they are imported, and CUDA does not bear a fork after that.
+    own = {"MM_DEVICE": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **own, "PYTHONPATH": path}
+
+
+def _working_folder() -> str | None:
+    try:
+        return str(Path.cwd())
+    except FileNotFoundError:  # it was removed
+        return None
 
 
 class _Origin:
     """This process's end of a process that forks a rank for each folder that it is given."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, folder: Path) -> None:
         own = {"PYTHONHASHSEED": str(rank + 1), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__, str(rank)],
-            env={**_environment(), **own},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-        )
-        atexit.register(
-            self._process.communicate
-        )  # it ends with its standard input, however this process ends
+        line, theirs = socket.socketpair()
+        with theirs, _log(folder, rank).open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, str(rank)],
+                env={**_environment(), **own},
+                stdin=theirs.fileno(),
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # at Ctrl-C, this process ends the ranks
+            )
+        self._line, self._started_by = line.makefile("rwb", buffering=0), os.getpid()
+        line.close()
+        atexit.register(self._end_at_exit)
+
+    def _end_at_exit(self) -> None:
+        if os.getpid() == self._started_by:  # not in a process that this one forked
+            self._line.close()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(5.0)
+            self._process.kill()
 
     @property
     def alive(self) -> bool:
         return self._process.poll() is None
 
     def send(self, words: str) -> None:
-        assert self._process.stdin is not None
         with suppress(OSError):  # it has ended, as `answer` finds
-            self._process.stdin.write(f"{words}\n".encode())
+            self._line.write(f"{words}\n".encode())
 
     def end(self) -> None:
         self._process.kill()
 
     def answer(self, patience: float | None) -> int | None:
         """The exit code of the rank, or of the origin; None if `patience` seconds pass."""
-        out = self._process.stdout
-        assert out is not None
-        if not select.select([out], [], [], patience)[0]:
+        if not select.select([self._line], [], [], patience)[0]:
             return None
-        line = out.readline()
-        return int(line) if line else self._process.wait() or 1
+        with suppress(OSError):
+            if line := self._line.readline():
+                return int(line)
+        return self._process.wait() or 1
 
 
-def _origin(rank: int) -> _Origin:
+def _origin(rank: int, folder: Path) -> _Origin:
     key = (os.getpid(), rank)
     if key not in _origins or not _origins[key].alive:
-        _origins[key] = _Origin(rank)
+        _origins[key] = _Origin(rank, folder)
     return _origins[key]
+
+
+def _log(folder: Path, rank: int) -> Path:
+    return folder / f"{rank}.log"
 
 
 class _Rank:
@@ -235,58 +260,59 @@ def _failure(folder: Path, rank: int, world: int, codes: Sequence[int | None]) -
     if error.exists():
         found: MMError = pickle.loads(error.read_bytes())
         return found
-    lines = (folder / f"{rank}.log").read_text(errors="replace").strip().splitlines()
+    lines = _log(folder, rank).read_text(errors="replace").strip().splitlines()
     last = f": {lines[-1]}" if lines else ""
     return ContractError(f"rank {rank} of {world} ended with exit code {codes[rank]}{last}")
 
 
 def _fork_ranks(rank: int) -> None:
-    """An origin: forks a rank for each folder, a line of standard input, and prints its exit code.
+    """An origin: forks a rank for each folder, a line of its standard input, and answers with its exit code.
 
     A line while the rank works ends it, and so does the end of the input, which ends the origin as well.
     """
-    with (
-        open(0, "rb", buffering=0, closefd=False) as received,
-        os.fdopen(os.dup(1), "wb", buffering=0) as out,
-    ):
-        os.dup2(2, 1)  # what an import prints is no exit code
-        while line := received.readline():
+    with open(0, "r+b", buffering=0, closefd=False) as caller:
+        while line := caller.readline():
             if not line.strip():  # it was to end a rank that had ended by itself
                 continue
             folder = Path(os.fsdecode(line).rstrip("\n"))
+            log = os.open(_log(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.close(log)
             request = json.loads((folder / _REQUEST).read_text())
             for name in request["modules"]:
-                with suppress(Exception):
+                with suppress(Exception, SystemExit):
                     import_module(name)
             child = os.fork()
             if child == 0:
                 _become(rank, folder, request)
             while not (ended := os.waitpid(child, os.WNOHANG))[0]:
-                if select.select([received], [], [], 0.02)[0]:
+                if select.select([caller], [], [], 0.02)[0]:
                     os.kill(child, signal.SIGKILL)
-                    ended, over = os.waitpid(child, 0), not received.readline()
-                    if over:
+                    ended = os.waitpid(child, 0)
+                    if not caller.readline():
                         return
                     break
-            out.write(b"%d\n" % os.waitstatus_to_exitcode(ended[1]))
+            caller.write(b"%d\n" % os.waitstatus_to_exitcode(ended[1]))
 
 
 def _become(rank: int, folder: Path, request: dict[str, Any]) -> NoReturn:
     """The rank: calls the function, and leaves its result or its error in the folder."""
     world, timeout = int(request["world"]), float(request["timeout"])
-    log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
     empty = os.open(os.devnull, os.O_RDONLY)
-    for stream, place in ((empty, 0), (log, 1), (log, 2)):
-        os.dup2(stream, place)
-    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "OMP_NUM_THREADS": 1}
+    os.dup2(empty, 0)  # the caller's line is the origin's alone
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
     own["PYTHONHASHSEED"] = rank + 1  # as in a run, a string has another hash in each process
     os.environ.clear()
     os.environ.update(request["environment"])
     os.environ.update({name: str(value) for name, value in own.items()})
     sys.path[:] = request["path"]
-    os.chdir(request["folder"])
+    if request["folder"] is not None:
+        os.chdir(request["folder"])
     invalidate_caches()
     torch.set_num_threads(1)
+    torch.default_generator.seed()  # else each fork draws the same
+    np.random.seed()
     signal.alarm(math.ceil(timeout))
     try:
         meet_at_file(folder / _MEETING, rank, world, timeout)
