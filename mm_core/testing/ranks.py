@@ -301,11 +301,10 @@ def _become(rank: int, folder: Path, request: dict[str, Any]) -> NoReturn:
     world, timeout = int(request["world"]), float(request["timeout"])
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)  # the caller's line is the origin's alone
-    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
-    own["PYTHONHASHSEED"] = rank + 1  # as in a run, a string has another hash in each process
+    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    own["PYTHONHASHSEED"] = os.environ["PYTHONHASHSEED"]
     os.environ.clear()
-    os.environ.update(request["environment"])
-    os.environ.update({name: str(value) for name, value in own.items()})
+    os.environ.update({**request["environment"], **own})
     sys.path[:] = request["path"]
     if request["folder"] is not None:
         os.chdir(request["folder"])

@@ -35,13 +35,8 @@ class Claims:
             CacheError: the folder cannot be written.
         """
         path = self.folder / name
-        try:
-            claim, silent = path.read_text(), time.time() - path.stat().st_mtime
-        except OSError:
-            pass
-        else:
-            if _held(claim, silent) or not _removed(path, claim):
-                return False
+        if not _freed(path):
+            return False
         try:
             handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         except FileExistsError:
@@ -74,10 +69,16 @@ class Claims:
     def sweep(self) -> None:
         """Removes the claims of the dead. Nobody takes one whose owner died once it had written the chunk."""
         for path in [*self.folder.glob("*")]:
-            with suppress(OSError):
-                claim, silent = path.read_text(), time.time() - path.stat().st_mtime
-                if not _held(claim, silent):
-                    _removed(path, claim)
+            _freed(path)
+
+
+def _freed(path: Path) -> bool:
+    """Removes the claim of a dead process; false where a living one has the chunk."""
+    try:
+        claim, silent = path.read_text(), time.time() - path.stat().st_mtime
+    except OSError:  # there is none
+        return True
+    return not _held(claim, silent) and _removed(path, claim)
 
 
 def _held(claim: str, silent: float) -> bool:
