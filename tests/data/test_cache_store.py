@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import socket
+import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -104,6 +105,26 @@ def test_safetensors_reads_a_shard(store):
     with safe_open(shard_of(store, 0, 3, 6), "pt") as file:
         assert {*file.keys()} == {"index", "0/states", "0/mask", "0/size"}
         assert torch.equal(file.get_tensor("0/states")[1], features(3, length=1)["states"])
+
+
+def test_a_shard_is_synced_before_it_has_its_name_and_others_may_read_it(store, monkeypatch):
+    synced, beside = {}, []
+    kept = os.fsync
+
+    def fsync(handle):
+        synced[os.fstat(handle).st_ino] = os.fstat(handle).st_size
+        beside.append(sorted(path.name for path in (store.folder / "shards").iterdir()))
+        kept(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    path, umask = shard_of(store, 1, 2), os.umask(0)
+    os.umask(umask)
+    found = path.stat()
+    assert synced[found.st_ino] == found.st_size
+    assert stat.S_IMODE(found.st_mode) == 0o666 & ~umask
+    (staged,), (named,) = beside  # of the file and then of its folder; `tidy` knows what a kill would leave
+    assert staged.startswith(f".{path.stem}.tmp-")
+    assert named == path.name
 
 
 def test_a_process_finds_what_another_has_added_after_its_refresh(store):

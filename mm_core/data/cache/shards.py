@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save, save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from mm_core.contracts import Features
@@ -157,8 +157,8 @@ def write_shard(folder: Path, keys: Keys, entries: Sequence[Mapping[str, Tensor]
     path = folder / f"{secrets.token_hex(8)}.safetensors"
     staged = path.with_name(stage_name(f".{path.stem}"))
     try:
-        with durable(staged):
-            save_file(tensors, staged, {"format": _VERSION})
+        with durable(staged) as file:  # `save_file` would rename a file of its own, unsynced and private
+            file.write(save(tensors, {"format": _VERSION}))
         staged.rename(path)
         sync_folder(folder)
     except (OSError, SafetensorError) as error:
