@@ -71,7 +71,7 @@ class ContextPlan:
         heads: heads of the self-attention.
         attention: patterns of the self-attention modules, which call `F.scaled_dot_product_attention`.
         split: path -> argument of its forward, or number of its output -> dimension of the tokens. A tensor
-            without this dimension stays whole.
+            without this dimension stays whole; an argument that is not given, or is None, is left alone.
         gather: path of the last module that computes on a part -> dimension of the tokens in its output.
     """
 

@@ -84,6 +84,11 @@ REFUSED = {
         lambda: planned(2, task_of(gather={"proj_oud": 1})),
         "net.context_plan().gather: pattern 'proj_oud' matches no module",
     ),
+    "an argument that the forward does not have": (
+        lambda: planned(2, task_of(split={"blocks.0": {"hidden": 1}})),
+        "net.context_plan().split: the forward of blocks.0 (CustomDiTBlock) has no argument 'hidden'\n"
+        "  accepted: x, ",
+    ),
     "a device without a kernel for the ring": (
         lambda: decide_context(task_of(), ["net"], ContextParallelConfig(2, "ring"), 2, "tpu"),
         "engine.context_parallel.kind: ring attention has no kernel for the device tpu\n  accepted: ulysses",
@@ -225,6 +230,11 @@ CALLS = {
     "attention before the split": (
         lambda: spread(Net(), 0, split={"net.last": {"input": 1}}, gather={})(torch.ones(1, 4, 8)),
         "net.attention attends from 4 to 4 tokens, where context_plan gives this rank None",
+    ),
+    "an output that is not there": (
+        lambda: spread(Net(), 0, split={"net.block": {1: 1}})(torch.ones(1, 4, 8)),
+        "split['net.block'] of its context_plan: net.block returns 1 output, so there is no number 1\n"
+        "  accepted: 0 to 0",
     ),
     "a mask in the ring": (
         lambda: spread(Net(masked=True), 0, kind="ring")(torch.ones(1, 4, 8)),

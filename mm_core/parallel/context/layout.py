@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+from torch import nn
 
 from mm_core.builtin.configs.engines import ContextParallelConfig
 from mm_core.contracts import ContextPlan, SupportsContextPlan, TaskModule
@@ -112,6 +115,19 @@ def _resolved(
         attention += [f"{root}.{path}" for path in match(plan.attention, paths, f"{where}.attention")]
         for key in ("split", "gather"):
             match([*getattr(plan, key)], paths, f"{where}.{key}")
+        for path, dims in plan.split.items():
+            _check_arguments(f"{where}.split", path, task.get_submodule(f"{root}.{path}"), dims)
         split |= {f"{root}.{path}": dims for path, dims in plan.split.items()}
         gather |= {f"{root}.{path}": dim for path, dim in plan.gather.items()}
     return ContextLayout(wanted.size, wanted.kind, tuple(attention), split, gather)
+
+
+def _check_arguments(where: str, path: str, module: nn.Module, dims: Mapping[str | int, int]) -> None:
+    known = inspect.signature(module.forward).parameters
+    for name in dims:
+        if isinstance(name, str) and name not in known:
+            raise PlanError(
+                f"the forward of {path} ({type(module).__name__}) has no argument {name!r}",
+                where=where,
+                accepted=", ".join(known),
+            )

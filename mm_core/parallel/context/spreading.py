@@ -83,18 +83,25 @@ class Spreading:
         if named:
             bound = inspect.signature(forward).bind(*args, **kwargs)
             for name, dim in named.items():
-                bound.arguments[name] = self._part(path, bound.arguments[name], dim)
+                if name in bound.arguments:
+                    bound.arguments[name] = self._part(path, bound.arguments[name], dim)
             args, kwargs = bound.args, bound.kwargs
             self._begin_part()
         out = forward(*args, **kwargs)
         outputs = list(out) if isinstance(out, tuple | list) else [out]
         for key, dim in dims.items():
             if isinstance(key, int):
+                if key >= len(outputs):
+                    raise ContractError(
+                        f"{path} returns {plural(len(outputs), 'output')}, so there is no number {key}",
+                        where=f"split[{path!r}] of its context_plan",
+                        accepted=f"0 to {len(outputs) - 1}",
+                    )
                 outputs[key] = self._part(path, outputs[key], dim)
         return tuple(outputs) if isinstance(out, tuple | list) else outputs[0]
 
-    def _part(self, path: str, x: Tensor, dim: int) -> Tensor:
-        if x.dim() <= dim:
+    def _part(self, path: str, x: Tensor | None, dim: int) -> Tensor | None:
+        if x is None or x.dim() <= dim:
             return x  # one timestep a sample, where others have one a token
         self.tokens = self.peers.shares(x.shape[dim])
         if 0 in self.tokens:
