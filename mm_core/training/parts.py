@@ -94,7 +94,7 @@ def restore(parts: RunParts, manifest: Document, allow: Sequence[str]) -> Restor
         state = parts.engine.state_template({name.rpartition(".")[0] for name in source.names("optimizer")})
         absent = parts.weights.absent.names if isinstance(parts.weights, ResumedWeights) else ()
         state["model"] = {name: tensor for name, tensor in state["model"].items() if name not in absent}
-        if "loss_scale" not in source.parts:  # the checkpoint is of another engine or precision
+        if source.names("loss_scale") != {*state.get("loss_scale", {})}:  # of another engine or precision
             state.pop("loss_scale", None)
         averaged = "ema" in source.parts
         if ema is not None and averaged:

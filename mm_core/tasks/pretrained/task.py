@@ -115,6 +115,11 @@ class PretrainedTask(TaskModule):
         numbered = all(name == f"LABEL_{number}" for number, name in named.items())
         return () if numbered else tuple(named[number] for number in sorted(named, key=int))
 
+    @property
+    def defers_logits(self) -> bool:
+        """Whether the loss computes the logits: it needs the output embedding's weight after its forward."""
+        return bool(self._head)
+
     def notes(self) -> Sequence[str]:
         """Notes for the user on the loss chosen by `task.loss: auto`, if it is not the chunked one.
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from mm_core.contracts import EnginePlan, TaskModule
+from mm_core.errors import PlanError
 from mm_core.modules import tie
 from mm_core.parallel import decide_layout, device_mesh, plan_frozen
 from mm_deepspeed.settings import Settings
@@ -27,12 +28,23 @@ def plan_of(settings: Settings, task: TaskModule, world: int, state_tensors: flo
         task: on the meta device.
         world: number of ranks.
         state_tensors: tensors of optimizer state per parameter.
+
+    Raises:
+        PlanError: stage 3 does not have a weight that the loss needs.
     """
+    if settings.stage == 3 and getattr(task, "defers_logits", False):
+        raise PlanError(
+            "ZeRO 3 has the output embedding for its own forward alone, which a chunked loss comes after",
+            where="task.loss",
+            accepted="plain",
+            hint="set task.loss: plain, or a stage up to 2",
+        )
     layout = decide_layout(task, task.trainable, wrap="auto", recompute=None, ignore=())
     half, stage = settings.dtype != "fp32", settings.stage
     own = [p for name in task.trainable for p in task.get_submodule(name).parameters()]
     trained = sum(p.numel() for p in own if p.requires_grad)
-    lowered = sum(p.numel() for p in own) // (world if stage == 3 else 1) * (2 if half else 4)
+    sizes = (p.numel() * ((2 if half else 4) if p.is_floating_point() else p.element_size()) for p in own)
+    lowered = sum(sizes) // (world if stage == 3 else 1)
     masters = 4 * trained // world if stage else 0
     gradient = 2 if half and settings.grad_accum != "fp32" else 4
     return EnginePlan(
@@ -88,7 +100,7 @@ def handed_over(
         trained: the components by path in the task.
         tied: their tied weights.
         rows: their parameters by path in the task.
-        dtype: of the new parameters.
+        dtype: of the new parameters; integers keep theirs.
         split: splits a whole parameter over the ranks; None: each rank keeps it whole.
 
     Returns:
@@ -97,7 +109,9 @@ def handed_over(
     made: dict[str, nn.Parameter] = {}
     for path, module in trained.items():
         for name, parameter in [*module.named_parameters(prefix=path)]:
-            new = nn.Parameter(whole(parameter).to(dtype), parameter.requires_grad)
+            values = whole(parameter)
+            values = values.to(dtype) if values.is_floating_point() else values  # codes of a quantised base
+            new = nn.Parameter(values, parameter.requires_grad)
             made[name] = new = new if split is None else split(new)
             owner, _, key = name.removeprefix(f"{path}.").rpartition(".")
             module.get_submodule(owner)._parameters[key] = new

@@ -36,7 +36,7 @@ from mm_core.errors import ConfigError, PlanError
 from mm_core.modules import FlatShard, cast_inputs, tied_names
 from mm_core.parallel import place, recompute
 from mm_core.plugin import ComponentConfig
-from mm_deepspeed import zero
+from mm_deepspeed import library, zero
 from mm_deepspeed.building import Root, handed_over, plan_of, split_rows, whole
 from mm_deepspeed.config import DeepSpeedConfig
 from mm_deepspeed.settings import Settings, completed
@@ -136,7 +136,7 @@ class DeepSpeedEngine(EngineBase):
         """
         if optimizer is None:
             return self._prepare_samples(task, rng, weights)
-        deepspeed = zero.load(self.device, self.settings.dtype)
+        deepspeed = library.load(self.device, self.settings.dtype)
         if not self._completed:  # the engine is used on its own
             self._completed = completed(self.config.settings, _facts(plan.data_parallel))
         self.data_ranks = DataRanks(dist.get_rank(), plan.data_parallel)
@@ -149,7 +149,7 @@ class DeepSpeedEngine(EngineBase):
         self._begin(optimizer, weights)
         assert self._optimizer is not None
         rows = self._parameters
-        with zero.starting():
+        with library.starting():
             self._hand_over(deepspeed, task, plan, rows)
         if not self.settings.stage:
             self._parameters = self._held
@@ -174,6 +174,9 @@ class DeepSpeedEngine(EngineBase):
         deepspeed.init_distributed(dist_init_required=False, auto_mpi_discovery=False)  # joins torch's group
         split = partial(zero.split, config=self._completed) if self.settings.stage == 3 else None
         self._held = handed_over(self._trained, self._tied, rows, torch_dtype(self.settings.dtype), split)
+        if split is not None:
+            for module in self._trained.values():
+                zero.gather_for_adapters(module)
         trained = {id(rows[name]): self._held[name] for name in rows}
         for group in self._optimizer.param_groups:
             group["params"] = [trained[id(p)] for p in group["params"]]
@@ -223,6 +226,8 @@ class DeepSpeedEngine(EngineBase):
         # A non-finite total may still have finite gradients (x + nan), which would update unnoticed.
         seed = torch.where(torch.isfinite(total.detach()), scale, float("nan")).to(total.dtype)
         self._engine.backward(total * seed, scale_wrt_gas=False)
+        if self._zero is not None:
+            self._zero.received(last)
         return replace(found[0], total=found[0].total.detach())
 
     def grad_norm(self) -> float:

@@ -1,17 +1,13 @@
 """The private parts of DeepSpeed that the engine needs: its norms, how it discards, and where masters lie.
 
 DeepSpeed's public API gives the norm after an update only, cannot discard gradients, and sets states only of
-tensors that divide evenly. All of that is here, for the versions in `VERSIONS`, and each line is tested.
+tensors that divide evenly. All of that is here, for `library.VERSIONS`, and each line is tested.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from importlib import metadata
+from collections.abc import Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -19,83 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mm_core.device import environment_world
-from mm_core.errors import PlanError, PluginError
-
-VERSIONS = ("0.19.8",)
-_INSTALL = f"pip install deepspeed=={VERSIONS[-1]}"
-
-
-def load(device: torch.device, dtype: str = "fp32") -> Any:
-    """Imports DeepSpeed for a device; its messages go to Python's logging, from warnings on.
-
-    Args:
-        device: on which it computes.
-        dtype: in which it computes, `fp32`, `bf16` or `fp16`.
-
-    Raises:
-        PluginError: it is missing, or of a version whose private parts are not known here.
-        PlanError: it does not compute in that dtype on the device.
-    """
-    if device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    try:
-        found = metadata.version("deepspeed")
-        import deepspeed
-    except ImportError as fault:
-        raise PluginError(
-            f"the engine needs deepspeed, which cannot be imported: {fault}", where="engine", hint=_INSTALL
-        ) from None
-    if found not in VERSIONS:
-        raise PluginError(
-            f"deepspeed {found} is installed, whose private parts the engine does not know",
-            where="engine",
-            accepted=f"deepspeed {', '.join(VERSIONS)}",
-            hint=_INSTALL,
-        )
-    if dtype != "fp32" and not getattr(deepspeed.get_accelerator(), f"is_{dtype}_supported")():
-        raise PlanError(
-            f"{dtype}.enabled is true, but DeepSpeed does not compute in {dtype} on this device",
-            where="engine.settings",
-            accepted="fp32" if dtype == "bf16" else "bf16, fp32",
-            hint=f"remove the section {dtype}, or enable bf16 where the device has it",
-        )
-    logger = logging.getLogger("DeepSpeed")
-    logger.handlers.clear()  # it writes to stdout
-    logger.propagate = True
-    logger.setLevel(logging.ERROR)  # its warnings are about its own optimizers and schedules
-    warnings.filterwarnings("ignore", r"`torch.distributed.\w+` is deprecated", FutureWarning)
-    _forget_groups()
-    return deepspeed
-
-
-def _forget_groups() -> None:
-    """Drops what DeepSpeed keeps of an earlier engine in this process, whose groups are gone."""
-    from deepspeed.comm import comm
-    from deepspeed.runtime.zero.partition_parameters import Init
-    from deepspeed.utils import groups
-
-    comm.cdb = None
-    groups._release_process_group_references()
-    Init.num_persisted_parameters = Init.num_persisted_elements = 0
-
-
-@contextmanager
-def starting() -> Iterator[None]:
-    """A context for making DeepSpeed's engine; the environment is as before at its end, but for LOCAL_RANK.
-
-    DeepSpeed compiles nothing for the communication of CPUs in it: gloo does that. Nor does it broadcast
-    rank 0's parameters, which are equal already: it cannot broadcast one without dimensions.
-    """
-    os.environ.setdefault("LOCAL_RANK", str(environment_world().local_rank))  # stage 3 reads it in each step
-    with (
-        patch.dict(os.environ),
-        patch("deepspeed.comm.torch.build_shm_op", lambda: None),
-        patch("deepspeed.runtime.bf16_optimizer.see_memory_usage", lambda *_, **__: None),  # it prints
-        patch("deepspeed.runtime.engine.DeepSpeedEngine._broadcast_model", lambda _: None),
-    ):
-        yield
-
+from mm_core.modules import adapted_layers
 
 _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """Numbers of DeepSpeed's dynamic loss scaler."""
@@ -125,6 +45,7 @@ class Zero:
     def __init__(self, engine: Any) -> None:
         self.engine, self.inner = engine, engine.optimizer
         self._found: Any = None
+        self._begun = False
         self._scale_state: dict[str, Tensor] = {}
 
     @property
@@ -159,8 +80,22 @@ class Zero:
             kind = type(getattr(self.scaler, key))
             setattr(self.scaler, key, kind(float(value)))
 
+    def received(self, last: bool) -> None:
+        """Called after each backward. DeepSpeed adds to what a parameter without a gradient in the step's
+        first backward had in an earlier step: that becomes 0.
+
+        Args:
+            last: whether it was the step's last one.
+        """
+        if not self._begun:
+            for stale in self._not_received():
+                stale.zero_()
+        self._begun = not last
+
     def norm(self) -> float:
         """The L2 norm of the averaged gradients; not finite if one of them is not."""
+        if self._keeps_gradient():
+            self._complete()
         self._found = getattr(self.inner, self._measures)()
         norm = float(self._combined(self._found)) / self.scale
         return norm if norm >= 0 else float("inf")  # -1 stands for a norm that is not finite
@@ -203,6 +138,27 @@ class Zero:
     def _combined(self, found: Any) -> Any:
         """The norm from what DeepSpeed's method returns."""
         return found
+
+    def _not_received(self) -> list[Tensor]:
+        """Sums of gradients that no micro-batch of this step has begun anew."""
+        if not self.inner.cpu_offload:
+            return []
+        begun = self.inner._offload_accumulated_param_ids
+        return [sum_ for key, sum_ in self.inner.accumulated_grads_in_cpu.items() if key not in begun]
+
+    def _complete(self) -> None:
+        """Brings to the host what the step's last micro-batch has left out: gradients of those before it, and
+        0 where there is none."""
+        inner, late = self.inner, set()
+        for parameter in chain(*inner.params_in_partition):
+            key = inner.get_param_id(parameter)
+            if key in inner._offload_accumulated_param_ids - inner.norm_for_param_grads.keys():
+                late.add(key)
+            elif key not in inner.norm_for_param_grads:
+                group, _, offset, size = inner.grad_position[key]
+                self._flats()[group].grad.narrow(0, offset, size).zero_()
+        with patch.object(inner, "_offload_accumulated_param_ids", late):
+            inner._finalize_cpu_offload_gradient_accumulation()
 
     def _flats(self) -> list[Tensor]:
         return list(self.inner.single_partition_of_fp32_groups)
@@ -256,6 +212,12 @@ class ZeroBF16(Zero):
     def _flats(self) -> list[Tensor]:
         return list(self.inner.fp32_groups_flat_partition)
 
+    def _not_received(self) -> list[Tensor]:
+        return []
+
+    def _complete(self) -> None:
+        """Nothing is left out."""
+
     def _keeps_gradient(self) -> bool:
         return True
 
@@ -282,6 +244,28 @@ class Zero3(Zero):
 
     def _keeps_gradient(self) -> bool:
         return bool(self.inner.offload_optimizer)
+
+    def _sums(self) -> Mapping[int, Tensor]:
+        found: Mapping[int, Tensor] = self.inner._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+        return found
+
+    def _not_received(self) -> list[Tensor]:
+        begun = self.inner._offload_boundary_param_ids
+        return [sum_ for key, sum_ in self._sums().items() if key not in begun]
+
+    def _complete(self) -> None:
+        inner, late = self.inner, set()
+        for parameter in chain(*inner.fp16_groups):
+            key = inner.get_param_id(parameter)
+            if key in inner.norm_for_param_grads:
+                continue
+            if parameter.ds_id in inner._offload_boundary_param_ids:
+                late.add(parameter.ds_id)
+            else:
+                group, offset, size = inner.grad_position[key]
+                self._flats()[group].grad.narrow(0, offset, size).zero_()
+        with patch.object(inner, "_offload_boundary_param_ids", late):
+            inner._finalize_offload_gradient_accumulation()
 
     def fragment(self, parameter: nn.Parameter) -> Fragment:
         group, offset, size = self.inner.grad_position[self.inner.get_param_id(parameter)]
@@ -339,3 +323,13 @@ def split(parameter: nn.Parameter, config: Mapping[str, Any]) -> nn.Parameter:
     Init(module=shell, config_dict_or_path=dict(config), mem_efficient_linear=False)
     parameter.ds_shape = shape  # type: ignore[attr-defined]
     return parameter
+
+
+def gather_for_adapters(module: nn.Module) -> None:
+    """Lets stage 3 gather all parameters in an adapter layer for its forward: DoRA, LoKr and LoHa read those
+    of modules whose forward they do not call."""
+    from deepspeed.runtime.zero.partition_parameters import register_external_parameter
+
+    for layer in adapted_layers(module).values():
+        for parameter in layer.parameters():
+            register_external_parameter(layer, parameter)

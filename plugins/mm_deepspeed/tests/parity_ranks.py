@@ -36,6 +36,9 @@ HOPELESS = {
 STEPS, DISCARDED, OVERFLOW, MICROS, CLIP = 10, 4, 3, 6, 0.3
 ROWS, WEIGHTS = 6, (1.0, 0.5, 2.0, 0.0, 3.0, 0.25)
 """Six rows, so that each of two ranks has three micro-batches of one row."""
+USED = ((1, 1, 1), (0, 0, 0), (1, 0, 0), (0, 0, 1), (0, 1, 0))
+"""Which of a rank's micro-batches go through the last block of `Branching`, in one step after the other."""
+BRANCHING = [name for name in FLOAT32 if name != "fp32 stage 3"]
 HUGE = 1e6
 """A gradient of 1 is beyond float16 at the loss scale times this."""
 
@@ -45,6 +48,33 @@ class SixRows(kit.TinyTask):
 
     def loss_of_rows(self, step: int, rows: slice = slice(ROWS), device: torch.device | str = "cpu") -> Loss:
         return super().loss_of_rows(step, rows, device)
+
+
+class _Net(kit.Net):
+    """The network; the rows for which `used` is false do not go through the last block."""
+
+    def forward(self, x: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](self.fixed(self.first(x)) + self.shift)
+        if len(used) > 1:
+            x = torch.where(used[:, None], self.blocks[1](x), x)
+        elif used:
+            x = self.blocks[1](x)
+        return self.head(x) * self.scale
+
+
+class Branching(SixRows):
+    """The task with a block that some micro-batches do not use, as one of two experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = _Net()
+
+    def losses(self, batch: Any) -> torch.Tensor:
+        with torch.no_grad():
+            hidden = self.encoder.encode(batch["x"])
+        rows = [divmod(key.index, ROWS) for key in batch.keys]
+        used = torch.tensor([USED[step % len(USED)][row // 2] for step, row in rows], dtype=torch.bool)
+        return (self.net(hidden, used) - batch["y"]).square().mean(1)
 
 
 def summed(value: float) -> float:
@@ -153,6 +183,11 @@ def main(out: str) -> None:
     found = {name: trained({"zero_optimization": zero}) for name, zero in FLOAT32.items()}
     for name, zero in HALF.items():
         found[f"bf16 {name}"] = trained({"zero_optimization": zero, "bf16": {"enabled": True}})
+    with mock.patch.object(kit, "TinyTask", Branching):
+        found |= {f"{name}, branching": trained({"zero_optimization": FLOAT32[name]}) for name in BRANCHING}
+        for name, zero in HALF.items():
+            settings = {"zero_optimization": zero, "bf16": {"enabled": True}}
+            found[f"bf16 {name}, branching"] = trained(settings)
     # DeepSpeed refuses float16 on CPUs, which torch computes: in these ranks it does not.
     with mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda _: True):
         for name, zero in HALF.items():

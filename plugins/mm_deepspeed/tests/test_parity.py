@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parity_ranks import FLOAT32, HALF, HOPELESS
+from parity_ranks import BRANCHING, FLOAT32, HALF, HOPELESS
 
 from support.ranks import run_ranks
 
@@ -35,6 +35,13 @@ def test_ten_steps_are_those_of_plain_torch(measured: dict[str, Any], case: str)
     found, limit = measured[case], LIMITS[case[:4]]
     assert found["begun"] is True  # masters are not rounded as the parameters that compute are
     assert {k: v for k, v in found.items() if k in ("loss", "norm", "weights") and not v <= limit} == {}
+
+
+@pytest.mark.parametrize("case", [*BRANCHING, *(f"bf16 {name}" for name in HALF)])
+def test_a_parameter_without_a_gradient_in_a_step_or_a_micro_batch_has_the_gradient_zero(
+    measured: dict[str, Any], case: str
+) -> None:
+    test_ten_steps_are_those_of_plain_torch(measured, f"{case}, branching")
 
 
 @pytest.mark.parametrize("case", [*FLOAT32, *(f"bf16 {name}" for name in HALF)])

@@ -10,12 +10,13 @@ import pytest
 import torch
 import yaml
 from json_cases import facts_of
-from mm_deepspeed import zero
+from mm_deepspeed import library
 from mm_deepspeed.engine import DeepSpeedEngine
 
 from mm_core.cli.main import main, train_main
 from mm_core.errors import PlanError, PluginError
 from mm_core.schema.fields import ComponentConfig
+from mm_core.tasks.pretrained.task import PretrainedTask
 from support.runs import VIDEO
 
 INSTALL = "pip install deepspeed==0.19.8"
@@ -48,6 +49,18 @@ def test_an_optimizer_that_needs_shapes_is_refused(kind: str, stage: int) -> Non
     assert "adamw" in str(error.accepted) and "engine.type to fsdp2" in str(error.hint)
 
 
+def test_a_loss_that_computes_logits_itself_is_refused_at_stage_3(tmp_path: Path) -> None:
+    from support.pretrained_models import MODELS, save_model
+
+    folder, name = save_model("qwen3", tmp_path), MODELS["qwen3"][3]
+    with torch.device("meta"):
+        tasks = [PretrainedTask(str(folder), name, loss=loss) for loss in ("auto", "plain")]
+    plans = [DeepSpeedEngine(settings={"zero_optimization": {"stage": stage}}).plan for stage in (2, 3)]
+    with pytest.raises(PlanError, match=r"hint: set task\.loss: plain"):
+        plans[1](tasks[0], 2, 2.0)
+    assert plans[0](tasks[0], 2, 2.0).world == plans[1](tasks[1], 2, 2.0).world == 2
+
+
 def test_stage_0_takes_any_optimizer() -> None:
     facts = replace(facts_of(), optimizer=ComponentConfig("optimizer", "core/muon", {}))
     DeepSpeedEngine(settings={}).check_training(facts)
@@ -58,7 +71,7 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("deepspeed", reason="only its version is another")
     monkeypatch.setattr(metadata, "version", lambda _: "0.99.0")
     with pytest.raises(PluginError) as caught:
-        zero.load(torch.device("cpu"))
+        library.load(torch.device("cpu"))
     assert "deepspeed 0.99.0 is installed" in caught.value.what
     assert caught.value.accepted == "deepspeed 0.19.8" and caught.value.hint == INSTALL
 
@@ -71,7 +84,7 @@ def test_a_dtype_that_the_device_does_not_have_is_refused(
     deepspeed = pytest.importorskip("deepspeed", reason="it knows what the device has")
     monkeypatch.setattr(type(deepspeed.get_accelerator()), f"is_{dtype}_supported", lambda _: False)
     with pytest.raises(PlanError, match=f"does not compute in {dtype} on this device") as caught:
-        zero.load(torch.device("cpu"), dtype)
+        library.load(torch.device("cpu"), dtype)
     assert f"remove the section {dtype}" in str(caught.value.hint)
 
 
@@ -92,7 +105,7 @@ def absent(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
 def test_without_deepspeed_there_is_one_sentence(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     absent(monkeypatch, how)
     with pytest.raises(PluginError, match="the engine needs deepspeed") as caught:
-        zero.load(torch.device("cpu"))
+        library.load(torch.device("cpu"))
     assert caught.value.hint == INSTALL
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from mm_custom_dit.model import CustomDiT
+from safetensors.torch import load_file, save_file
 
 from support import warm
 from support.checkpoints import tensors
@@ -141,6 +142,51 @@ def test_an_adapter_is_the_one_of_fsdp2_and_resumes(train: Callable[..., Path], 
     assert files[0].keys() == files[1].keys()
     for name, tensor in files[0].items():
         torch.testing.assert_close(files[1][name], tensor, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [("train.adapters=[{targets: [predictor], dora: true}]",),
+     ("train.adapters=[{targets: [predictor], kind: lokr}]",),
+     ("train.adapters=[{targets: [predictor]}]", "train.base_dtype=nf4")],
+    ids=["dora", "lokr", "nf4"],
+)  # fmt: skip
+def test_adapters_of_any_kind_and_a_quantised_base_train_at_stage_3(
+    keys: tuple[str, ...], train: Callable[..., Path], tmp_path: Path
+) -> None:
+    """DoRA and LoKr read weights of layers whose forward they do not call; codes are no floats."""
+    torch.manual_seed(0)
+    made = CustomDiT(**{**DIT, "num_layers": 1}).state_dict()
+    base = {f"predictor.{name}": torch.randn(t.shape) * 0.1 for name, t in made.items()}
+    save_file(base, tmp_path / "base.safetensors")
+    zero = "{stage: 3, stage3_param_persistence_threshold: 0}"
+    settings = f"{{bf16: {{enabled: true}}, zero_optimization: {zero}}}"
+    engines = "{type: fsdp2, param_dtype: bf16}", f"{{type: deepspeed, config: null, settings: {settings}}}"
+    keys = (*keys, f"init_from.path={tmp_path}/base.safetensors")
+    found = [losses(train(tmp_path / engine[7], 4, f"engine={engine}", *keys)) for engine in engines]
+    assert found[1] == pytest.approx(found[0], rel=1e-3)
+    if "train.base_dtype=nf4" in keys:
+        train(tmp_path, 4, f"engine={engines[1]}", *keys, "--verify-resume", "2")
+
+
+def test_a_run_in_fp16_changes_its_engine(config: Path, tmp_path: Path) -> None:
+    """The loss scale of another engine is left out. DeepSpeed refuses float16 on CPUs: here it does not."""
+    program = (
+        "import sys; from unittest import mock; import mm_core\n"
+        "from deepspeed.accelerator import get_accelerator\n"
+        "half = mock.patch.object(type(get_accelerator()), 'is_fp16_supported', lambda _: True)\n"
+        "with half:\n"
+        "    for steps, engine in enumerate(sys.argv[3:], 1):\n"
+        "        own = [sys.argv[2], f'train.steps={steps}', f'engine={engine}']\n"
+        "        mm_core.train(mm_core.load_config(sys.argv[1], own), allow=['all'])\n"
+    )
+    zero = "{type: deepspeed, config: null, settings: {fp16: {enabled: true}, zero_optimization: {stage: 2}}}"
+    engines = (zero, "{type: fsdp2, param_dtype: fp16}", zero)
+    words = [sys.executable, "-c", program, str(config), f"run.dir={tmp_path}", *engines]
+    own = environment(DS_ACCELERATOR="cpu")
+    done = subprocess.run(words, capture_output=True, text=True, env=own, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(losses(tmp_path / "run")) == 3
 
 
 def test_a_stored_run_is_used_where_deepspeed_is_not_installed(stage_2: Path) -> None:
