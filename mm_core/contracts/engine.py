@@ -248,8 +248,9 @@ class Engine(Protocol):
         """The base learning rate of the first parameter group without `lr_scale`."""
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Within the block, the engine is in evaluation mode without gradients; entered by all ranks.
+        """Within the block, the whole task is in evaluation mode without gradients; entered by all ranks.
 
+        At its end, each module is in the mode that it had before.
         Gathered weights are dropped at its end, so that weights that change afterwards are gathered again.
         """
 

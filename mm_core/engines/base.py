@@ -25,15 +25,17 @@ from mm_core.plugin.checks.places import place_of_object
 class EngineBase:
     """The part of an engine that does not depend on how it spreads a task over ranks.
 
-    A subclass writes `plan`, `place_frozen`, `prepare` and `micro_step`. Its `prepare` sets `_trained` and
-    `_tied`, changes the modules, and calls `_allocate` and `_begin`; its `micro_step` calls `_backward`, and
-    averages the gradients over ranks. Parameters and their gradients may be plain tensors or DTensors.
+    A subclass writes `plan`, `place_frozen`, `prepare` and `micro_step`. Its `prepare` sets `_task`,
+    `_trained` and `_tied`, changes the modules, and calls `_allocate` and `_begin`; its `micro_step` calls
+    `_backward`, and averages the gradients over ranks. Parameters and their gradients may be plain tensors or
+    DTensors.
 
     Attributes:
         device: the device that computes.
         data_ranks: which share of the data this process reads; `prepare` sets it.
         late: see `SupportsUpdate`.
         base_lr: base learning rate of the first parameter group without `lr_scale`, or of the first group.
+        _task: the task, which `evaluating` puts into evaluation mode; None: only `_trained` is.
         _trained: the trained components, by path in the task.
         _tied: their tied weights (`tied_names`) before memory is allocated, by path in the task.
         _parameters: their parameters as the optimizer gets them, by path in the task.
@@ -43,6 +45,7 @@ class EngineBase:
     def __init__(self) -> None:
         self.device = current_device()
         self.data_ranks = DataRanks()
+        self._task: nn.Module | None = None
         self._trained: dict[str, nn.Module] = {}
         self._tied: dict[str, dict[str, str]] = {}
         self._parameters: dict[str, nn.Parameter] = {}
@@ -167,10 +170,11 @@ class EngineBase:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """A context for evaluating the trained modules: evaluation mode, without gradients."""
-        modes = {m: m.training for module in self._trained.values() for m in module.modules()}
-        for module in self._trained.values():
-            module.eval()
+        """A context for evaluating the task: all of its modules in evaluation mode, without gradients."""
+        roots = [*self._trained.values()] if self._task is None else [self._task]
+        modes = {m: m.training for root in roots for m in root.modules()}
+        for root in roots:
+            root.eval()
         try:
             with torch.no_grad():
                 yield

@@ -204,7 +204,7 @@ class FSDP2Engine(EngineBase):
         self.data_ranks = DataRanks(rank // size, plan.data_parallel, leads=rank % size == 0)
         self._compute_dtype = plan.compute_dtype
         self._loss_scale = LossScale() if plan.compute_dtype == "fp16" else None
-        self._trained = {name: task.get_submodule(name) for name in names}
+        self._task, self._trained = task, {name: task.get_submodule(name) for name in names}
         self._tied = {name: tied_names(module) for name, module in self._trained.items()}
         spreading = None if plan.context is None else Spreading(plan.context, self._peers(size))
         if plan.base is not None:
@@ -375,7 +375,7 @@ class FSDP2Engine(EngineBase):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """A context for evaluating the trained modules: evaluation mode, without gradients.
+        """A context for evaluating the task: all of its modules in evaluation mode, without gradients.
 
         A forward without a backward leaves the roots gathered; they are sharded again at the end, or training
         would continue with the tensors gathered here.

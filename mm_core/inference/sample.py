@@ -276,6 +276,7 @@ def load_sharded(
     stored = CheckpointWeights(checkpoint, config, task, weights)
     engine.prepare(task, plan, None, Randomness(config.run.seed), stored)
     _round_base_weights(task, config)
+    task.eval()
     return engine
 
 

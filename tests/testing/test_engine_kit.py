@@ -247,6 +247,14 @@ class Training(Good):
             yield
 
 
+class Partial(Good):
+    """It evaluates the trained components alone in evaluation mode."""
+
+    def prepare(self, task, plan, optimizer, rng, weights=None):
+        super().prepare(task, plan, optimizer, rng, weights)
+        self._task = None
+
+
 class Remembering(Good):
     """It evaluates with the weights of its first evaluation."""
 
@@ -428,6 +436,7 @@ FAULTS = [
     ("frozen_weights", Melting, "the optimizer gets other parameters than the trained ones: net.fixed.bias"),
     ("frozen_weights", Empty, "the frozen component computes with other weights than place_frozen was given"),
     ("evaluation", Training, "within evaluating() modules are in training mode"),
+    ("evaluation", Partial, "within evaluating() the task itself is in training mode"),
     ("evaluation", Remembering, "the loss in an evaluation after 1 step is "),
     ("evaluation", Restless, "after evaluating() modules are in other modes than before"),
     ("untrained", Trainer, "'NoneType' object has no attribute 'param_groups'"),

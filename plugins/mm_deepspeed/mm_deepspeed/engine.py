@@ -140,7 +140,7 @@ class DeepSpeedEngine(EngineBase):
         if not self._completed:  # the engine is used on its own
             self._completed = completed(self.config.settings, _facts(plan.data_parallel))
         self.data_ranks = DataRanks(dist.get_rank(), plan.data_parallel)
-        self._trained = {name: task.get_submodule(name) for name in task.trainable}
+        self._task, self._trained = task, {name: task.get_submodule(name) for name in task.trainable}
         self._tied = {name: tied_names(module) for name, module in self._trained.items()}
         for path in plan.recomputed:
             recompute(task.get_submodule(path), use_reentrant=False)
@@ -268,7 +268,7 @@ class DeepSpeedEngine(EngineBase):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """A context for evaluating the trained modules: evaluation mode, without gradients."""
+        """A context for evaluating the task: all of its modules in evaluation mode, without gradients."""
         self._publish(always=True)
         try:
             with super().evaluating():

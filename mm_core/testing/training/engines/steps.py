@@ -106,19 +106,25 @@ def skipped_steps(probe: EngineProbe) -> None:
 def evaluation(probe: EngineProbe) -> None:
     """evaluating() is evaluation mode without gradients, restores the modes, and sees the newest weights."""
     trial, plain = probe.trained(), Plain()
-    net = trial.task.net
-    net.blocks[0].eval()
-    before = [module.training for module in net.modules()]
+    task = trial.task
+    task.net.blocks[0].eval()
+    before = [module.training for module in task.modules()]
     for step in range(2):  # evaluated before and after an update
         with trial.engine.evaluating():
-            modes, grad = {module.training for module in net.modules()}, torch.is_grad_enabled()
+            modes, grad = {module.training for module in task.net.modules()}, torch.is_grad_enabled()
+            own = task.training
             loss = float(trial.compute(5).total)
         probe.expect(
             modes == {False} and not grad,
             "within evaluating() modules are in training mode, or gradients are computed",
         )
         probe.expect(
-            before == [module.training for module in net.modules()] and torch.is_grad_enabled(),
+            not own,
+            "within evaluating() the task itself is in training mode",
+            hint="put the task that `prepare` gets into evaluation mode, not only its trained components",
+        )
+        probe.expect(
+            before == [module.training for module in task.modules()] and torch.is_grad_enabled(),
             "after evaluating() modules are in other modes than before, or gradients stay off",
         )
         probe.expect_number(f"the loss in an evaluation after {plural(step, 'step')}", loss, plain.loss(5))
