@@ -48,6 +48,7 @@ from mm_core.plan.bucketing import (
     check_sizes_set,
     mean_step,
 )
+from mm_core.plan.length import check_schedule
 from mm_core.plan.model_states import StageBytes, model_states
 from mm_core.plan.run_plan import ComponentFact, MissingFile, ModuleFact, RunPlan
 from mm_core.plugin.checks.places import place_of_object
@@ -162,7 +163,7 @@ def make_plan(
             depends on them.
 
     Raises:
-        ConfigError: a target does not keep the contract of its kind.
+        ConfigError: a target does not keep the contract of its kind, or the schedule does not fit the run.
         ContractError: the components do not match each other.
         PlanError: the run does not fit the number of ranks.
     """
@@ -180,6 +181,7 @@ def make_plan(
     size, accumulation = _batch(config, layout.data_parallel)
     order = _buckets(config, task, size, accumulation, train)
     steps = _steps(config, size, order, train)
+    check_schedule(config, steps)
     modules = _modules(task)
     return RunPlan(
         name=config.run.name,

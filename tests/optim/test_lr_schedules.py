@@ -17,9 +17,11 @@ from transformers import (
 )
 from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmup
 
+from mm_core.config.load import load_config
 from mm_core.errors import ConfigError
 from mm_core.optim import lr_schedules
 from mm_core.optim.lr_schedules import constant, cosine, linear, polynomial, wsd
+from mm_core.plan import make_plan
 
 BASE = 0.02
 DECAYING = ("linear", "cosine", "polynomial", "wsd")
@@ -146,3 +148,38 @@ def test_a_decay_that_overlaps_the_warm_up_is_refused():
         "  accepted: 0 to 0.6\n"
         "  hint: lower lr_schedule.decay_fraction or shorten the warm-up"
     )
+
+
+OWN = """
+from mm_core import Component, hookimpl
+from mm_core.errors import ConfigError
+
+
+class Own:
+    def __init__(self, total_steps, base_lr):
+        raise ConfigError(f"a run of {total_steps} steps at {base_lr} is too short")
+
+    def factor(self, step):
+        return 1.0
+
+
+@hookimpl
+def mm_lr_schedules():
+    return [Component(name="own", target="own_schedule:Own")]
+"""
+
+
+@pytest.mark.parametrize(
+    ("schedule", "refused"),
+    [
+        ("{type: cosine, warmup_steps: 9}", "warmup_steps is 9, but the run has only 8 steps"),
+        ("{type: cosine, warmup_steps: 8, min_lr: 2}", "min_lr is 2, which is above"),
+        ("{type: local/own}", "a run of 8 steps at 0.02 is too short"),
+    ],
+)
+def test_a_schedule_that_does_not_fit_the_run_is_refused_at_the_plan(tiny, tmp_path, schedule, refused):
+    (tmp_path / "own_schedule.py").write_text(OWN)
+    own = f"plugins={{path: [{tmp_path / 'own_schedule.py'}]}}"
+    config = load_config(tiny, [own, "train.steps=8", "optimizer.lr=0.02", f"lr_schedule={schedule}"])
+    with pytest.raises(ConfigError, match=refused):
+        make_plan(config, 1)
