@@ -10,7 +10,7 @@ from mm_core.cli.options import print_json, print_table
 from mm_core.errors import plural
 from mm_core.plugin.hookspecs import KINDS
 from mm_core.plugin.records import PluginRecord, Registered
-from mm_core.plugin.registry import Registry, survey
+from mm_core.plugin.registry import Registry, is_strict, survey
 
 if TYPE_CHECKING:
     from mm_core.testing.kit import Outcome
@@ -76,9 +76,10 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _list(registry: Registry, kind: str | None, as_json: bool) -> int:
+    code = int(is_strict() and any(plugin.broken for plugin in registry.plugins))
     if as_json:
         print_json({"plugins": [_plugin_json(plugin, kind) for plugin in registry.plugins]})
-        return 0
+        return code
     rows = [("PLUGIN", "VERSION", "STATUS", "DISTRIBUTION")]
     rows += [(p.namespace, p.version, p.status, p.distribution) for p in registry.plugins]
     print_table(rows)
@@ -92,7 +93,7 @@ def _list(registry: Registry, kind: str | None, as_json: bool) -> int:
         print("\nnot loaded")
         for plugin in broken:
             print(f"  {plugin.label} {plugin.status}: {plugin.error}")
-    return 0
+    return code
 
 
 def _show(found: Sequence[Registered], as_json: bool) -> int:

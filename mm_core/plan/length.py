@@ -1,4 +1,4 @@
-"""What the length of a run must fit: its learning-rate schedule."""
+"""What the length of a run must fit: its learning-rate schedule, and the steps that it profiles."""
 
 from __future__ import annotations
 
@@ -18,3 +18,11 @@ def check_schedule(config: RunConfig, steps: int) -> None:
     rate = config.optimizer.options.get("lr")  # without this option, only the engine knows the base rate
     if steps and isinstance(rate, int | float):
         config.registry.build("lr_schedule", config.lr_schedule, steps, float(rate))
+
+
+def profile_notes(config: RunConfig, steps: int) -> tuple[str, ...]:
+    """The plan's note on a profile that begins after the run's last step; `steps` as in `check_schedule`."""
+    if config.profile is None or not steps or config.profile.steps[0] <= steps:
+        return ()
+    first = config.profile.steps[0]
+    return (f"nothing is profiled: profile.steps begins at step {first}, and the run ends at step {steps}",)

@@ -48,7 +48,7 @@ from mm_core.plan.bucketing import (
     check_sizes_set,
     mean_step,
 )
-from mm_core.plan.length import check_schedule
+from mm_core.plan.length import check_schedule, profile_notes
 from mm_core.plan.model_states import StageBytes, model_states
 from mm_core.plan.run_plan import ComponentFact, MissingFile, ModuleFact, RunPlan
 from mm_core.plugin.checks.places import place_of_object
@@ -182,6 +182,7 @@ def make_plan(
     order = _buckets(config, task, size, accumulation, train)
     steps = _steps(config, size, order, train)
     check_schedule(config, steps)
+    notes = (*untested_torch(), *_notes(task), *profile_notes(config, steps))
     modules = _modules(task)
     return RunPlan(
         name=config.run.name,
@@ -195,7 +196,7 @@ def make_plan(
         global_batch_size=size,
         accumulation=accumulation,
         buckets=() if order is None else bucket_facts(order),
-        notes=(*untested_torch(), *_notes(task), *_engine_notes(config, engine, steps, accumulation, layout)),
+        notes=(*notes, *_engine_notes(config, engine, steps, accumulation, layout)),
         flops=_step_flops(config, task, layout, size, order),
         ema_bytes=layout.gradient_bytes if config.ema is not None else 0,
         ema_on_host=config.ema is not None and (config.ema.device == "cpu" or bool(layout.offloaded_bytes)),

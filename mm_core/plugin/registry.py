@@ -202,6 +202,18 @@ def survey(local_paths: tuple[str, ...] = ()) -> Registry:
     return Registry(discover(local_files(local_paths), os.environ))
 
 
+def is_strict() -> bool:
+    """Whether a broken plugin is an error: with MM_PLUGINS_STRICT=1.
+
+    Raises:
+        PluginError: the variable has another value than 0 or 1.
+    """
+    strict = os.environ.get("MM_PLUGINS_STRICT", "")
+    if strict not in ("", "0", "1"):
+        raise PluginError(f"{strict!r} is not a valid value", where="MM_PLUGINS_STRICT", accepted="0 or 1")
+    return strict == "1"
+
+
 def _report(plugins: tuple[PluginRecord, ...]) -> None:
     """Warns once, on the first rank only, of each broken plugin and of each plugin that imports torch."""
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) != "0":
@@ -220,10 +232,7 @@ def _warn(line: str) -> None:
 
 
 def _raise_if_needed(plugins: tuple[PluginRecord, ...]) -> None:
-    strict = os.environ.get("MM_PLUGINS_STRICT", "")
-    if strict not in ("", "0", "1"):
-        raise PluginError(f"{strict!r} is not a valid value", where="MM_PLUGINS_STRICT", accepted="0 or 1")
-    if strict == "1" and (broken := [plugin for plugin in plugins if plugin.broken]):
+    if is_strict() and (broken := [plugin for plugin in plugins if plugin.broken]):
         raise PluginError(
             "; ".join(map(_state, broken)),
             where="MM_PLUGINS_STRICT=1",

@@ -38,7 +38,7 @@ from mm_core import Component, hookimpl
 
 
 class Schedule:
-    def __init__(self):
+    def __init__(self, total_steps, base_lr):
         print("a component is built")
 
     def factor(self, step):
@@ -422,6 +422,17 @@ def test_check_finds_what_is_wrong_with_a_component(
     assert (code, len(findings)) == (1, 1), findings
     assert "plugin 'alpha' (mm-alpha 1.0), predictor 'alpha/dit'" in findings[0]["sentence"]
     assert sentence in findings[0]["sentence"]
+
+
+@pytest.mark.parametrize(("strict", "code"), [("0", 0), ("1", 1)])
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_list_shows_a_broken_plugin_and_fails_where_it_is_an_error(
+    site: Any, monkeypatch: Any, capsys: Any, strict: str, code: int, options: list[str]
+) -> None:
+    site.plugin("broken", "1 / 0")
+    monkeypatch.setenv("MM_PLUGINS_STRICT", strict)
+    assert main(["plugins", "list", *options]) == code
+    assert "ZeroDivisionError" in capsys.readouterr().out
 
 
 def test_check_imports_targets_only_with_the_option(site: Any) -> None:

@@ -137,6 +137,11 @@ PACKAGES: Faults = {
         "No module named 'no_such_library'",
         "pip install no_such_library",
     ),
+    "a plugin's own module is missing": (
+        lambda p: p.site.add("mm-void", {"void": "mm_void.plugin"}),
+        "No module named 'mm_void'",
+        "pip install --force-reinstall mm-void, whose own package is incomplete",
+    ),
     "a plugin raises": (
         lambda p: p.site.plugin("torn", HOOKS + "1 / 0\n"),
         "ZeroDivisionError",

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from mm_core.config.load import load_config
 from mm_core.config.sections import ProfileSection
 from mm_core.device import MemoryRecorder
+from mm_core.plan import make_plan
 from mm_core.telemetry import profiler as profiling
 from mm_core.telemetry.profiler import ProfileWindow
 
@@ -103,3 +105,10 @@ def test_memory_false_records_none_of_it(tmp_path, monkeypatch):
     monkeypatch.setattr(profiling, "memory_recorder", lambda: pytest.fail("was asked for"))
     steps(ProfileWindow(ProfileSection((1, 1), memory=False), tmp_path, 0), 1, 1)
     assert "CPU Mem" not in (tmp_path / "profile/rank_0_steps_1-1.txt").read_text()
+
+
+@pytest.mark.parametrize(("steps", "noted"), [("[8, 9]", False), ("[9, 9]", True)])
+def test_the_plan_notes_a_profile_that_begins_after_the_run(tiny, steps, noted):
+    notes = make_plan(load_config(tiny, ["train.steps=8", f"profile={{steps: {steps}}}"]), 1).notes
+    sentence = "nothing is profiled: profile.steps begins at step 9, and the run ends at step 8"
+    assert (sentence in notes) is noted

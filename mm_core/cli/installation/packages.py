@@ -131,7 +131,9 @@ def _plugin_fix(plugin: PluginRecord) -> str:
     if plugin.status == "refused" and "requires" in error:
         return f"pip install --upgrade {owner} mm-core"
     if missing := re.search(r"No module named '([\w-]+)", error):
-        return f"pip install {missing[1]}"
+        if missing[1] != plugin.module.partition(".")[0]:
+            return f"pip install {missing[1]}"
+        return f"pip install --force-reinstall {owner}, whose own package is incomplete"
     if plugin.status == "refused":
         return f"pip uninstall {owner}, or the other distribution of that name"
     return f"pip install --force-reinstall {owner}, or without it: MM_PLUGINS_DISABLE={plugin.namespace}"
