@@ -137,7 +137,7 @@ def _compare(args: argparse.Namespace) -> int:
         names = names_by_order(ours, read_record(two, names), names)
     result = compare(ours, read_record(two, names), args.tolerance)
     if not result.pairs:
-        what = "the two records have no tensor in common"
+        what = "; ".join(["the two records have no tensor in common", *result.notes])
         raise MMError(
             what, where=f"{one}, {two}", hint="map names with --map THEIRS=OURS, or match --by-order"
         )
@@ -149,7 +149,7 @@ def _compare(args: argparse.Namespace) -> int:
         print_json(render.document(result))
     else:
         print(render.text(result, _elements(result, one, two)))
-    return 1 if result.findings else 0
+    return 1 if result.findings or not result.whole else 0
 
 
 def _elements(result: Comparison, one: Path, two: Path) -> str | None:

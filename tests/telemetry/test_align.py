@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+import shutil
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from mm_core.errors import MMError
+from mm_core.report.align import render
 from mm_core.report.align.chart import chart
 from mm_core.report.align.compare import Comparison, compare
 from mm_core.report.align.records import Names, names_by_order, read_record
@@ -328,3 +330,49 @@ def test_records_without_modules_in_common_have_no_drawing():
     with pytest.raises(MMError, match="there is nothing to draw"):
         chart([])
     assert "<svg" not in page(Comparison(), ["A", "B"])
+
+
+def test_steps_that_one_record_lacks_are_named_and_not_compared(plain, tmp_path):
+    short = read_record(train(tmp_path / "short", steps=1))
+    result = compare(read_record(plain), short, tolerance=0)
+    assert result.findings == [] and result.whole and len(result.pairs) > 100
+    assert result.notes == ["only the first record has 1 step, not compared: 2"]
+    assert result.notes[0] in render.text(result)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_gradients_that_one_record_lacks_altogether_are_not_compared(side, plain, tmp_path):
+    """Engines may keep gradients to themselves: what is a row of theirs is compared."""
+    records = [read_record(plain), read_record(train(tmp_path / "other", PLANTED["weight decay"][0]))]
+    records[side] = replace(records[side], rows=[r for r in records[side].rows if r.kind != "gradient"])
+    result = compare(*records)
+    assert result.notes == [f"the {('first', 'second')[side]} record has no gradients: not compared"]
+    assert result.findings[0].pair.row.kind == "updated"
+
+
+def test_a_record_that_was_cut_is_compared_as_far_as_it_goes(plain, tmp_path):
+    rows = (plain / "rows_0.jsonl").read_text().splitlines(keepends=True)
+    gradients = [at for at, row in enumerate(rows) if '"kind": "gradient"' in row and '"step": 1' in row]
+    for end in (gradients[0], gradients[3], len(rows) - 1):
+        for rest in ("", '{"kind": "gra'):
+            cut = shutil.copytree(plain, tmp_path / f"{end}{len(rest)}")
+            (cut / "rows_0.jsonl").write_text("".join(rows[:end]) + rest)
+            result = compare(read_record(plain), read_record(cut), tolerance=0)
+            assert result.findings == [] and not result.whole
+            assert result.notes[0].startswith("the second record was not closed")
+
+
+def test_a_record_without_the_rows_of_a_rank_is_refused(plain, tmp_path):
+    other = shutil.copytree(plain, tmp_path / "record")
+    (other / "record.json").write_text('{"world": 2}')
+    with pytest.raises(MMError, match="lacks the rows of rank 1: rows_1"):
+        read_record(other)
+
+
+def test_of_several_frozen_weights_the_first_is_named(plain, tmp_path):
+    def change(setting: Setting) -> None:
+        setting.model.blocks.requires_grad_(False)
+
+    found = compare(read_record(plain), read_record(train(tmp_path / "frozen", change))).findings
+    alone = [each.where for each in found if each.pair.row.kind == "gradient"]
+    assert alone == [f"model.{name}" for name, _ in Model().named_parameters() if "blocks" in name]

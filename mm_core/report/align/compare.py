@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mm_core.report.align.common import common
 from mm_core.report.align.records import PHASES, Call, Record, Row, order_of
 from mm_core.schema.nodes import leaves
 
@@ -80,6 +81,8 @@ class Comparison:
         settings: facts that differ: key -> (first, second).
         laid_otherwise: steps whose samples are in rows of other shapes (packed, padded), and whose gradients
             agree; of these only what is of the step as a whole is compared.
+        notes: sentences about what is not compared.
+        whole: whether both records were closed, so that no rows can be missing.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -87,6 +90,8 @@ class Comparison:
     unmatched: tuple[list[str], list[str]] = field(default_factory=lambda: ([], []))
     settings: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     laid_otherwise: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    whole: bool = True
 
 
 def compare(a: Record, b: Record, tolerance: float | None = None) -> Comparison:
@@ -97,7 +102,8 @@ def compare(a: Record, b: Record, tolerance: float | None = None) -> Comparison:
         b: the second, with names translated to those of the first.
         tolerance: replaces `TOLERANCES`; 0 compares bits.
     """
-    result = Comparison(settings=settings_that_differ(a.facts, b.facts))
+    result = Comparison(settings=settings_that_differ(a.facts, b.facts), whole=a.closed and b.closed)
+    a, b, result.notes = common(a, b)
     here, there = ({row.module for row in record.rows if row.module} for record in (a, b))
     result.unmatched = (sorted(here - there), sorted(there - here))
     result.pairs = _pairs(a, b, tolerance)
@@ -178,7 +184,7 @@ def _one_sided(a: Record, b: Record) -> list[Pair]:
     both = {row.name for row in a.rows if row.kind == "parameter"}
     both &= {row.name for row in b.rows if row.kind == "parameter"}
     one, two = ({(r.step, r.name): r for r in x.rows if r.kind == "gradient"} for x in (a, b))
-    alone = [(one | two)[key] for key in one.keys() ^ two.keys() if key[1] in both]
+    alone = [row for key, row in (one | two).items() if (key in one) != (key in two) and key[1] in both]
     pairs = [(row, replace(row, facts={**row.facts, "shape": None})) for row in alone]
     pairs = [pair if (pair[0].step, pair[0].name) in one else pair[::-1] for pair in pairs]
     return [Pair(row, other, math.inf, 0.0) for row, other in pairs]

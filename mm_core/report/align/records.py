@@ -15,6 +15,9 @@ from mm_core.errors import MMError
 PHASES = {"parameter": 0, "gradient": 2, "grad_norm": 3, "updated": 4, "optimizer": 5}
 """Kinds of rows of a step as a whole, in the order of a step; the others are of a micro-batch: phase 1."""
 
+_END = {"kind": "end"}
+"""The last row of each rank, which closing the record writes."""
+
 Call = tuple[int, int, str, int]
 """Step, micro-batch, module, and number of the call."""
 
@@ -95,11 +98,13 @@ class Record:
         folder: where it lies.
         facts: versions and settings.
         rows: of all ranks, in the order of execution.
+        closed: whether every rank has ended its rows; otherwise they may be cut anywhere.
     """
 
     folder: Path
     facts: Mapping[str, Any]
     rows: Sequence[Row]
+    closed: bool = True
 
     def calls(self) -> dict[str, tuple[Any, ...]]:
         """The modules in the order in which their first calls end, with the shapes of their outputs."""
@@ -120,13 +125,16 @@ def read_record(folder: Path, names: Names | None = None) -> Record:
     """Reads a record, with its names translated.
 
     Raises:
-        MMError: the folder holds no record, or a damaged one.
+        MMError: the folder holds no record, or a damaged one, or the rows of a rank are missing.
     """
-    files = sorted(folder.glob("rows_*.jsonl"))
     try:
         facts = json.loads((folder / "record.json").read_text(encoding="utf-8"))
-        found = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
-        rows = [_row(values, names or Names()) for values in found]
+        files = _files_of_ranks(folder, facts.get("world", 1))
+        # What follows the last newline is a row that was cut, or nothing.
+        texts = [file.read_text(encoding="utf-8").rpartition("\n")[0] for file in files]
+        found = [[json.loads(line) for line in text.splitlines()] for text in texts]
+        closed = all(_END in of_rank[-1:] for of_rank in found)
+        rows = [_row(values, names or Names()) for each in found for values in each if values != _END]
     except (OSError, ValueError, KeyError) as error:
         raise MMError(
             f"the folder holds no record that is complete: {error}",
@@ -134,7 +142,17 @@ def read_record(folder: Path, names: Names | None = None) -> Record:
             accepted="a folder that mm align record, or the file that mm align recorder prints, has written",
         ) from None
     rows.sort(key=order_of)
-    return Record(folder, facts, rows)
+    return Record(folder, facts, rows, closed)
+
+
+def _files_of_ranks(folder: Path, count: int) -> list[Path]:
+    """The files of rows of at least this number of ranks."""
+    files = {int(file.stem.partition("_")[2]): file for file in folder.glob("rows_*.jsonl")}
+    missing = [rank for rank in range(max([count, *(rank + 1 for rank in files)])) if rank not in files]
+    if missing:
+        what = f"the record lacks the rows of rank {missing[0]}: rows_{missing[0]}.jsonl does not exist"
+        raise MMError(what, where=str(folder), hint="copy the files of all ranks, or record again")
+    return [files[rank] for rank in sorted(files)]
 
 
 def _row(values: dict[str, Any], names: Names) -> Row:

@@ -88,6 +88,7 @@ def text(result: Comparison, elements: str | None = None) -> str:
             lines.append(
                 f"only the {which} record has {plural(len(names), 'module')}: {', '.join(names[:3])}{more}"
             )
+    lines += result.notes
     if result.laid_otherwise:
         lines.append(
             f"rows of other shapes in {plural(len(result.laid_otherwise), 'step')} (packed or padded),"
@@ -124,6 +125,8 @@ def document(result: Comparison) -> dict[str, Any]:
         ],
         "settings": result.settings,
         "unmatched": result.unmatched,
+        "notes": result.notes,
+        "whole": result.whole,
     }
 
 

@@ -110,8 +110,7 @@ class Recorder:
     def inputs(self, micro: int | None = None, /, **tensors: Any) -> None:
         """Begins a micro-batch: the tensors that it computes from, by name. They are stored whole."""
         self._flush()
-        self.micro = self.micro + 1 if micro is None else micro
-        self._calls, self._forward = {}, True
+        self._calls, self._forward, self.micro = {}, True, self.micro + 1 if micro is None else micro
         held = {name: tensor.detach() for name, tensor in flatten(tensors)}
         for name, tensor in held.items():
             self._row("input", tensor, micro=self.micro, name=name)
@@ -140,6 +139,7 @@ class Recorder:
     def close(self) -> None:
         """Removes the hooks and closes the files."""
         self._flush()
+        self._file.write('{"kind": "end"}\n')  # rows without it may be cut
         self._file.close()
         for hook in self._hooks:
             hook.remove()
