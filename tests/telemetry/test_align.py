@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from mm_core.errors import MMError
 from mm_core.report.align import render
 from mm_core.report.align.chart import chart
-from mm_core.report.align.compare import Comparison, compare
-from mm_core.report.align.records import Names, names_by_order, read_record
+from mm_core.report.align.compare import Comparison, compare, difference
+from mm_core.report.align.records import Names, Record, names_by_order, read_record
 from mm_core.report.align.render import growth, page
 from mm_core.telemetry.align import recorder
 from mm_core.telemetry.align.recorder import Recorder, statistics
@@ -376,3 +376,63 @@ def test_of_several_frozen_weights_the_first_is_named(plain, tmp_path):
     found = compare(read_record(plain), read_record(train(tmp_path / "frozen", change))).findings
     alone = [each.where for each in found if each.pair.row.kind == "gradient"]
     assert alone == [f"model.{name}" for name, _ in Model().named_parameters() if "blocks" in name]
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_imaginary_parts_count(dtype):
+    angles = torch.outer(torch.arange(6.0), torch.linspace(0.1, 0.9, 4))
+    turns = torch.polar(torch.ones(6, 4), angles).to(dtype)
+    (values, _), (other, _) = statistics(turns), statistics(turns.conj())
+    assert values[0] == torch.view_as_real(turns).min() and values[1] == 1
+    assert values[3] == pytest.approx(24**0.5)
+    assert (values[5:] - other[5:]).norm() > 1
+    torch.testing.assert_close(statistics(turns.conj().imag)[0], statistics(-turns.imag)[0])
+
+
+def test_a_conjugate_is_not_taken_for_what_it_shares_elements_with(tmp_path):
+    turns = torch.view_as_complex(torch.randn(6, 4, 2))
+    record = Recorder(tmp_path, {})
+    record.inputs(turns=turns, swapped=turns.conj())
+    record.close()
+    one, other = read_record(tmp_path).rows
+    assert difference(one, other) > 0.1
+    assert difference(one, replace(other, facts=one.facts)) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_other_signs_are_a_difference(dtype, tmp_path):
+    tensor = torch.randn(64, 2, generator=torch.Generator().manual_seed(0)).to(dtype)
+    record = Recorder(tmp_path, {})
+    record.inputs(one=tensor, other=tensor * torch.tensor([1, -1], dtype=dtype))
+    record.close()
+    assert difference(*read_record(tmp_path).rows) > 0.1
+
+
+def test_sparse_gradients_are_recorded_as_dense_ones_and_scripted_modules_left_out(tmp_path):
+    def recorded(name: str, sparse: bool) -> Record:
+        torch.manual_seed(0)
+        part = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+        model = nn.Sequential(nn.Embedding(5, 4, sparse=sparse), part)
+        record = Recorder(tmp_path / name, {"model": model})
+        record.inputs(tokens=(tokens := torch.tensor([[0, 1, 1]])))
+        loss = model(tokens).square().mean()
+        record.loss(loss)
+        loss.backward()
+        record.before_update(0.0)
+        record.close()
+        return read_record(tmp_path / name)
+
+    result = compare(recorded("sparse", True), recorded("dense", False), tolerance=0)
+    assert result.findings == []
+    assert "model.0.weight" in {pair.row.name for pair in result.pairs if pair.row.kind == "gradient"}
+    assert {pair.row.module for pair in result.pairs} == {"", "model", "model.0"}
+
+
+def test_a_tensor_of_more_elements_than_the_tables_have_signs_has_statistics(monkeypatch):
+    monkeypatch.setattr(recorder, "WIDTH", 8)
+    monkeypatch.setattr(recorder, "ROWS", 64)
+    monkeypatch.setattr(recorder, "_tables", recorder._tables.__wrapped__)
+    for count in (8 * 64 - 1, 8 * 64, 8 * 64 + 5, 8 * 64 * 3 - 1):
+        values, hashed = statistics(tensor := torch.arange(count, dtype=torch.float32))
+        tensor[-1] += 1
+        assert statistics(tensor)[1] != hashed and values[1] == count - 1

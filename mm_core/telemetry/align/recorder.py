@@ -20,20 +20,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-WIDTH, SKETCH = 4096, 8
+WIDTH, SKETCH, ROWS = 4096, 8, 1 << 20
 
 
 @cache
 def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
     """Fixed random signs and odd factors of rows, and from the end of columns; the same on every machine."""
-    fixed = torch.Generator().manual_seed(20)
-    factors = torch.randint(-(1 << 62), 1 << 62, (1 << 20,), generator=fixed) * 2 + 1
+    factors = torch.randint(-(1 << 62), 1 << 62, (ROWS,), generator=torch.Generator().manual_seed(20)) * 2 + 1
     return factors.sign().float().to(device), factors.to(device)
 
 
 def statistics(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Minimum, maximum, mean and L2 norm of the finite elements, share of the others, and SKETCH sums with
     random signs, whose distance estimates that of two tensors; second, an int64 hash of the bits."""
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.resolve_neg()
     flat = (tensor.byte() if tensor.dtype == torch.bool else tensor).detach().reshape(-1)
     flat = flat.clone() if flat.storage_offset() % 8 else flat
     values, count = flat if flat.dtype == torch.float64 else flat.float(), max(1, flat.numel())
@@ -44,7 +44,7 @@ def statistics(tensor: Tensor) -> tuple[Tensor, Tensor]:
         norm = torch.linalg.vector_norm(values)
     edges = (values.amin(), values.amax()) if flat.numel() else (wrong, wrong)
     figures = torch.stack([*edges, values.sum() / count, norm, wrong])
-    width, size = min(WIDTH, max(8, count // 8 * 8)), flat.element_size()
+    width, size = min(WIDTH, max(8, count // 8 * 8)) * (1 + count // (WIDTH * ROWS)), flat.element_size()
     rows, (signs, factors) = flat.numel() // width, _tables(flat.device)
     grid, rest = values[: rows * width].view(rows, width), values[rows * width :]
     columns = signs[:rows].to(values.dtype) @ grid
@@ -94,9 +94,8 @@ class Recorder:
         known = json.dumps({"versions": {"torch": torch.__version__}} | dict(facts or {}), default=str)
         (self.out / "record.json").write_text(known) if rank == 0 else None
         self._named("parameter", self.parameters())
-        if weights:
-            held = {name: self.gather(tensor).cpu() for name, tensor in self.parameters().items()}
-            torch.save(held, self.out / "weights.pt") if rank == 0 else None
+        held = {n: self.gather(p).cpu() for n, p in self.parameters().items()} if weights else {}
+        torch.save(held, self.out / "weights.pt") if weights and rank == 0 else None
         self._flush()
 
     def parameters(self) -> Mapping[str, Tensor]:
@@ -145,7 +144,8 @@ class Recorder:
             hook.remove()
 
     def _watch(self, root: str, model: nn.Module) -> Iterator[Any]:
-        for path, module in model.named_modules():
+        seen = ((p, m) for p, m in model.named_modules() if not isinstance(m, torch.jit.ScriptModule))
+        for path, module in seen:  # a scripted module accepts no hooks
             name, known = f"{root}.{path}".rstrip("."), inspect.signature(type(module).forward).parameters
             names = [p.name for p in known.values() if p.kind == p.POSITIONAL_OR_KEYWORD][1:]
             yield module.register_forward_pre_hook(partial(self._before, name, names), with_kwargs=True)
@@ -179,12 +179,12 @@ class Recorder:
         self._seen = {}  # engines may write weights without a new version
         for name, tensor in named.items():
             full = self.gather(tensor)
-            self._row(kind, full, name=name) if self.rank == 0 else None
+            self._row(kind, full.to_dense(), name=name) if self.rank == 0 else None  # it may be sparse
 
     def _row(self, kind: str, tensor: Tensor, **facts: Any) -> None:
         storage, version = tensor.untyped_storage(), 0 if tensor.is_inference() else tensor._version
         place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_neg()
-        known = self._seen.get(key := (id(storage), version, place))  # views are measured once
+        known = self._seen.get(key := (id(storage), version, place, tensor.is_conj()))  # views count once
         if known is None or known[0]() is not storage:
             known = self._seen[key] = (weakref.ref(storage), len(self._values))
             self._values.append(statistics(tensor))

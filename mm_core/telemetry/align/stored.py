@@ -18,6 +18,7 @@ def elements(one: Path, other: Path) -> str:
         other: of the second, with a tensor of the same shape.
     """
     a, b = (torch.load(path, map_location="cpu", weights_only=True) for path in (one, other))
+    a, b = (torch.view_as_real(each.resolve_conj()) if each.is_complex() else each for each in (a, b))
     x, y = a.double().reshape(-1), b.double().reshape(-1)
     apart = (x - y).abs()
     at = int(apart.argmax())
