@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from mm_core.errors import MMError
 from mm_core.report.align import render
 from mm_core.report.align.chart import chart
-from mm_core.report.align.compare import Comparison, compare, difference
-from mm_core.report.align.records import Names, Record, names_by_order, read_record
+from mm_core.report.align.compare import TOLERANCES, Comparison, compare, difference
+from mm_core.report.align.records import Names, Record, Row, names_by_order, read_record
 from mm_core.report.align.render import growth, page
 from mm_core.telemetry.align import recorder
 from mm_core.telemetry.align.recorder import Recorder, statistics
@@ -436,3 +436,41 @@ def test_a_tensor_of_more_elements_than_the_tables_have_signs_has_statistics(mon
         values, hashed = statistics(tensor := torch.arange(count, dtype=torch.float32))
         tensor[-1] += 1
         assert statistics(tensor)[1] != hashed and values[1] == count - 1
+
+
+def measured(tmp_path: Path, *tensors: torch.Tensor) -> list[Row]:
+    record = Recorder(tmp_path, {})
+    record.inputs(**{f"t{at}": tensor for at, tensor in enumerate(tensors)})
+    record.close()
+    return list(read_record(tmp_path).rows)
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 7), (torch.float16, 10)])
+def test_the_largest_element_may_be_the_next_number_of_its_dtype(dtype, bits, tmp_path):
+    tensor = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype).clamp(-3, 3)
+    one, other, beyond = (tensor.clone() for _ in range(3))
+    one[5], other[5], beyond[5] = 4, 4 + 4 * 2**-bits, 4 + 12 * 2**-bits
+    rows = measured(tmp_path, one, other, beyond)
+    tolerance = TOLERANCES[str(dtype).removeprefix("torch.")]
+    assert 0 < difference(rows[0], rows[1]) < 2 * 4 * 2**-bits / tensor.float().norm() < tolerance
+    assert difference(rows[0], rows[2]) > tolerance
+
+
+def test_the_count_of_steps_does_not_hide_small_state_of_the_optimizer(tmp_path):
+    """Small losses have squares of gradients far below 1."""
+
+    def recorded(beta: float) -> Record:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, beta))
+        record = Recorder(tmp_path / str(beta), {"model": model})
+        record.inputs(latents=(latents := torch.randn(3, 4)))
+        (model(latents).square().mean() * 1e-3).backward()
+        record.before_update(0.0)
+        optimizer.step()
+        record.after_update(optimizer)
+        record.close()
+        return read_record(tmp_path / str(beta))
+
+    found = [each.where for each in compare(recorded(0.99), recorded(0.95)).findings]
+    assert found == ["model.weight.exp_avg_sq", "model.bias.exp_avg_sq"]

@@ -18,6 +18,9 @@ TOLERANCES |= {"complex128": 1e-12, "complex64": 1e-6}
 _SMALL = 0.1
 """Gradients are judged by at least this share of the largest of their kind: what is smaller is rounding."""
 
+_NEIGHBOURS = {"float16": 2**-10, "bfloat16": 2**-7}
+"""Largest relative distance of two numbers without one between them: one element may be rounded otherwise."""
+
 _ROUNDING = {"float64": 1e-12, "complex128": 1e-12}
 """What sums over the same bits may differ by on two devices; 1e-5 for others. Beyond it, signs have changed:
 the hash of bits is a sum that misses the signs of an even number of elements."""
@@ -179,7 +182,7 @@ def _pairs(a: Record, b: Record, tolerance: float | None) -> list[Pair]:
     found = []
     for row in a.rows:
         if (twin := matched.get(id(row))) is not None:
-            floor = floors.get((row.kind, row.step), 0.0)
+            floor = floors.get(_family(row), 0.0)
             found.append(Pair(row, twin, difference(row, twin, floor), _tolerance(row, twin, tolerance)))
     return sorted([*found, *_one_sided(a, b)], key=lambda pair: order_of(pair.row))
 
@@ -213,13 +216,18 @@ def _match(rows: Sequence[Row], others: Sequence[Row]) -> Iterable[tuple[Row, Ro
             yield row, same[0]
 
 
-def _floors(rows: Iterable[Row]) -> dict[tuple[str, int], float]:
-    largest: dict[tuple[str, int], float] = {}
+def _floors(rows: Iterable[Row]) -> dict[tuple[int, str, str], float]:
+    largest: dict[tuple[int, str, str], float] = {}
     for row in rows:
         if row.kind in ("gradient", "grad_in", "grad_out", "optimizer"):
-            key = (row.kind, row.step)
+            key = _family(row)
             largest[key] = max(largest.get(key, 0.0), row.facts["l2"])
     return {key: _SMALL * norm for key, norm in largest.items()}
+
+
+def _family(row: Row) -> tuple[int, str, str]:
+    """What has one scale in a step: gradients, or one kind of optimizer state (`step`, `exp_avg`)."""
+    return (row.step, row.kind, row.name.rpartition(".")[2] if row.kind == "optimizer" else "")
 
 
 def difference(one: Row, other: Row, floor: float = 0.0) -> float:
@@ -239,7 +247,9 @@ def difference(one: Row, other: Row, floor: float = 0.0) -> float:
     edges = max(abs(a[key] - b[key]) for key in ("min", "max"))
     if norm == 0:
         return 0.0
-    error = float(max(apart / norm, abs(a["l2"] - b["l2"]) / norm, edges / max(peak, floor)))
+    edge = edges / max(peak, floor)
+    edge = edge if edge > max(_NEIGHBOURS.get(x["dtype"], 0.0) for x in (a, b)) else 0.0
+    error = float(max(apart / norm, abs(a["l2"] - b["l2"]) / norm, edge))
     same = a["hash"] == b["hash"] and a["dtype"] == b["dtype"]
     return 0.0 if same and error <= _ROUNDING.get(a["dtype"], 1e-5) else error
 
