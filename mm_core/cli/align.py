@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mm_core.cli.options import add_allow_code, count, print_json, print_table, write_named
+from mm_core.cli.options import add_allow_code, count, print_json, print_table, whole, write_named
 from mm_core.cli.ranks import add_ranks, on_ranks
 from mm_core.errors import MMError, plural
 
@@ -25,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("overrides", nargs="*", metavar="key=value", help="override a config key")
     add("--out", required=True, metavar="DIR", help="new folder for the record")
     add("--steps", type=count, default=1, metavar="N", help="steps to record (default 1)")
-    add("--after", type=int, default=0, metavar="N", help="steps to train before, unrecorded (default 0)")
+    add("--after", type=whole, default=0, metavar="N", help="steps to train before, unrecorded (default 0)")
     add("--like", metavar="DIR", help="feed this record's inputs and initial weights")
     add("--weights", action="store_true", help="store the initial weights, for --like of another run")
     add(
@@ -43,7 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("records", nargs=2, metavar="DIR", help="folder of a record")
     add(
         "--tolerance",
-        type=float,
+        type=_tolerance,
         metavar="X",
         help="relative difference that counts as equal; 0 compares bits",
     )
@@ -67,6 +68,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     checklist.add_argument("files", nargs=2, metavar="FILE", help="a run's YAML, or a record's folder")
     checklist.add_argument("--json", action="store_true", help="print JSON")
     add_allow_code(checklist)
+
+
+def _tolerance(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a difference of at least 0")
+    return value
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -182,7 +190,12 @@ def _facts(path: Path, allow_code: bool) -> dict[str, Any]:
     """What is known of a run: of a record or a run's folder its facts, of a YAML its complete config."""
     for file in (path / "record.json", path / "manifest.json"):
         if file.exists():
-            found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            try:
+                found = json.loads(file.read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                raise MMError(f"the file is damaged: {error}", where=str(file)) from None
+            if not isinstance(found, dict):
+                raise MMError("the file holds no settings", where=str(file), accepted="a JSON object")
             return found
     from mm_core.config.dump import to_mapping
     from mm_core.config.load import load_config

@@ -43,6 +43,14 @@ def count(text: str) -> int:
     return value
 
 
+def whole(text: str) -> int:
+    """Parses a command-line option that must be an integer of at least 0."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is less than 0")
+    return value
+
+
 def human_size(size: float, digits: int = 1) -> str:
     """A size in bytes as commands print it: `12 B`, `3.4 kB`.
 

@@ -365,7 +365,7 @@ def test_a_record_that_was_cut_is_compared_as_far_as_it_goes(plain, tmp_path):
 def test_a_record_without_the_rows_of_a_rank_is_refused(plain, tmp_path):
     other = shutil.copytree(plain, tmp_path / "record")
     (other / "record.json").write_text('{"world": 2}')
-    with pytest.raises(MMError, match="lacks the rows of rank 1: rows_1"):
+    with pytest.raises(MMError, match="the rows of rank 1 are missing"):
         read_record(other)
 
 

@@ -7,16 +7,29 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from mm_core.errors import MMError
+from mm_core.errors import MMError, did_you_mean
 
 PHASES = {"parameter": 0, "gradient": 2, "grad_norm": 3, "updated": 4, "optimizer": 5}
 """Kinds of rows of a step as a whole, in the order of a step; the others are of a micro-batch: phase 1."""
 
+_KINDS = {*PHASES, "input", "in", "out", "loss", "grad_in", "grad_out"}
+_OPTIONAL = {"micro": -1, "module": "", "call": 0, "class": ""}
+_NUMBER, _SKETCH = (int, float), 8
+_TYPES: Mapping[str, Any] = {
+    **{key: type(value) for key, value in _OPTIONAL.items()},
+    **{"kind": str, "step": int, "name": str, "shape": list, "dtype": str, "sketch": list, "hash": str},
+    **dict.fromkeys(("min", "max", "mean", "l2", "bad"), _NUMBER),
+}
+
 _END = {"kind": "end"}
 """The last row of each rank, which closing the record writes."""
+
+_LISTED = 8
+"""Names that an error lists."""
 
 Call = tuple[int, int, str, int]
 """Step, micro-batch, module, and number of the call."""
@@ -80,10 +93,9 @@ class Names:
     def ours(self, name: str) -> str:
         """Our name for a name of theirs; the same where no rule fits."""
         for theirs, ours in self.rules:
-            beginning = re.escape(theirs).replace(r"\*", r"([^.]+)")
-            if match := re.match(beginning + r"(?=\.|$)", name):
-                put = ours.replace("*", "{}").format(*match.groups())
-                return put + name[match.end() :]
+            if match := _beginning(theirs, name):
+                between = (*match.groups(), name[match.end() :])
+                return "".join(chain(*zip(ours.split("*"), between, strict=True)))
         head, _, last = name.rpartition(".")
         if name in self.modules:
             return self.modules[name]
@@ -129,44 +141,75 @@ def read_record(folder: Path, names: Names | None = None) -> Record:
     """
     try:
         facts = json.loads((folder / "record.json").read_text(encoding="utf-8"))
-        files = _files_of_ranks(folder, facts.get("world", 1))
+        if not isinstance(facts, dict):
+            raise ValueError("record.json is no JSON object")
+        files = _files_of_ranks(folder, facts.get("world"))
         # What follows the last newline is a row that was cut, or nothing.
         texts = [file.read_text(encoding="utf-8").rpartition("\n")[0] for file in files]
         found = [[json.loads(line) for line in text.splitlines()] for text in texts]
         closed = all(_END in of_rank[-1:] for of_rank in found)
-        rows = [_row(values, names or Names()) for each in found for values in each if values != _END]
-    except (OSError, ValueError, KeyError) as error:
+        values = [_checked(each) for of_rank in found for each in of_rank if each != _END]
+    except (OSError, ValueError) as error:
         raise MMError(
             f"the folder holds no record that is complete: {error}",
             where=str(folder),
             accepted="a folder that mm align record, or the file that mm align recorder prints, has written",
         ) from None
-    rows.sort(key=order_of)
+    _check_map(names or Names(), values)
+    rows = sorted((_row(each, names or Names()) for each in values), key=order_of)
     return Record(folder, facts, rows, closed)
 
 
-def _files_of_ranks(folder: Path, count: int) -> list[Path]:
-    """The files of rows of at least this number of ranks."""
+def _files_of_ranks(folder: Path, world: object) -> list[Path]:
+    """The files of rows of at least this number of ranks, where it is known."""
     files = {int(file.stem.partition("_")[2]): file for file in folder.glob("rows_*.jsonl")}
-    missing = [rank for rank in range(max([count, *(rank + 1 for rank in files)])) if rank not in files]
-    if missing:
-        what = f"the record lacks the rows of rank {missing[0]}: rows_{missing[0]}.jsonl does not exist"
-        raise MMError(what, where=str(folder), hint="copy the files of all ranks, or record again")
+    count = max([world if isinstance(world, int) else 1, *(rank + 1 for rank in files)])
+    missing = next((rank for rank in range(count) if rank not in files), None)
+    if missing is not None:
+        raise ValueError(f"the rows of rank {missing} are missing (rows_{missing}.jsonl)")
     return [files[rank] for rank in sorted(files)]
 
 
-def _row(values: dict[str, Any], names: Names) -> Row:
-    module = names.ours(values.pop("module")) if "module" in values else ""
-    name, whole = values.pop("name"), values["kind"] in PHASES
+def _checked(row: object) -> dict[str, Any]:
+    """The values of a row, optional ones included."""
+    values = {**_OPTIONAL, **row} if isinstance(row, dict) else {}
+    odd = [key for key, kind in _TYPES.items() if not isinstance(values.get(key), kind)]
+    lists = [] if odd else [*values["shape"], *values["sketch"]]
+    wrong = odd or values["kind"] not in _KINDS or len(values["sketch"]) != _SKETCH
+    if wrong or not all(isinstance(each, _NUMBER) for each in lists):
+        raise ValueError(f"{str(row)[:80]} is not a row{f': no valid {odd[0]!r}' if odd else ''}")
+    return values
+
+
+def _check_map(names: Names, rows: Sequence[Mapping[str, Any]]) -> None:
+    known = {row["module"] for row in rows} | {row["name"] for row in rows if row["kind"] in PHASES}
+    for theirs, _ in names.rules:
+        if known and not any(_beginning(theirs, name) for name in known):
+            begin = sorted({".".join(name.split(".")[:2]) for name in known if name})
+            raise MMError(
+                f"no name of the other record begins with {theirs!r}",
+                where="--map",
+                accepted=", ".join(begin[:_LISTED]) + ", ..." * (len(begin) > _LISTED),
+                hint=did_you_mean(theirs, known),
+            )
+
+
+def _beginning(pattern: str, name: str) -> re.Match[str] | None:
+    """The beginning of a name that a pattern matches, in which `*` is one part."""
+    return re.match(re.escape(pattern).replace(r"\*", r"([^.]+)") + r"(?=\.|$)", name)
+
+
+def _row(values: Mapping[str, Any], names: Names) -> Row:
+    name, named = values["name"], ("kind", "step", "name", *_OPTIONAL)
     return Row(
-        kind=values.pop("kind"),
-        step=values.pop("step"),
-        micro=values.pop("micro", -1),
-        module=module,
-        call=values.pop("call", 0),
-        name=names.ours(name) if whole else name,
-        class_name=values.pop("class", ""),
-        facts=values,
+        kind=values["kind"],
+        step=values["step"],
+        micro=values["micro"],
+        module=names.ours(values["module"]),
+        call=values["call"],
+        name=names.ours(name) if values["kind"] in PHASES else name,
+        class_name=values["class"],
+        facts={key: value for key, value in values.items() if key not in named},
     )
 
 

@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 
 from mm_core.contracts import Batch, Engine, Loss, Randomness, Task
-from mm_core.errors import MMError, plural
+from mm_core.errors import MMError, did_you_mean, plural
 from mm_core.modules.flat_shards import FlatShard
 from mm_core.modules.full_tensors import keep_local_part
 from mm_core.modules.shards import gathered
 from mm_core.report.align.records import Names
 from mm_core.telemetry.align.recorder import Recorder, flatten
+
+_LISTED = 8
+"""Names that an error lists."""
 
 
 class RunRecorder(Recorder):
@@ -63,6 +66,28 @@ class RunRecorder(Recorder):
     def updated(self) -> None:
         """Records parameters and optimizer state, and ends the step."""
         self.after_update(self.engine.state_dict()["optimizer"])
+
+
+def check_patterns(task: Task, patterns: Sequence[str]) -> None:
+    """Checks that each pattern of modules to store matches one.
+
+    Args:
+        task: the run's task.
+        patterns: such as `predictor.blocks.0.*`.
+
+    Raises:
+        MMError: there is no such module.
+    """
+    roots = {root: attrgetter(root)(task) for root in task.trainable}
+    known = [f"{root}.{path}".rstrip(".") for root in roots for path, _ in roots[root].named_modules()]
+    for pattern in patterns:
+        if not any(fnmatch(name, pattern) for name in known):
+            raise MMError(
+                f"no module of this run has the name {pattern!r}",
+                where="--modules",
+                accepted=", ".join(known[:_LISTED]) + ", ..." * (len(known) > _LISTED) + "; `*` is any text",
+                hint=did_you_mean(pattern, known),
+            )
 
 
 class Recorded:

@@ -13,7 +13,7 @@ from mm_core.errors import MMError, plural
 from mm_core.report.align.records import Names
 from mm_core.runtime.launch.rank_logs import rank_log
 from mm_core.runtime.process_group import process_group
-from mm_core.telemetry.align.attaching import Attached, Recorded, RunRecorder
+from mm_core.telemetry.align.attaching import Attached, Recorded, RunRecorder, check_patterns
 from mm_core.training import verify_resume
 from mm_core.training.assembly import assemble
 from mm_core.training.loop import Training, run_steps
@@ -59,7 +59,8 @@ def record(config: RunConfig, asked: Recording) -> list[str]:
         Sentences about what was fed and recorded.
 
     Raises:
-        MMError: as for `mm_core.train`; and the record to feed does not fit, or the run has too few steps.
+        MMError: as for `mm_core.train`; and the record to feed does not fit, the run has too few steps, or a
+            pattern matches no module.
     """
     set_numerics(config.run.deterministic, config.run.float32_matmul)
     with process_group(config.run.stuck_after) as ranks, rank_log(config.run.folder, ranks.rank, ranks.count):
@@ -72,6 +73,7 @@ def record(config: RunConfig, asked: Recording) -> list[str]:
                 where="--steps",
                 accepted=f"1 to {run.plan.steps - first}",
             )
+        check_patterns(run.task, asked.modules)
         with running(run):
             _train(run, run.start, first)
             notes = [like.weights(run.engine)] if like is not None else []
