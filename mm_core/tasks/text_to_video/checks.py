@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from mm_core.contracts import Autoencoder, Predictor, SupportsDoSample, SupportsMaxFrames, TextEncoder
+from torch import nn
+
+from mm_core.contracts import (
+    Autoencoder,
+    Predictor,
+    SupportsDoSample,
+    SupportsExperts,
+    SupportsMaxFrames,
+    TextEncoder,
+)
 from mm_core.errors import ContractError, plural
 from mm_core.plugin.checks.places import place_of_object
 from mm_core.plugin.checks.values import returned
@@ -100,6 +109,24 @@ def frame_faults(shown: ShownFrames) -> Iterator[ContractError]:
             accepted=str(dim),
             hint=_built(image_encoder=image_encoder, predictor=predictor),
         )
+
+
+def expert_faults(predictor: Predictor | SupportsExperts) -> Iterator[ContractError]:
+    """Errors of experts whose timesteps training would draw, although none of their weights is trained."""
+    if not isinstance(predictor, SupportsExperts) or not isinstance(predictor, nn.Module):
+        return
+    drawn = [expert.name for expert in predictor.experts if expert.trained]
+    trained = {name.partition(".")[0] for name, p in predictor.named_parameters() if p.requires_grad}
+    if not trained or not trained < set(drawn):  # weights outside the experts are trained in every step
+        return
+    idle = [name for name in drawn if name not in trained]
+    yield ContractError(
+        f"no weight of {' and '.join(f'predictor.{name}' for name in idle)} is trained, but the run would"
+        " draw its timesteps too",
+        where="task.predictor",
+        accepted="experts that each have weights to train (train.adapters, train.freeze)",
+        hint=f"set task.predictor.train: {', '.join(sorted(trained))} (with wan/two_expert)",
+    )
 
 
 def _built(**components: object) -> str:

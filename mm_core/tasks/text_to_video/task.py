@@ -42,6 +42,7 @@ from mm_core.tasks.text_to_video.captions import Captions, TokenizeCaptions, cho
 from mm_core.tasks.text_to_video.checks import (
     SIZES,
     component_faults,
+    expert_faults,
     frame_faults,
     latents_faults,
     latents_of,
@@ -356,6 +357,7 @@ class TextToVideo(TaskModule):
         }
         faults = [
             *component_faults(self.predictor, self.autoencoder, self.text_encoder),
+            *expert_faults(self.predictor),
             *frame_faults(self._shown),
             *latents_faults(self.autoencoder, self.latents),
             *self.conditions.guidance_faults(guidance),

@@ -27,6 +27,7 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wan")
     make_tiny_checkpoint(folder / "ckpt/wan_tiny")
     make_tiny_checkpoint(folder / "ckpt/ti2v", "ti2v")
+    make_tiny_checkpoint(folder / "ckpt/wan_tiny_a14b", "t2v_high_low")
     (folder / "flux").mkdir()
     (folder / "flux/config.json").write_text(json.dumps({"_class_name": "FluxTransformer2DModel"}))
     for part in ("transformer", "vae"):
@@ -158,6 +159,22 @@ def test_a_truncated_file(said, folder, component, part, override):
         " header declares\n  hint: download or copy it again\n"
     )
     assert not list((folder / f"runs/{part}").glob("checkpoints/step_*"))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ('train.adapters=[{targets: ["predictor.high.blocks.{*}"]}]',),
+        ("train.adapters=[]", "train.freeze=[predictor.low]"),
+    ],
+)
+def test_two_experts_of_which_only_one_is_trained(said, overrides):
+    config = CONFIG.with_name("t2v_a14b_tiny_lora.yaml")
+    found = said("train", "--config", config, "--dry-run", *overrides)
+    assert "no weight of predictor.low is trained, but the run would draw its timesteps too\n" in found
+    assert found.endswith("  hint: set task.predictor.train: high (with wan/two_expert)\n")
+    both = (*overrides, "train.freeze=[]", "task.predictor.train=high")
+    assert main(["train", "--config", str(config), "--dry-run", *both]) == 0
 
 
 def test_an_autoencoder_of_other_channels(said):
