@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePath
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mm_core import __version__
 from mm_core.checkpoint.reading import StoredRun, Weights, stored_run
@@ -23,9 +23,9 @@ from mm_core.interchange.export_card import HUB
 from mm_core.interchange.export_plan import Part, Planner
 from mm_core.loading.provenance import given_weights, own_weights
 from mm_core.loading.run_adapters import task_of
-from mm_core.modules.adapter_layers import PARTS
+from mm_core.modules.adapter_layers import PARTS, adapter_of
 from mm_core.runtime.ranks import Ranks
-from mm_core.weights.adapters.files import open_adapter
+from mm_core.weights.adapters.files import AdapterFile, open_adapter
 from mm_core.weights.adapters.inject import linear_layers, scales_of
 from mm_core.weights.adapters.layouts import LAYOUTS, LoraFormat
 from mm_core.weights.adapters.locate import modules_in
@@ -190,8 +190,13 @@ def check_written(stage: Path, part: Part, planner: Planner, module: nn.Module) 
 def _differences(
     file: Path, layout: AdapterLayout, part: Part, adapter: str, planner: Planner, module: nn.Module
 ) -> Iterator[tuple[str, str | None]]:
-    """(module, what differs) for each adapted module that differs; None where its second matrix is zero."""
-    held = open_adapter(file)
+    """(module, what differs) for each module in the file that differs; None for a second matrix of zeros."""
+    placed = part.layout.keys.placed.items()
+    beside = {name: copies[0].stored for name, copies in placed if adapter_of(name) is None}
+    held = open_adapter(file, beside.values())
+    for name, key in beside.items():
+        if not _holds(held, key, planner.read(f"{part.root}.{name}")):
+            yield name, "values"
     found = modules_in(layout, linear_layers(module), held)
     for name, scale in part.adapters[adapter].items():
         if name not in found:
@@ -205,12 +210,17 @@ def _differences(
             p: t for p in PARTS if (t := planner.adapter(f"{part.root}.{name}", p, adapter)) is not None
         }
         for piece, expected in trained.items():
-            key = held.keys.get((stored, piece), "")
-            shape = held.stored.shapes.get(key, ())
-            read = held.stored.read(key, tuple(slice(None) for _ in shape)) if key else torch.empty(0)
-            if shape != tuple(expected.shape) or not torch.equal(read, expected):
+            if not _holds(held, held.keys.get((stored, piece), ""), expected):
                 yield name, f"values of {piece}"
                 break
         else:
             if not all(tensor.any() for tensor in trained.values()):
                 yield name, None
+
+
+def _holds(file: AdapterFile, key: str, expected: Tensor | None) -> bool:
+    """Whether a file has a tensor with this stored name and exactly these values."""
+    shape = file.stored.shapes.get(key)
+    if shape is None or expected is None or tuple(shape) != tuple(expected.shape):
+        return False
+    return torch.equal(file.stored.read(key, tuple(slice(None) for _ in shape)), expected)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path, PurePath
@@ -77,12 +77,13 @@ class AdapterFile:
     added: Mapping[str, str] = field(default_factory=dict)
 
 
-def open_adapter(path: Path) -> AdapterFile:
+def open_adapter(path: Path, beside: Collection[str] = ()) -> AdapterFile:
     """Opens an adapter (LoRA, DoRA) file or folder of PEFT, Diffusers, ComfyUI or kohya's scripts.
 
     PEFT: adapter_model.safetensors with adapter_config.json. Diffusers: pytorch_lora_weights.safetensors,
     with its settings in the header. Others: any safetensors file with such keys, or with `lora_down`,
     `lora_up` and `alpha`, which takes precedence over all settings. Without any setting, the scale is 1.
+    Tensors with the stored names `beside` are left out.
 
     Raises:
         CheckpointError: no such file, a pickle, a different kind of adapter, keys that are not a LoRA's.
@@ -107,7 +108,8 @@ def open_adapter(path: Path) -> AdapterFile:
             hint="save it again with PEFT's path_initial_model_for_weight_conversion",
         )
     start = next(p for p in _PREFIXES if all(name.startswith(p) for name in stored.shapes))
-    keys, alphas, added = _keys(stored, start, file)
+    shapes = {name: shape for name, shape in stored.shapes.items() if name not in beside}
+    keys, alphas, added = _keys(stored, shapes, start, file)
     scales: dict[str, AdapterScale] = {}
     for module, parts in by_module(keys).items():
         rank = rank_of({part: stored.shapes[keys[module, part]] for part in parts})
@@ -120,17 +122,17 @@ def open_adapter(path: Path) -> AdapterFile:
 
 
 def _keys(
-    stored: StoredTensors, start: str, file: Path
+    stored: StoredTensors, shapes: Mapping[str, Sequence[int]], start: str, file: Path
 ) -> tuple[dict[tuple[str, str], str], dict[str, float], dict[str, str]]:
     """(module, part) -> stored name, the alphas in the file, and its additions to tensors of the model.
 
-    `start` is the prefix of all names.
+    `start` is the prefix of all names, `shapes` has the tensors to read.
     """
     added: dict[str, str] = {}
     keys: dict[tuple[str, str], str] = {}
     alphas: dict[str, float] = {}
     strange = []
-    for name, shape in stored.shapes.items():
+    for name, shape in shapes.items():
         bare = name.removeprefix(start)
         if start in _FLAT:  # some programs leave the dots behind the block's number
             module, *end = re.split(r"\.(?=(?:lora_|lokr_|hada_|alpha\Z|diff))", bare, maxsplit=1)

@@ -14,6 +14,7 @@ from mm_core.modules.adapter_layers import adapter_of, base_name
 from mm_core.weights.adapters.files import PART, AdapterFile, is_adapter, open_adapter, stored_module
 from mm_core.weights.fitting import Formats
 from mm_core.weights.formats.format import AdapterLayout, of_component
+from mm_core.weights.formats.libraries import PEFT_ADAPTER
 from mm_core.weights.stored import SafetensorsFiles
 
 Placed = tuple[AdapterLayout, Path]
@@ -109,7 +110,7 @@ def _candidates(
             if held and held[0][0].part:
                 together.append((root, held))
                 continue
-            named = [layout for layout in layouts if path.is_file() and _is_of(layout, path)]
+            named = [layout for layout in layouts if _is_of(layout, path)]
             alone += [(root, [(layout, path)]) for layout in (named if len(named) == 1 else layouts)]
     sure = {root for root, _ in together}
     alone = [one for one in alone if one[0] not in sure]  # a file that has the part's name is no guess
@@ -117,17 +118,20 @@ def _candidates(
 
 
 def _file_of(layout: AdapterLayout, folder: Path) -> Path | None:
-    """The file of a layout in a folder: by its name there, or by the part's name at the end of its own."""
+    """The file of a layout in a folder: by its name there, its part's name at the end, or PEFT's folder."""
     alike = sorted(folder.glob(f"*_{layout.part}.safetensors")) if layout.part else []
+    if layout.part:
+        alike += folder.glob(f"{layout.part}/{PEFT_ADAPTER}")
     held = [folder / layout.file] if (folder / layout.file).is_file() else alike
     return held[0] if len(held) == 1 else None
 
 
-def _is_of(layout: AdapterLayout, file: Path) -> bool:
-    """Whether a file's name or its header names the part of this layout."""
+def _is_of(layout: AdapterLayout, path: Path) -> bool:
+    """Whether the name or header of a file, or of that in a PEFT folder, names this layout's part."""
+    file = path / PEFT_ADAPTER if path.is_dir() else path
     if file.absolute().as_posix().endswith(f"/{layout.file}"):
         return True
-    if not layout.part or file.suffix != ".safetensors":
+    if not layout.part or file.suffix != ".safetensors" or not file.is_file():
         return False
     return SafetensorsFiles(file, [file]).metadata().get(PART) == layout.part
 

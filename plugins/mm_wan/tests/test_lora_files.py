@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import expert_runs
@@ -9,6 +10,7 @@ import pytest
 import torch
 import wan_runs
 from diffusers import WanPipeline, WanTransformer3DModel
+from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -107,6 +109,30 @@ def test_diffusers_makes_the_same_clip_of_it(label, run, tmp_path):
     assert (wan_runs.clip(plain) - expected).abs().max() > 0.01
 
 
+def test_peft_loads_what_is_trained_beside_an_adapter(run, tmp_path, monkeypatch):
+    pipeline, _, _ = run
+    beside = ["predictor.blocks.0.attn2.to_q", "predictor.proj_out"]
+    section = {"epochs": 1, "adapters": [{"targets": ["attn1"], "rank": 2}], "also_train": beside}
+    config = wan_runs.config_of(tmp_path, {"from_pretrained": str(pipeline)}, "beside", train=section)
+    task = runs.trained(config, pipeline)
+    folder = tmp_path / "runs/beside"
+    export_lora(folder, tmp_path / "style", "lora/peft")
+    model = WanTransformer3DModel.from_pretrained(pipeline / "transformer")
+    loaded = PeftModel.from_pretrained(model, tmp_path / "style").eval()
+    latents, timestep, text = torch.randn(1, 12, 2, 2, 4), torch.tensor([500.0]), torch.randn(1, 512, 32)
+    with torch.no_grad():
+        ours = task.predictor(latents, timestep, text, torch.ones(1, 512, dtype=torch.bool))
+        torch.testing.assert_close(loaded(latents, timestep, text).sample, ours, rtol=0, atol=1e-4)
+    write = exporting.write_shards
+
+    def faulty(place, shards, produce, *rest):
+        return write(place, shards, lambda name: produce(name) * ("proj_out" not in name), *rest)
+
+    monkeypatch.setattr(exporting, "write_shards", faulty)
+    with pytest.raises(MMError, match=r"in 2 modules: proj_out.\w+ \(values\), proj_out.\w+ \(values\)"):
+        export_lora(folder, tmp_path / "other", "lora/peft")
+
+
 @pytest.mark.parametrize("label", LAYOUTS)
 def test_each_expert_has_its_own_file(label, pair, tmp_path):
     folder, task = pair
@@ -114,17 +140,21 @@ def test_each_expert_has_its_own_file(label, pair, tmp_path):
     files = export_lora(folder, tmp_path / "out" / ("style" if peft else "style.safetensors"), label)
     if not peft:
         assert [path.name for path in files] == ["style_high.safetensors", "style_low.safetensors"]
-        config = expert_runs.config_of(
-            tmp_path, folder.parents[1] / "t2v", "again", adapters=[{"from": str(files[0].parent)}]
-        )
+    top, parts = files[0].parent, files
+    if peft:
+        parts = [path.parent for path in files if path.suffix == ".safetensors"]
+        top = parts[0].parent
+        assert [path.name for path in parts] == ["high", "low"]
+    apart = [{"name": f"of_{n}", "from": str(path)} for n, path in enumerate(parts)]
+    for adapters in ([{"from": str(top)}], apart):
+        config = expert_runs.config_of(tmp_path, folder.parents[1] / "t2v", "again", adapters=adapters)
         formats = formats_of(config.registry)
         again = build_task(config)
         weights = AdapterWeights(again, config.train.adapters, formats)
         state = {n: torch.empty(p.shape) for n, p in again.named_parameters() if n in weights.names}
         weights.fill(state)
-        assert equal({n.removeprefix("predictor."): t for n, t in state.items()}, adapters_of(task))
-    else:
-        assert {path.parent.name for path in files} == {"high", "low"}
+        found = {re.sub(r"of_\d", "default", n.removeprefix("predictor.")): t for n, t in state.items()}
+        assert equal(found, adapters_of(task))
 
 
 @pytest.mark.parametrize("default", [False, True])
