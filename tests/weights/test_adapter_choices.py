@@ -68,6 +68,20 @@ def test_a_pattern_that_matches_nothing_is_named(field):
         AdapterConfig(from_="a.safetensors", **{field: value})
 
 
+@pytest.mark.parametrize("field", ["exclude", "ranks", "alphas"])
+def test_a_pattern_that_matches_no_layer_of_the_adapter_is_named(field):
+    value = ("out", "k") if field == "exclude" else {"q": 3, "k": 2}
+    with pytest.raises(PlanError) as caught:
+        table(AdapterConfig(("q", "out"), **{field: value}))
+    assert str(caught.value).startswith(
+        f"train.adapters: 'k' in {field} of the adapter 'default' matches none of its layers\n"
+        "  accepted: patterns of its layers, or ends of their paths: 'out', 'q'\n"
+    )
+    if field != "exclude":  # one that is left out has no rank either
+        with pytest.raises(PlanError, match=f"'k' in {field} of the adapter 'default'"):
+            table(AdapterConfig(("q", "k"), exclude=("k",), **{field: {"k": 2}}))
+
+
 @pytest.mark.parametrize("target", ["text_encoder.layers.{*}.q", "text_encoder"])
 def test_an_adapter_on_a_text_encoder_is_refused_with_the_reason(target):
     with pytest.raises(PlanError, match="for text_encoder, which computes without gradients"):

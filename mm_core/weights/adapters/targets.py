@@ -27,22 +27,41 @@ def scales_by_layer(
 ) -> dict[str, AdapterScale]:
     """The rank and scale of each linear layer that an adapter's targets match, in the order of `layers`."""
     chosen = {path for hit in _hits(task, adapter, adapter.targets, layers).values() for path in hit}
-    for hit in _hits(task, adapter, adapter.exclude, layers).values():
-        chosen -= hit
+    excluded = _hits(task, adapter, adapter.exclude, layers)
+    _check_within(adapter, "exclude", excluded, chosen)
+    chosen = chosen.difference(*excluded.values())
     if not chosen:
         raise PlanError(
             f"exclude leaves the adapter {adapter.name!r} no module",
             where=KEY,
             hint="leave out fewer modules",
         )
-    ranks = _by_layer(_hits(task, adapter, adapter.ranks, layers), adapter.ranks)
-    alphas = _by_layer(_hits(task, adapter, adapter.alphas, layers), adapter.alphas)
+    of_ranks = _hits(task, adapter, adapter.ranks, layers)
+    of_alphas = _hits(task, adapter, adapter.alphas, layers)
+    _check_within(adapter, "ranks", of_ranks, chosen)
+    _check_within(adapter, "alphas", of_alphas, chosen)
+    ranks, alphas = _by_layer(of_ranks, adapter.ranks), _by_layer(of_alphas, adapter.alphas)
     found = {}
     for path in (path for path in layers if path in chosen):
         rank = int(ranks.get(path, adapter.rank))
         alpha = alphas.get(path, adapter.alpha or rank)
         found[path] = AdapterScale(rank, alpha, adapter.dora, adapter.rslora, adapter.kind)
     return found
+
+
+def _check_within(
+    adapter: AdapterConfig, field: str, hits: Mapping[str, set[str]], chosen: Collection[str]
+) -> None:
+    """PlanError for a pattern of a field that matches none of the layers that the adapter has there."""
+    for target, hit in hits.items():
+        if hit.isdisjoint(chosen):
+            ends = dict.fromkeys(found[0] for path in sorted(chosen) if (found := _END.search(path)))
+            raise PlanError(
+                f"{target!r} in {field} of the adapter {adapter.name!r} matches none of its layers",
+                where=KEY,
+                accepted=f"patterns of its layers, or ends of their paths: {', '.join(map(repr, ends))}",
+                hint=f"correct it, or remove it from {field}",
+            )
 
 
 def _by_layer(hits: Mapping[str, set[str]], values: Mapping[str, float]) -> dict[str, float]:
