@@ -23,6 +23,7 @@ DIFFUSERS_ADAPTER = "pytorch_lora_weights.safetensors"
 PART = "mm_core.part"
 """Header text of an adapter's file: the part of the component (an expert) that it belongs to."""
 _FLAT = ("lora_unet__", "lora_unet_", "lora_transformer_")  # kohya's scripts: then dots are underscores
+TEXT_ENCODER = "lora_te"  # kohya's scripts: a text encoder's modules, beside those of the model
 _DOTTED = ("base_model.model.", "transformer.", "diffusion_model.", "model.diffusion_model.", "pipe.dit.")
 _PREFIXES = (*_DOTTED, *_FLAT, "")
 _PARTS = {
@@ -107,7 +108,7 @@ def open_adapter(path: Path, beside: Collection[str] = ()) -> AdapterFile:
             accepted="adapters that leave the base weights unchanged",
             hint="save it again with PEFT's path_initial_model_for_weight_conversion",
         )
-    start = next(p for p in _PREFIXES if all(name.startswith(p) for name in stored.shapes))
+    start = next(p for p in _PREFIXES if all(name.startswith((p, TEXT_ENCODER)) for name in stored.shapes))
     shapes = {name: shape for name, shape in stored.shapes.items() if name not in beside}
     keys, alphas, added = _keys(stored, shapes, start, file)
     scales: dict[str, AdapterScale] = {}
@@ -126,7 +127,7 @@ def _keys(
 ) -> tuple[dict[tuple[str, str], str], dict[str, float], dict[str, str]]:
     """(module, part) -> stored name, the alphas in the file, and its additions to tensors of the model.
 
-    `start` is the prefix of all names, `shapes` has the tensors to read.
+    `start` is the prefix of the model's names, `shapes` has the tensors to read.
     """
     added: dict[str, str] = {}
     keys: dict[tuple[str, str], str] = {}

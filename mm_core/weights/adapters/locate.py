@@ -11,7 +11,14 @@ from torch import nn
 from mm_core.contracts import TaskModule
 from mm_core.errors import CheckpointError, ContractError, plural
 from mm_core.modules.adapter_layers import adapter_of, base_name
-from mm_core.weights.adapters.files import PART, AdapterFile, is_adapter, open_adapter, stored_module
+from mm_core.weights.adapters.files import (
+    PART,
+    TEXT_ENCODER,
+    AdapterFile,
+    is_adapter,
+    open_adapter,
+    stored_module,
+)
 from mm_core.weights.fitting import Formats
 from mm_core.weights.formats.format import AdapterLayout, of_component
 from mm_core.weights.formats.libraries import PEFT_ADAPTER
@@ -70,11 +77,14 @@ def locate(task: TaskModule, path: str, linear: Mapping[str, Sequence[str]], for
     held = {(id(file), stored) for file, stored in best.modules.values()}
     modules = [(id(file), name) for file in files for name in file.scales]
     if absent := [name for file, name in modules if (file, name) not in held]:
+        texts = all(name.startswith(TEXT_ENCODER) for name in absent)
         raise CheckpointError(
             f"{len(absent)} of the {plural(len(modules), 'module')} in this adapter match no linear layer of"
             f" {best.root or ' or '.join(linear)}: {', '.join(absent[:3])}",
             where=path,
-            hint="the adapter is for a different model: use one trained for this model",
+            hint="these are of a text encoder: write the file again without them"
+            if texts
+            else "the adapter is for a different model: use one trained for this model",
         )
     added_to = {key for _, key in best.added.values()}
     if left := [key for file in files for key in file.added.values() if key not in added_to]:

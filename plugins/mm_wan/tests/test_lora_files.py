@@ -179,6 +179,20 @@ def test_other_programs_prefixes_are_read(default, label, prefix, other, run, tm
     assert equal(single(tmp_path / "other.safetensors", pipeline, tmp_path), adapters_of(task))
 
 
+def test_modules_of_a_text_encoder_in_a_kohya_file_are_counted_and_named(run, tmp_path):
+    pipeline, folder, _ = run
+    (path,) = export_lora(folder, tmp_path / "style.safetensors", "lora/kohya")
+    module = "lora_te_text_model_encoder_layers_0_mlp_fc1"
+    factors = {f"{module}.lora_down.weight": torch.ones(4, 8), f"{module}.lora_up.weight": torch.ones(8, 4)}
+    save_file(load_file(path) | factors, tmp_path / "both.safetensors")
+    with pytest.raises(MMError) as caught:
+        single(tmp_path / "both.safetensors", pipeline, tmp_path)
+    assert f"1 of the 21 modules in this adapter match no linear layer of predictor: {module}\n" in str(
+        caught.value
+    )
+    assert str(caught.value).endswith("hint: these are of a text encoder: write the file again without them")
+
+
 def test_the_header_names_base_rank_alpha_and_trigger_words(run, tmp_path):
     _, folder, _ = run
     (path,) = export_lora(folder, tmp_path / "s.safetensors", "lora/comfyui", trigger_words=["ohwx", "ink"])
