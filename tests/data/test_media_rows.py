@@ -179,6 +179,14 @@ def test_an_archive_is_read_in_place_by_offsets(tmp_path):
     assert [row.path for row in read(path, where="width > 4")] == ["s/2.mp4"]
 
 
+def test_members_of_one_name_are_refused(tmp_path):
+    path = archive(tmp_path / "a.tar", {"1.jpg": b"", "1.txt": b"one"})
+    other = archive(tmp_path / "b", {"1.jpg": b"", "1.txt": b"another"})
+    path.write_bytes(path.read_bytes()[:1536] + other.read_bytes())  # as by `tar --concatenate`
+    with pytest.raises(DataError, match=r"two members of the archive are named '1.jpg'"):
+        read(path)
+
+
 @pytest.mark.parametrize(
     ("make", "what"),
     [
@@ -190,6 +198,18 @@ def test_an_archive_is_read_in_place_by_offsets(tmp_path):
         (lambda path: archive(path, {"1.jpg": b"", "1.txt": b"\xff"}), "not UTF-8"),
         (lambda path: archive(path, {"1.jpg": b"", "1.json": b"[]"}), "not a JSON object"),
         (lambda path: archive(path, {"1.md": b""}), "the source has no image or clip"),
+        (
+            lambda path: archive(path, {"1.jpg": b"", "1.a.txt": b"a", "1.b.txt": b"b"}),
+            "whether '1.a.txt' or '1.b.txt' belongs to '1.jpg'",
+        ),
+        (
+            lambda path: archive(path, {"1.a.jpg": b"", "1.b.jpg": b"", "1.c.txt": b"c"}),
+            "whether '1.c.txt' belongs to '1.a.jpg' or '1.b.jpg'",
+        ),
+        (
+            lambda path: archive(path, {"1.jpg": b"", "1.txt": b"a", "1.TXT": b"b"}),
+            "'1.txt' and '1.TXT' are both the text",
+        ),
     ],
 )
 def test_an_archive_that_cannot_be_trusted_or_read_is_refused(tmp_path, make, what):

@@ -56,6 +56,38 @@ def flag() -> Image.Image:
     return Image.fromarray(pixels)
 
 
+# -- archives ---------------------------------------------------------------------------------------
+
+
+def captions(path: Path) -> dict[str, str]:
+    data = dataset(path)
+    return {Path(data[each]["id"]).name: data[each]["caption"] for each in range(len(data))}
+
+
+@pytest.mark.parametrize("order", [sorted, reversed, lambda names: sorted(names, key=lambda n: n[::-1])])
+def test_a_member_of_an_archive_has_the_text_of_its_own_name(tmp_path, order):
+    """File names with dots, and the texts anywhere in the archive."""
+    photo = (folder(tmp_path, "p.png") / "p.png").read_bytes()
+    members = {f"./img.00{n}.png": photo for n in range(4)}
+    members |= {f"./img.00{n}.txt": b"number %d" % n for n in range(3)}
+    members |= {"._img.000.png": b"of another file system", "._img.000.txt": b"\xff"}
+    path = archive(tmp_path / "a.tar", {name: members[name] for name in order([*members])})
+    with pytest.warns(RunWarning, match="1 image or clip left out: no .txt member"):
+        assert captions(path) == {f"img.00{n}.png": f"number {n}" for n in range(3)}
+
+
+def test_a_member_without_a_text_of_its_name_has_that_of_its_webdataset_key(tmp_path):
+    photo = (folder(tmp_path, "p.png") / "p.png").read_bytes()
+    members = {
+        **{"a.left.png": photo, "a.right.png": photo, "a.txt": b"both"},
+        **{"b.image.png": photo, "b.caption.txt": b"one", "b.x.json": b"{}", "b.y.json": b"{}"},
+        **{"c.jpg.png": photo, "c.meta.json": b'{"cap": "of the json"}'},
+    }
+    path = archive(tmp_path / "a.tar", members)
+    both = {"a.left.png": "both", "a.right.png": "both"}
+    assert captions(path) == {**both, "b.image.png": "one", "c.jpg.png": "of the json"}
+
+
 # -- images -----------------------------------------------------------------------------------------
 
 

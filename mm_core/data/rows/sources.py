@@ -195,10 +195,10 @@ class SourceReader:
     def _in_archives(self) -> Iterator[MediaRow | None]:
         for number, archive in enumerate(self.archives):
             for member in read_archive(archive):
-                yield from self._of_member(number, member, archive)
+                yield self._of_member(number, member, archive)
 
-    def _of_member(self, number: int, member: Member, archive: Path) -> Iterator[MediaRow | None]:
-        where = f"{archive}, {member.key}"
+    def _of_member(self, number: int, member: Member, archive: Path) -> MediaRow | None:
+        name, (start, size), where = member.name, member.place, f"{archive}, {member.name}"
         texts = {suffix: _decoded(content, where) for suffix, content in member.texts.items()}
         values: dict[str, Any] = {}
         if ".json" in texts:
@@ -209,16 +209,12 @@ class SourceReader:
         named = [values.get(str(column)) for column in self.captions]
         captions = (texts[CAPTIONS],) if CAPTIONS in texts else _texts(named)
         sizes = declared(*(values.get(str(column)) for column in self.sizes.values()))
-        for name, start, size in member.media:
-            if not captions:
-                self._left_out(f"no {CAPTIONS} member and no caption in a .json member")
-                yield None
-            elif self._admits({**sizes._asdict(), **values, "path": name}):
-                yield MediaRow(
-                    self.number, name, medium_of(name) or "clip", captions, *sizes, number, start, size
-                )
-            else:
-                yield None
+        if not captions:
+            self._left_out(f"no {CAPTIONS} member and no caption in a .json member")
+        elif self._admits({**sizes._asdict(), **values, "path": name}):
+            medium = medium_of(name) or "clip"
+            return MediaRow(self.number, name, medium, captions, *sizes, number, start, size)
+        return None
 
     def _in_table(self) -> Iterator[MediaRow | None]:
         columns, optional = self._columns()
