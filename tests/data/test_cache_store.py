@@ -320,7 +320,26 @@ def test_a_read_only_cache_is_read():
             found.add(keys_of(2), [features(2)])
         with pytest.raises(CacheError, match="cannot be written"):
             Claims(store.folder / "claims").take("a")
+        for needed in ([False, False], [True, False]):
+            with pytest.raises(CacheError, match="cannot be written: Permission denied"):
+                found.keep(np.array(needed))
+    (store.folder / "claims").rmdir()
+    with as_nobody(store.folder):
+        assert len(Store(store.folder, create=True)) == 2
     shutil.rmtree(folder)
+
+
+def test_a_cache_without_shards_has_nothing_to_remove(store):
+    assert store.keep(np.zeros(0, bool)) == 0
+
+
+def test_a_copy_without_the_empty_folders_is_written_again(store):
+    shard_of(store, 0)
+    for name in ("facts", "claims"):
+        (store.folder / name).rmdir()
+    again = Store(store.folder, create=True)
+    assert len(again) == 1 and (again.folder / "facts").is_dir()
+    assert Claims(again.folder / "claims").take("a")
 
 
 def test_features_of_a_strange_dtype_are_refused(store):

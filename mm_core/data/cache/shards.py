@@ -163,9 +163,25 @@ def write_shard(folder: Path, keys: Keys, entries: Sequence[Mapping[str, Tensor]
         sync_folder(folder)
     except (OSError, SafetensorError) as error:
         staged.unlink(missing_ok=True)
-        raise CacheError(
-            f"the cache cannot be written: {os_reason(error) if isinstance(error, OSError) else error}",
-            where=str(folder),
-            hint="free space or change permissions there, then run the command again: it goes on from here",
-        ) from None
+        raise _unwritable(folder, error) from None
     return path
+
+
+def remove_shard(path: Path) -> None:
+    """Removes a shard, also one that another process is removing.
+
+    Raises:
+        CacheError: the folder is read-only.
+    """
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise _unwritable(path.parent, error) from None
+
+
+def _unwritable(folder: Path, error: OSError | SafetensorError) -> CacheError:
+    return CacheError(
+        f"the cache cannot be written: {os_reason(error) if isinstance(error, OSError) else error}",
+        where=str(folder),
+        hint="free space or change permissions there, then run the command again: it goes on from here",
+    )

@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from mm_core.contracts import Features
-from mm_core.data.cache.shards import FAULTY, KEY, Keys, Shard, open_shard, write_shard
+from mm_core.data.cache.shards import FAULTY, KEY, Keys, Shard, open_shard, remove_shard, write_shard
 from mm_core.errors import CacheError
 from mm_core.files import os_reason, remove_stale_stages, replace_text
 
@@ -96,10 +96,13 @@ class Store:
     def _check_format(self, create: bool) -> None:
         about = self.folder / "format.txt"
         try:
-            if create and not about.exists():
-                for name in ("shards", "facts", "claims"):
-                    (self.folder / name).mkdir(parents=True, exist_ok=True)
-                replace_text(about, _FORMAT)
+            if create:
+                there = about.exists()
+                with suppress(*[OSError] if there else []):  # it can be read all the same
+                    for name in ("shards", "facts", "claims"):  # object stores keep no empty folders
+                        (self.folder / name).mkdir(parents=True, exist_ok=True)
+                if not there:
+                    replace_text(about, _FORMAT)
             found = about.read_bytes()[:200].decode(errors="replace")
         except FileNotFoundError:
             raise CacheError(
@@ -182,9 +185,13 @@ class Store:
 
         Args:
             needed: bool of each place.
+
+        Raises:
+            CacheError: the cache cannot be written, or a shard is damaged.
         """
-        freed = 0
-        for shard, own in zip(self._list, np.split(needed, self._ends[:-1]), strict=True):
+        freed, first = 0, 0
+        for shard, end in zip(self._list, self._ends.tolist(), strict=True):
+            own, first = needed[first:end], end
             if own.all():
                 continue
             with suppress(FileNotFoundError):  # another process has removed it
@@ -194,7 +201,7 @@ class Store:
                     entries = [shard.entry(data, place) for place in kept.tolist()]
                     written = write_shard(shard.path.parent, shard.keys[kept], entries)
                     freed -= written.stat().st_size
-                shard.path.unlink()
+                remove_shard(shard.path)
         self.refresh()
         return freed
 
