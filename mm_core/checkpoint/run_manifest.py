@@ -117,12 +117,20 @@ def _trace(value: object) -> str:
 def fingerprint(section: ComponentConfig, dataset: AnyDataset) -> Document:
     """Fingerprint of a run's dataset: its number of rows, and the sha256 of each file in its options.
 
-    A tokenizer folder has one sha256 of its vocabulary files. Videos and weights are not read: a file
-    replaced under the same name is not noticed.
+    A tokenizer folder has one sha256 of its vocabulary files. A dataset with `digests` adds its own by keys
+    of the options; rank 0 computes them. Videos and weights are not read: a file replaced under the same name
+    is not noticed.
     """
     listed = {
         key: digest for key, path in _paths(section.options) if (digest := _digest(Path(path))) is not None
     }
+    author: Any = dataset
+    while not hasattr(author, "digests") and hasattr(
+        author, "dataset"
+    ):  # in buckets, or in the feature cache
+        author = author.dataset
+    if hasattr(author, "digests"):
+        listed |= Ranks.current().on_first("reading captions", author.digests)
     return {"type": section.type, "rows": rows_of(dataset), "files": listed}
 
 

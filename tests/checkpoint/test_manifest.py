@@ -8,12 +8,18 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
 
+from mm_core.builtin.configs.data import MediaSource
 from mm_core.checkpoint.resume_check import check_resume, differences_of
 from mm_core.checkpoint.run_manifest import environment_traces, fingerprint, library_versions, run_manifest
 from mm_core.config.load import load_config
+from mm_core.data.datasets.media_text import MediaTextDataset
+from mm_core.data.loading.bucketed import BucketedSamples
+from mm_core.errors import CheckpointError
 from mm_core.plan import make_plan
 from mm_core.schema.fields import ComponentConfig
+from support.archives import archive
 from support.ranks import run_ranks
 
 CAPTION = '[{"path": "a.mp4", "cap": "a red circle"}, {"path": "b.mp4", "cap": "a blue square"}]'
@@ -112,6 +118,30 @@ def test_files_that_stand_deeper_in_the_options_are_in_the_fingerprint(yaml, tmp
     options = {"sources": (first, second), "reader": ComponentConfig("video_reader", "core/pyav", {})}
     found = fingerprint(ComponentConfig("dataset", "core/video_text", options), [0])["files"]
     assert list(found) == ["sources.0.file"]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["folder", "folder of archives"])
+def test_other_captions_or_names_in_a_folder_are_noticed_at_a_resume(tmp_path, packed):
+    def of(place: str, **texts: str) -> dict:
+        folder = tmp_path / place
+        folder.mkdir()
+        members = {f"{stem}.png": b"" for stem in texts} | {f"{s}.txt": t.encode() for s, t in texts.items()}
+        if packed:
+            archive(folder / "0.tar", members)
+        for name, content in {} if packed else members.items():
+            (folder / name).write_bytes(content)
+        sources = (MediaSource(str(folder)), MediaSource(str(tmp_path / "rows.jsonl")))
+        (tmp_path / "rows.jsonl").write_text('{"path": "x.png", "cap": "x"}')
+        section = ComponentConfig("dataset", "core/media_text", {"sources": sources})
+        dataset = BucketedSamples(MediaTextDataset(sources), (), torch.zeros(3))
+        return {"data": {"train": fingerprint(section, dataset)}}
+
+    before = of("before", a="a cat", b="a dog")
+    assert [*before["data"]["train"]["files"]] == ["sources.1.annotations", "sources.0.annotations"]
+    assert check_resume(before, of("moved", a="a cat", b="a dog")) == []
+    for place, texts in (("texts", {"a": "a cat", "b": "a cow"}), ("names", {"a": "a cat", "c": "a dog"})):
+        with pytest.raises(CheckpointError, match=r"data.train.files.sources.0.annotations"):
+            check_resume(before, of(place, **texts))
 
 
 def test_a_tokenizer_that_was_changed_in_place_is_noticed_at_a_resume(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import socket
 import tempfile
 from array import array
@@ -156,6 +157,20 @@ class MappedRows(Sequence[MediaRow]):
             first,
             size,
         )
+
+    def of_source(self, source: int) -> range:
+        """The places of a source's rows."""
+        return range(*np.searchsorted(self.facts["source"], [source, source + 1]).tolist())
+
+    def digest(self, places: range) -> bytes:
+        """The sha256 of the paths and captions of rows, and of where they are in archives."""
+        ends = self._ends[places.start : places.stop]
+        first = int(self._ends[places.start - 1]) if places.start else 0
+        found = hashlib.sha256(self._text[first : ends[-1] if len(ends) else first].tobytes())
+        found.update((ends - first).tobytes())
+        for name in ("archive", "start", "size"):
+            found.update(self.facts[name][places.start : places.stop].tobytes())
+        return found.digest()
 
     @staticmethod
     def write(rows: Iterable[MediaRow | RowBlock], folder: Path) -> None:
