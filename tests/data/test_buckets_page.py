@@ -46,6 +46,7 @@ def test_every_config_has_buckets(
     base["task"]["predictor"]["patch_size"] = [1, 1, 1]
     base["task"]["autoencoder"] = {"type": "pixel", "spatial": 2}
     base.pop("validation", None)
+    base["lr_schedule"] = {"type": "constant"}
     train = {"steps": 2, **shown.get("train", {})}
     Path("run.yaml").write_text(yaml.safe_dump(base | {"data": shown["data"], "train": train}))
     (command,) = (block.text for block in PAGE if block.language == "bash")

@@ -29,7 +29,7 @@ def config(folder: Path, engine: dict[str, Any], **sections: Any) -> str:
         "task": VIDEO,
         "data": {"train": {"type": "shapes", "num_frames": 8, "height": 16, "width": 16, "clips": 16}},
         "engine": {"type": "deepspeed", **engine},
-        "train": {"steps": 1, "micro_batch_size": 2, "global_batch_size": 8, "clip_grad_norm": 1.0},
+        "train": {"steps": 4, "micro_batch_size": 2, "global_batch_size": 8, "clip_grad_norm": 1.0},
         **sections,
     }
     path = folder / "tried.yaml"
