@@ -150,7 +150,7 @@ def _check(config: RunConfig, args: argparse.Namespace) -> int:
     differing: list[dict[str, object]] = []
     total = 0
     for split, dataset in _datasets(config, args.split):
-        shown = time.monotonic()
+        shown, before = time.monotonic(), total
         state: Checked
         for state in check(dataset, args.workers):
             if state.fault is not None:
@@ -162,7 +162,7 @@ def _check(config: RunConfig, args: argparse.Namespace) -> int:
             if time.monotonic() - shown > _EVERY:
                 shown = time.monotonic()
                 print(f"data.{split}: {state.done:,} of {state.of:,} read", file=sys.stderr, flush=True)
-            total += 1
+            total = before + state.done
     if args.json:
         print_json({"read": total, "bad": bad, "differing": differing})
         return 1 if bad else 0

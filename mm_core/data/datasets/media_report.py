@@ -14,7 +14,7 @@ from mm_core.contracts import Dataset, VideoInfo
 from mm_core.data.datasets.media_text import MediaTextDataset
 from mm_core.data.loading.buckets import Bucket
 from mm_core.data.rows.media_rows import MediaRow
-from mm_core.errors import ContractError, DataError
+from mm_core.errors import ContractError, DataError, PartsError
 
 _RATES = 0.01  # rates that differ by less are rounded, such as 24 and 23.976
 _PROBED = 16  # files of a source whose headers are read for its sizes
@@ -69,7 +69,7 @@ BUCKET_COLUMNS = ("frames", "height", "width", "per micro-batch", "samples per e
 
 
 class Checked(NamedTuple):
-    """A sample that was read.
+    """A sample that was read, or a part of one that cannot be read.
 
     Attributes:
         name: of the sample.
@@ -136,22 +136,25 @@ def _sizes(dataset: MediaTextDataset, source: int) -> dict[str, int]:
 def check(dataset: Dataset, threads: int) -> Iterator[Checked]:
     """Decodes every sample of a dataset once: of `media_text` every row, and clips to their last frame.
 
+    A sample with parts, such as a packed row, is yielded once for each part that cannot be read.
+
     Args:
         dataset: any map-style dataset.
         threads: number of threads that decode.
     """
     rows = len(dataset.rows) if isinstance(dataset, MediaTextDataset) else len(dataset)
-    read: Callable[[int], tuple[str, DataError | None, str]] = partial(_read, dataset)
+    read: Callable[[int], list[tuple[str, DataError | None, str]]] = partial(_read, dataset)
     with ThreadPoolExecutor(threads) as pool:
         numbers = iter(range(rows))
         waiting = [pool.submit(read, number) for number in islice(numbers, 4 * threads)]
         for done in range(1, rows + 1):
             found = waiting.pop(0).result()
             waiting += [pool.submit(read, number) for number in islice(numbers, 1)]
-            yield Checked(*found, done, rows)
+            for each in found:
+                yield Checked(*each, done, rows)
 
 
-def _read(dataset: Dataset, number: int) -> tuple[str, DataError | None, str]:
+def _read(dataset: Dataset, number: int) -> list[tuple[str, DataError | None, str]]:
     name, differs = f"sample {number}", ""
     try:
         if isinstance(dataset, MediaTextDataset):
@@ -159,10 +162,14 @@ def _read(dataset: Dataset, number: int) -> tuple[str, DataError | None, str]:
             name = dataset.name_of(row)
             differs = _differences(row, dataset.decode(number))
         else:
-            dataset[number]
+            missing = dataset[number].get("missing")
+            if missing is not None:
+                raise missing
+    except PartsError as parts:
+        return [(fault.where or name, fault, "") for fault in parts.faults.values()]
     except DataError as fault:
-        return name if isinstance(dataset, MediaTextDataset) else fault.where or name, fault, ""
-    return name, None, differs
+        return [(name if isinstance(dataset, MediaTextDataset) else fault.where or name, fault, "")]
+    return [(name, None, differs)]
 
 
 def _differences(row: MediaRow, info: VideoInfo) -> str:

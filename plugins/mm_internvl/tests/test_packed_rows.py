@@ -16,6 +16,7 @@ from mm_internvl.testing import TOKENS
 
 import mm_core
 from mm_core.contracts import IGNORED_LABEL, Randomness, SampleKey
+from mm_core.data.datasets.media_report import check
 from mm_core.data.loading.skipped import SkipLedger
 from mm_core.errors import ContractError, DataError, PartsError
 from mm_core.plan import make_plan
@@ -195,6 +196,13 @@ def test_a_damaged_image_is_counted_once_as_its_share_and_listed_once(place, tmp
     ranks = [loaded(found, 1, range(4), whole=2, rank=rank, ranks=2) for rank in range(2)]
     shared = [(b.ids, b.failures) for pair in zip(*ranks, strict=True) for b in pair]
     assert shared == [(b.ids, b.failures) for b in loaded(found, 1, range(4), whole=2)]
+
+
+def test_a_check_lists_each_conversation_of_a_packed_row_that_cannot_be_read(place):
+    rows = [*(torn(place, n) for n in range(3)), *(data.asked(f"what is {n}?", "a") for n in range(2))]
+    states = [*check(dataset(place, rows, packing=True, max_length=400), 1)]
+    assert {Path(state.name).name for state in states if state.fault} == {f"torn_{n}.png" for n in range(3)}
+    assert states[-1].done == states[-1].of < len(states)
 
 
 def test_a_row_of_which_nothing_can_be_read_is_replaced(place):
