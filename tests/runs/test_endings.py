@@ -32,7 +32,6 @@ def mm_callbacks():
         ([], 0, "FINISHED"),
         (["--stop-after", "1"], 75, "KILLED"),
         (["callbacks=[{type: local/broken_step}]"], 1, "FAILED"),
-        (["lr_schedule.warmup_steps=99"], 1, "FAILED"),  # between the opening of trackers and the first step
         (["callbacks=[{type: local/broken_end}]"], 1, "FAILED"),  # when all steps are done
     ],
 )
