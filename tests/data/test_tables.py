@@ -11,6 +11,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from mm_core.builtin.configs.data import MediaColumns, MediaSource
+from mm_core.data.rows.sources import SourceReader
 from mm_core.data.rows.tables import Cells, read_table
 from mm_core.errors import DataError
 
@@ -105,8 +107,11 @@ def test_quotes_may_be_letters(tmp_path):
     file.write_text('text\tlabel\n"open\t1\n', encoding="utf-8")
     assert [cells.values for cells in read_table(file, ["text"], quotes=False)] == [('"open',)]
     with pytest.raises(DataError, match="cannot be split into columns: unexpected end of data") as caught:
-        list(read_table(file, ["text"]))
+        list(read_table(file, ["text"], quotes=True))
     assert caught.value.where == f"{file}:2" and "quotes: false" in caught.value.hint
+    with pytest.raises(DataError) as caught:
+        list(SourceReader(0, MediaSource(str(file), columns=MediaColumns("text", "label"))).rows())
+    assert caught.value.hint == "fix the line", "a key that its config has not"
 
 
 FAULTS = [

@@ -42,14 +42,15 @@ class Cells(NamedTuple):
 
 
 def read_table(
-    file: Path, columns: Sequence[Column], quotes: bool = True, optional: Collection[Column] = ()
+    file: Path, columns: Sequence[Column], quotes: bool | None = None, optional: Collection[Column] = ()
 ) -> Iterator[Cells]:
     """Reads every row of a table as cells of the selected columns; broken rows are included.
 
     Args:
         file: of a kind in `SUFFIXES`.
         columns: names, or numbers from 0.
-        quotes: whether fields in CSV and TSV may be in double quotes; False reads quotes as letters.
+        quotes: whether fields in CSV and TSV may be in double quotes; False reads quotes as letters. None:
+            they may, and the config has no key for it.
         optional: those of `columns` that the table, or a row of JSON, may lack: their cells are then None.
 
     Raises:
@@ -134,17 +135,22 @@ def _long_fields() -> Iterator[None]:
 
 
 def _separated(
-    rows: RowFile, columns: Sequence[Column], optional: Collection[Column], separator: str, quotes: bool
+    rows: RowFile,
+    columns: Sequence[Column],
+    optional: Collection[Column],
+    separator: str,
+    quotes: bool | None,
 ) -> Iterator[Cells]:
     """Rows of CSV and TSV. The first line contains names if a column is selected by name."""
-    quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
+    quoting: Literal[0, 3] = csv.QUOTE_NONE if quotes is False else csv.QUOTE_MINIMAL
+    hint = "fix the line" + (", or set quotes: false to read quotes as letters" if quotes else "")
     with rows.opened(newline="") as file, _long_fields():
         reader = csv.reader(file, delimiter=separator, quoting=quoting, strict=True)
-        yield from _lines(rows, reader, columns, optional)
+        yield from _lines(rows, reader, columns, optional, hint)
 
 
 def _lines(
-    rows: RowFile, reader: Reader, columns: Sequence[Column], optional: Collection[Column]
+    rows: RowFile, reader: Reader, columns: Sequence[Column], optional: Collection[Column], hint: str
 ) -> Iterator[Cells]:
     head: list[str] | None = None
     named = any(isinstance(column, str) for column in columns)
@@ -170,7 +176,7 @@ def _lines(
             f"the line cannot be split into columns: {error}",
             where=f"{rows.path}:{last + 1}",
             accepted='fields with quotes, separators or line ends in double quotes: "a ""b"" c"',
-            hint="fix the line, or set quotes: false to read quotes as letters",
+            hint=hint,
         ) from None
     if head is None:
         raise rows.empty()

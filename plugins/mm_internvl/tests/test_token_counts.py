@@ -15,6 +15,7 @@ import pytest
 import torch
 from mm_internvl.data import token_counts
 from mm_internvl.data.conversations import Conversations
+from PIL import Image
 
 from mm_core.data.loading.stopping import StopRequested, stop_on
 from mm_core.data.loading.workers import StartWorker
@@ -53,6 +54,19 @@ def test_lengths_group_batches_and_are_kept_in_a_file(place, tmp_path, monkeypat
     assert dataset(place, lengths=str(file)).lengths().tolist() == wanted
     with pytest.raises(AssertionError, match="measured again"):
         dataset(place, lengths=str(file), system="another").lengths()
+
+
+def test_an_image_that_has_grown_since_is_an_error_with_the_file_of_the_lengths(place, tmp_path):
+    rows = [data.asked("<image>what?", "red", image="grown.png"), data.asked("what?", "number " * 20)]
+    Image.new("RGB", (16, 16)).save(place / "files" / "grown.png")
+    fields = {"packing": True, "lengths": str(tmp_path / "kept.json")}
+    length = int(dataset(place, rows, **fields, max_length=400).packs.lengths.sum())
+    before = dataset(place, rows, **fields, max_length=length)
+    assert len(before) == 1 and len(before[0]["pieces"]) == 2
+    Image.new("RGB", (512, 128)).save(place / "files" / "grown.png")
+    with pytest.raises(DataError, match="have changed since their lengths") as fault:
+        dataset(place, rows, **fields, max_length=length)[0]
+    assert fault.value.hint == f"delete {tmp_path / 'kept.json'}, and start again"
 
 
 @pytest.mark.slow

@@ -169,7 +169,9 @@ class Conversations:
                 f"the conversations of a packed row have {plural(total, 'token')}, more than max_length "
                 f"{self.packs.capacity}: images or videos have changed since their lengths were measured",
                 where=", ".join(name for _, _, name, _ in read),
-                hint="delete the file that `lengths` of the dataset names, and start again",
+                hint="start again"
+                if (kept := self.wanted.lengths) is None
+                else f"delete {kept}, and start again",
             )
         return {
             "pieces": [_piece(tokens) for tokens, *_ in read],
