@@ -90,6 +90,11 @@ class Uncaptioned(Clips):
         return {"video": super().__getitem__(index)["video"]}
 
 
+class Numbered(Clips):
+    def __getitem__(self, index: int) -> dict:
+        return {**super().__getitem__(index), "caption": index}
+
+
 class Shapeless(Clips):
     def __getitem__(self, index: int) -> dict:
         return {"video": torch.zeros(3, 8, 16, 16 + index % 2), "caption": ""}
@@ -124,5 +129,15 @@ class SharedSamples(Clips):
 @hookimpl
 def mm_datasets() -> list[Component]:
     classes = (Clips, Tutorial, Stream, Divided, Uncaptioned, Shapeless, Flat, ShapelessStream, Failing)
-    made = (*classes, Endless, SharedSamples, loader, distributed, renamed, of_tuples, of_uneven_columns)
+    made = (
+        *classes,
+        Numbered,
+        Endless,
+        SharedSamples,
+        loader,
+        distributed,
+        renamed,
+        of_tuples,
+        of_uneven_columns,
+    )
     return [Component(name=one.__name__.lower(), target=f"plain_sets:{one.__name__}") for one in made]

@@ -237,6 +237,7 @@ def test_what_is_no_dataset_is_refused():
     ("name", "kind", "what"),
     [
         ("uncaptioned", ContractError, "the samples have no 'caption', only video"),
+        ("numbered", ContractError, "the `caption` of a sample is not a text"),
         ("shapeless", ContractError, r"video is \[3, 8, 16, \d+\] float32 in sample \d+, and \[3, 8, 16, "),
         ("flat", ContractError, r"the video of a sample is \[8, 16, 16\]"),
         ("shapelessstream", ContractError, r"video is \[3, 8, 16, 16\] float32 in sample 0, and \[3, 8, 16"),

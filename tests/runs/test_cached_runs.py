@@ -351,12 +351,13 @@ def test_reasons_tell_a_variant_from_another_autoencoder(place):
     assert "has changed (" not in str(caught.value)
 
 
-def test_a_file_without_a_hash_is_replaced_as_without_a_cache(place):
+def test_a_file_or_caption_without_a_hash_is_replaced_as_without_a_cache(place):
     (place.folder / "3.mp4").unlink()
     (place.folder / "3.mp4").mkdir()
+    (place.folder / "photos/4.txt").write_bytes(b"\xff\xfe")
     more = ["data.loader.max_failed_share=0.5"]
     online = train(place.config("online", *more, **SMALL))
-    build_cache(place.config("cached", *place.cached(), **SMALL), note)
+    assert build_cache(place.config("cached", *place.cached(), **SMALL), note).unreadable == 2
     assert train(place.config("cached", *more, *place.cached(), **SMALL)) == pytest.approx(online, abs=1e-6)
 
 

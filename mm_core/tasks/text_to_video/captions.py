@@ -48,6 +48,8 @@ def clips_of(batch: DictBatch, tokenizer: Tokenizer) -> VideoTextBatch:
     pixels, captions = (values.get(name, values.get(other)) for name, other in _NAMES)
     ids, mask = (values.get(name) for name in ("prompt_ids", "prompt_mask"))
     if captions is not None:
+        if not (isinstance(captions, (list, tuple)) and all(isinstance(text, str) for text in captions)):
+            raise ContractError("the `caption` of a sample is not a text", where="data", accepted=_CLIP)
         ids, mask = tokenizer(captions)
     lacks = [names[0] for names, value in zip(_NAMES, (pixels, captions), strict=True) if value is None]
     if ids is not None and mask is not None and lacks == ["caption"]:
@@ -67,7 +69,7 @@ def clips_of(batch: DictBatch, tokenizer: Tokenizer) -> VideoTextBatch:
         batch.sample_weights,
         batch.ids,
         pixels=pixels.float() if pixels.is_floating_point() else pixels,
-        captions=[""] * len(batch) if captions is None else captions,
+        captions=[""] * len(batch) if captions is None else [*captions],
         text_ids=ids.flatten(1).long(),
         text_mask=mask.flatten(1).bool(),
         fps=None if fps is None else fps.float(),
