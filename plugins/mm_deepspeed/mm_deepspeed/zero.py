@@ -6,7 +6,7 @@ tensors that divide evenly. All of that is here, for `library.VERSIONS`, and eac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -41,6 +41,12 @@ class Zero:
 
     _measures = "scaled_global_norm"
     """DeepSpeed's method that adds up the gradients' squares over the ranks: `step` would call it again."""
+
+    _received = "_offload_accumulated_param_ids"
+    """DeepSpeed's keys of the parameters that had a gradient in this step."""
+
+    _finish = "_finalize_cpu_offload_gradient_accumulation"
+    """DeepSpeed's method that brings the sums of gradients of those keys to the host."""
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.inner = engine, engine.optimizer
@@ -88,8 +94,9 @@ class Zero:
             last: whether it was the step's last one.
         """
         if not self._begun:
-            for stale in self._not_received():
-                stale.zero_()
+            for key, total in self._sums().items():
+                if key not in getattr(self.inner, self._received):
+                    total.zero_()
         self._begun = not last
 
     def norm(self) -> float:
@@ -139,26 +146,32 @@ class Zero:
         """The norm from what DeepSpeed's method returns."""
         return found
 
-    def _not_received(self) -> list[Tensor]:
-        """Sums of gradients that no micro-batch of this step has begun anew."""
-        if not self.inner.cpu_offload:
-            return []
-        begun = self.inner._offload_accumulated_param_ids
-        return [sum_ for key, sum_ in self.inner.accumulated_grads_in_cpu.items() if key not in begun]
+    def _sums(self) -> Mapping[int, Tensor]:
+        """Sums of gradients over micro-batches, by the keys of their parameters."""
+        return self.inner.accumulated_grads_in_cpu if self.inner.cpu_offload else {}
+
+    def _own(self) -> Iterable[nn.Parameter]:
+        """The parameters of which this rank has gradients."""
+        return chain(*self.inner.params_in_partition)
+
+    def _key(self, parameter: nn.Parameter) -> int:
+        return int(self.inner.get_param_id(parameter))
 
     def _complete(self) -> None:
         """Brings to the host what the step's last micro-batch has left out: gradients of those before it, and
         0 where there is none."""
-        inner, late = self.inner, set()
-        for parameter in chain(*inner.params_in_partition):
-            key = inner.get_param_id(parameter)
-            if key in inner._offload_accumulated_param_ids - inner.norm_for_param_grads.keys():
+        inner, flats, late = self.inner, self._flats(), set()
+        received = getattr(inner, self._received)
+        for parameter in self._own():
+            if (number := inner.get_param_id(parameter)) in inner.norm_for_param_grads:
+                continue
+            if (key := self._key(parameter)) in received:
                 late.add(key)
-            elif key not in inner.norm_for_param_grads:
-                group, _, offset, size = inner.grad_position[key]
-                self._flats()[group].grad.narrow(0, offset, size).zero_()
-        with patch.object(inner, "_offload_accumulated_param_ids", late):
-            inner._finalize_cpu_offload_gradient_accumulation()
+            else:
+                group, *_, offset, size = inner.grad_position[number]
+                flats[group].grad.narrow(0, offset, size).zero_()
+        with patch.object(inner, self._received, late):
+            getattr(inner, self._finish)()
 
     def _flats(self) -> list[Tensor]:
         return list(self.inner.single_partition_of_fp32_groups)
@@ -212,8 +225,8 @@ class ZeroBF16(Zero):
     def _flats(self) -> list[Tensor]:
         return list(self.inner.fp32_groups_flat_partition)
 
-    def _not_received(self) -> list[Tensor]:
-        return []
+    def _sums(self) -> Mapping[int, Tensor]:
+        return {}
 
     def _complete(self) -> None:
         """Nothing is left out."""
@@ -233,6 +246,8 @@ class Zero3(Zero):
     """Stage 3: the parameters are split too, each of them evenly."""
 
     _measures = "_get_norm_groups"
+    _received = "_offload_boundary_param_ids"
+    _finish = "_finalize_offload_gradient_accumulation"
 
     def _combined(self, found: Any) -> Any:
         from deepspeed.runtime.utils import combine_grad_norm_groups
@@ -249,23 +264,11 @@ class Zero3(Zero):
         found: Mapping[int, Tensor] = self.inner._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
         return found
 
-    def _not_received(self) -> list[Tensor]:
-        begun = self.inner._offload_boundary_param_ids
-        return [sum_ for key, sum_ in self._sums().items() if key not in begun]
+    def _own(self) -> Iterable[nn.Parameter]:
+        return chain(*self.inner.fp16_groups)
 
-    def _complete(self) -> None:
-        inner, late = self.inner, set()
-        for parameter in chain(*inner.fp16_groups):
-            key = inner.get_param_id(parameter)
-            if key in inner.norm_for_param_grads:
-                continue
-            if parameter.ds_id in inner._offload_boundary_param_ids:
-                late.add(parameter.ds_id)
-            else:
-                group, offset, size = inner.grad_position[key]
-                self._flats()[group].grad.narrow(0, offset, size).zero_()
-        with patch.object(inner, "_offload_boundary_param_ids", late):
-            inner._finalize_offload_gradient_accumulation()
+    def _key(self, parameter: nn.Parameter) -> int:
+        return int(parameter.ds_id)  # type: ignore[attr-defined]
 
     def fragment(self, parameter: nn.Parameter) -> Fragment:
         group, offset, size = self.inner.grad_position[self.inner.get_param_id(parameter)]
