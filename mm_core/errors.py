@@ -186,6 +186,11 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'es' if noun.endswith(('s', 'x', 'ch', 'sh')) else 's'}"
 
 
+def some(names: Sequence[str], most: int = 8) -> str:
+    """The first of many names for a message, with `...` where there are more."""
+    return ", ".join(names[:most]) + ", ..." * (len(names) > most)
+
+
 def article(noun: str) -> str:
     """A noun of a message with its article: `a rank`, `an engine`."""
     return f"{'an' if noun[:1] in tuple('aeiou') else 'a'} {noun}"

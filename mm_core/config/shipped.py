@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mm_core.config.yaml_nodes import read_file
-from mm_core.errors import ConfigError, did_you_mean, plain_reason
+from mm_core.errors import ConfigError, did_you_mean, plain_reason, some
 from mm_core.files import replacing
 from mm_core.plugin.checks.locate import find_module
 from mm_core.plugin.records import PluginRecord
@@ -62,10 +62,9 @@ def find_shipped(name: str, configs: Iterable[ShippedConfig]) -> ShippedConfig:
     wanted = re.sub(r"\.ya?ml\Z", "", name)
     if wanted in named:
         return named[wanted]
-    accepted = ", ".join([*named][:8]) + (", ..." if len(named) > 8 else "")
     raise ConfigError(
         f"no installed plugin ships a config named {name!r}",
-        accepted=accepted or "nothing: no installed plugin ships a config",
+        accepted=some([*named]) or "nothing: no installed plugin ships a config",
         hint=did_you_mean(wanted, named) or "`mm config list` shows all of them",
     )
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mm_core.contracts import Randomness
-from mm_core.errors import ContractError, MMError
+from mm_core.errors import ContractError, MMError, some
 from mm_core.modules.initialise import initialise
 from mm_core.modules.tying import tie, tied_names
 
@@ -111,5 +111,4 @@ def bits_differ(one: Tensor, other: Tensor) -> bool:
 
 def names(found: Collection[str]) -> str:
     """Some names, for a message."""
-    chosen = sorted(found)
-    return ", ".join(chosen[:4]) + (", ..." if len(chosen) > 4 else "")
+    return some(sorted(found), 4)

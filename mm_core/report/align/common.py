@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from mm_core.errors import plural
+from mm_core.errors import plural, some
 from mm_core.report.align.records import Record, Row
 
 _MOST = 4
@@ -58,5 +58,4 @@ def _gradients(record: Record) -> set[tuple[int, str]]:
 
 def _listed(steps: Iterable[int]) -> str:
     """The numbers of steps, from 1."""
-    numbers = [str(step + 1) for step in sorted(steps)]
-    return ", ".join(numbers[:_MOST]) + ", ..." * (len(numbers) > _MOST)
+    return some([str(step + 1) for step in sorted(steps)], _MOST)

@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from mm_core.errors import MMError, did_you_mean
+from mm_core.errors import MMError, did_you_mean, some
 
 PHASES = {"parameter": 0, "gradient": 2, "grad_norm": 3, "updated": 4, "optimizer": 5}
 """Kinds of rows of a step as a whole, in the order of a step; the others are of a micro-batch: phase 1."""
@@ -27,9 +27,6 @@ _TYPES: Mapping[str, Any] = {
 
 _END = {"kind": "end"}
 """The last row of each rank, which closing the record writes."""
-
-_LISTED = 8
-"""Names that an error lists."""
 
 Call = tuple[int, int, str, int]
 """Step, micro-batch, module, and number of the call."""
@@ -189,7 +186,7 @@ def _check_map(names: Names, rows: Sequence[Mapping[str, Any]]) -> None:
             raise MMError(
                 f"no name of the other record begins with {theirs!r}",
                 where="--map",
-                accepted=", ".join(begin[:_LISTED]) + ", ..." * (len(begin) > _LISTED),
+                accepted=some(begin),
                 hint=did_you_mean(theirs, known),
             )
 

@@ -13,15 +13,12 @@ import torch
 from torch import Tensor
 
 from mm_core.contracts import Batch, Engine, Loss, Randomness, Task
-from mm_core.errors import MMError, did_you_mean, plural
+from mm_core.errors import MMError, did_you_mean, plural, some
 from mm_core.modules.flat_shards import FlatShard
 from mm_core.modules.full_tensors import keep_local_part
 from mm_core.modules.shards import gathered
 from mm_core.report.align.records import Names
 from mm_core.telemetry.align.recorder import Recorder, flatten
-
-_LISTED = 8
-"""Names that an error lists."""
 
 
 class RunRecorder(Recorder):
@@ -85,7 +82,7 @@ def check_patterns(task: Task, patterns: Sequence[str]) -> None:
             raise MMError(
                 f"no module of this run has the name {pattern!r}",
                 where="--modules",
-                accepted=", ".join(known[:_LISTED]) + ", ..." * (len(known) > _LISTED) + "; `*` is any text",
+                accepted=f"{some(known)}; `*` is any text",
                 hint=did_you_mean(pattern, known),
             )
 
