@@ -125,11 +125,9 @@ def fingerprint(section: ComponentConfig, dataset: AnyDataset) -> Document:
         key: digest for key, path in _paths(section.options) if (digest := _digest(Path(path))) is not None
     }
     author: Any = dataset
-    while not hasattr(author, "digests") and hasattr(
-        author, "dataset"
-    ):  # in buckets, or in the feature cache
-        author = author.dataset
-    if hasattr(author, "digests"):
+    while author is not None and not hasattr(author, "digests"):  # in buckets, or in the feature cache
+        author = getattr(author, "dataset", None)
+    if author is not None:
         listed |= Ranks.current().on_first("reading captions", author.digests)
     return {"type": section.type, "rows": rows_of(dataset), "files": listed}
 

@@ -89,17 +89,9 @@ def build_cache(config: RunConfig, show: Callable[[Progress], None]) -> Built:
         total.encoded += one.encoded
         total.unreadable += one.unreadable
         total.left_out |= one.left_out
-    total.unreadable += _without_keys(cache)
+    media = {split: keys for split, part, keys in cache.tables() if not cache.keyed[part].of_text}
+    total.unreadable += sum(cache.without_keys(split, keys) for split, keys in media.items())
     return total
-
-
-def _without_keys(cache: RunCache) -> int:
-    """How many samples have no key, since their file or caption cannot be read."""
-    found: dict[str, int] = {}
-    for split, part, keys in cache.tables():
-        if not cache.keyed[part].of_text:
-            found[split] = int((keys["high"] == 0)[cache.splits[split].rows.used()].sum())
-    return sum(found.values())
 
 
 _Entry = tuple[Keys, Features]

@@ -91,6 +91,15 @@ class RunCache:
         if self.text_part is not None and self.texts:
             yield "texts", self.text_part, np.stack([*self.texts.values()])
 
+    def without_keys(self, split: str, keys: Keys) -> int:
+        """How many samples of a split have no key, since their file or caption cannot be read.
+
+        Args:
+            split: its name.
+            keys: of a part of its samples, [R,V].
+        """
+        return int((keys["high"] == 0)[self.splits[split].rows.used()].sum())
+
     def name(self, split: str, row: int, variant: int) -> str:
         """The name of a sample, for reports."""
         if split == "texts":
@@ -148,7 +157,7 @@ class RunCache:
             there = self.store.keys[places[wanted & (places >= 0)]]
             bad = unreadable = int((there["encoder"] == FAULTY).sum())
             if not self.keyed[part].of_text:
-                unreadable += int((~wanted)[self.splits[split].rows.used()].sum())
+                unreadable += self.without_keys(split, keys)
             lacking = np.argwhere(wanted & (places < 0))
             reasons = self.reasons(part, keys[tuple(lacking.T)])
             new = sum(reason in (NEW, VARIANT) for reason in reasons)

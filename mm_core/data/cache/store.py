@@ -96,13 +96,12 @@ class Store:
     def _check_format(self, create: bool) -> None:
         about = self.folder / "format.txt"
         try:
-            if create:
-                there = about.exists()
-                with suppress(*[OSError] if there else []):  # it can be read all the same
-                    for name in ("shards", "facts", "claims"):  # object stores keep no empty folders
-                        (self.folder / name).mkdir(parents=True, exist_ok=True)
-                if not there:
-                    replace_text(about, _FORMAT)
+            if create and not about.exists():
+                self._make_folders()
+                replace_text(about, _FORMAT)
+            elif create:  # object stores keep no empty folders; a read-only cache can be read without them
+                with suppress(OSError):
+                    self._make_folders()
             found = about.read_bytes()[:200].decode(errors="replace")
         except FileNotFoundError:
             raise CacheError(
@@ -121,6 +120,10 @@ class Store:
                 accepted=_FORMAT.strip(),
                 hint="use another folder, or the version of mm_core that wrote it",
             )
+
+    def _make_folders(self) -> None:
+        for name in ("shards", "facts", "claims"):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
 
     def refresh(self) -> bool:
         """Opens the shards that were added, and forgets those that are gone; whether anything has changed."""

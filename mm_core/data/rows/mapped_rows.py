@@ -166,8 +166,8 @@ class MappedRows(Sequence[MediaRow]):
         """The sha256 of the paths and captions of rows, and of where they are in archives."""
         ends = self._ends[places.start : places.stop]
         first = int(self._ends[places.start - 1]) if places.start else 0
-        found = hashlib.sha256(self._text[first : ends[-1] if len(ends) else first].tobytes())
-        found.update((ends - first).tobytes())
+        found = hashlib.sha256(self._text[first : ends[-1] if len(ends) else first])
+        found.update(ends - first)
         for name in ("archive", "start", "size"):
             found.update(self.facts[name][places.start : places.stop].tobytes())
         return found.digest()
