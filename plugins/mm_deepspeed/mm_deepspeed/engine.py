@@ -33,7 +33,7 @@ from mm_core.contracts import (
 )
 from mm_core.engines import EngineBase, FSDP2Engine
 from mm_core.errors import ConfigError, PlanError
-from mm_core.modules import FlatShard, cast_inputs, tied_names
+from mm_core.modules import FlatShard, cast_as_planned, tied_names
 from mm_core.parallel import place, recompute
 from mm_core.plugin import ComponentConfig
 from mm_deepspeed import library, zero
@@ -191,8 +191,7 @@ class DeepSpeedEngine(EngineBase):
             raise ConfigError(f"DeepSpeed refuses the settings: {reason}", where="engine.settings") from error
         for module, name, buffer in buffers:  # DeepSpeed has cast them too
             module._buffers[name] = buffer
-        for path in plan.cast_inputs:
-            cast_inputs(task.get_submodule(path), torch_dtype(self.settings.dtype))
+        cast_as_planned(task, plan)
 
     def _prepare_samples(self, task: TaskModule, rng: Randomness, weights: WeightPlan | None) -> None:
         sampler = self._sampler()
