@@ -113,12 +113,12 @@ class Planner:
         label: qualified name of the format.
         form: the format.
         saved: the checkpoint.
-        dtype: dtype of all floating-point parameters; None keeps the checkpoint's.
+        dtype: dtype of all floating-point parameters; None keeps the checkpoint's, and at least float32 where
+            adapters are merged.
         limit: size of the largest file in bytes.
         tables: paths in the task of tensors that keep their dtype: buffers, which have the precision that
             their component needs.
-        quantised: path in the task of each weight of a quantised base -> its kind: merged weights have the
-            values that the run computes with.
+        quantised: path in the task of each weight of a quantised base -> its kind.
         averaged: whether the weights are the moving average.
     """
 
@@ -165,7 +165,7 @@ class Planner:
             limit: size of the largest file in bytes; None for one file.
         """
         shapes = {name: self.saved.shapes[f"{root}.{path}"] for name, path in own.items()}
-        dtypes = {name: self._cast(f"{root}.{path}") for name, path in own.items()}
+        dtypes = {name: self._cast(f"{root}.{path}", merged=bool(scales)) for name, path in own.items()}
         copies: dict[str, list[Copy]] = {}
         for copy in layout.keys.copies(shapes):
             copies.setdefault(copy.stored, []).append(copy)
@@ -253,11 +253,12 @@ class Planner:
             return None
         return _fetched(self.saved, path, self._cast(path))
 
-    def _cast(self, path: str) -> torch.dtype:
+    def _cast(self, path: str, merged: bool = False) -> torch.dtype:
         kind = self.saved.dtypes[path]
-        if self.dtype is None or kind not in _CASTABLE or path in self.tables:
+        if kind not in _CASTABLE or path in self.tables:
             return kind
-        return self.dtype
+        # A merged weight is not a number of the base's dtype.
+        return self.dtype or (torch.promote_types(kind, torch.float32) if merged else kind)
 
     def _cannot_hold(self, root: str, module: nn.Module, adapter: bool = False) -> MMError:
         with without_adapters(module):
@@ -350,13 +351,16 @@ class _Reader:
         path, dtype = self.paths[name], self.dtypes[name]
         module = name.removesuffix(".weight")
         merged = [(a, held[module]) for a, held in self.scales.items() if module in held and module != name]
-        kind = self.quantised.get(f"{self.root}.{path}")
-        tensor = _fetched(self.saved, f"{self.root}.{path}", torch.float32 if merged or kind else dtype)
+        whole = f"{self.root}.{path}"
+        kind = self.quantised.get(whole)
+        # In the run's own dtype first: its base may be rounded.
+        tensor = _fetched(self.saved, whole, torch.float32 if kind else self.saved.dtypes[whole])
         if kind is not None:
-            tensor = rounded(tensor, kind).to(torch.float32 if merged else dtype)
+            tensor = rounded(tensor, kind)
         if merged:
             adapters = ((scale, self._parts(module, adapter)) for adapter, scale in merged)
-            tensor = merge(tensor, adapters).to(dtype)
+            tensor = merge(tensor, adapters)
+        tensor = tensor.to(dtype)
         if dtype == torch.float16 and not bool(torch.isfinite(tensor).all()):
             raise MMError(
                 f"{self.root}.{name} contains values outside the range of fp16",
