@@ -14,7 +14,17 @@ from torch import Tensor
 
 from mm_core.errors import CheckpointError, ContractError
 from mm_core.modules.adapter_layers import row_lengths
-from mm_core.weights.adapters.kinds import PEFT_TYPES, by_module, change_of, is_whole, kind_of, rank_of
+from mm_core.weights.adapters.kinds import (
+    PEFT_TYPES,
+    Blocks,
+    blocks_in,
+    by_module,
+    change_of,
+    factor_of,
+    is_whole,
+    kind_of,
+    rank_of,
+)
 from mm_core.weights.adapters.settings import (
     alpha_in,
     check_doras,
@@ -52,13 +62,17 @@ _TARGETS = {"diff": "weight", "diff_b": "bias", "diff_m": "modulation"}
 
 @dataclass(frozen=True)
 class AdapterScale:
-    """Rank and scale of a module's adapter, as in PEFT's configs; its kind: lora, lokr or loha."""
+    """Rank and scale of a module's adapter, as in PEFT's configs; its kind: lora, lokr or loha.
+
+    `blocks` are the sizes of a LoKr's matrices; None: the nearest factors.
+    """
 
     rank: int
     alpha: float
     dora: bool = False
     rslora: bool = False
     kind: str = "lora"
+    blocks: Blocks | None = None
 
     @property
     def factor(self) -> float:
@@ -107,7 +121,8 @@ def open_adapter(path: Path, beside: Collection[str] = ()) -> AdapterFile:
     keys, alphas, added = _keys(stored, shapes, start, file)
     scales: dict[str, AdapterScale] = {}
     for module, parts in by_module(keys).items():
-        rank, own = rank_of({part: stored.shapes[keys[module, part]] for part in parts}), alphas
+        sizes = {part: stored.shapes[keys[module, part]] for part in parts}
+        rank, own = rank_of(sizes), alphas
         if is_whole(parts):  # PEFT scales it by its settings, other programs by 1 whatever `alpha` is
             if settings and module not in alphas:
                 rank = rank_in(module, settings, file)
@@ -115,7 +130,9 @@ def open_adapter(path: Path, beside: Collection[str] = ()) -> AdapterFile:
                 own = {module: float(rank)}
         alpha = alpha_in(module, settings, rank, own, file)
         dora, rslora = "lora_magnitude_vector" in parts, bool(settings.get("use_rslora"))
-        scales[module] = AdapterScale(rank, alpha, dora, rslora, kind_of(parts) or "")
+        kind = kind_of(parts) or ""
+        blocks = blocks_in(sizes) if kind == "lokr" else None
+        scales[module] = AdapterScale(rank, alpha, dora, rslora, kind, blocks)
     check_doras(settings, {module: scale.dora for module, scale in scales.items()}, file)
     return AdapterFile(stored, keys, scales, start in _FLAT, added)
 
@@ -310,9 +327,22 @@ def peft_settings(
         "task_type": None,
         "inference_mode": True,
         **(only_lora if kind == "lora" else {"init_weights": True}),
+        **({"decompose_factor": _peft_factor(scales)} if kind == "lokr" else {}),
         "modules_to_save": [stored_module(layout, module) for module in beside] or None,
         **scale_settings(names),
     }
+
+
+def _peft_factor(scales: Mapping[str, AdapterScale]) -> int:
+    """The factor of an adapter's LoKrs in PEFT's config, which has one for all modules."""
+    try:
+        return factor_of((scale.blocks for scale in scales.values() if scale.blocks), ordered=False) or -1
+    except ValueError:
+        raise ContractError(
+            "this LoKr splits its weights in a way that PEFT does not have: one decompose_factor for all",
+            accepted="lora/comfyui, lora/kohya",
+            hint="export in one of these, or merged weights (--merge-lora)",
+        ) from None
 
 
 def scale_settings(scales: Mapping[str, AdapterScale]) -> dict[str, object]:

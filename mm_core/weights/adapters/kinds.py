@@ -8,6 +8,7 @@ rank.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from math import isqrt
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from torch import Tensor
 _SECOND = {"lokr": ("lokr_w1", "lokr_w2"), "loha": ("hada_w1", "hada_w2")}
 PEFT_TYPES = {"lora": "LORA", "lokr": "LOKR", "loha": "LOHA"}
 """Kind -> its name in PEFT's settings."""
+
+Blocks = tuple[int, int, int, int]
+"""The sizes of a LoKr's two matrices: rows and columns of the first, then of the second."""
 
 
 def by_module(keys: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
@@ -37,7 +41,52 @@ def kind_of(parts: Collection[str]) -> str | None:
 
 def is_whole(parts: Collection[str]) -> bool:
     """Whether a LoKr has two whole matrices: it has no rank, and other programs scale it by 1."""
-    return "lokr_w2" in parts
+    return {"lokr_w1", "lokr_w2"} <= set(parts)
+
+
+def split(size: int, factor: int | None, ordered: bool = True) -> tuple[int, int]:
+    """A size as the product of two, by the rule of LyCORIS and PEFT.
+
+    Args:
+        size: rows or columns of a weight.
+        factor: one of the two if it divides `size`; else the first is at most as large. None: the two are
+            as near as possible.
+        ordered: the smaller comes first, as in LyCORIS; False: `factor` comes first, as in PEFT.
+    """
+    if factor is not None and size % factor == 0:
+        pair = (factor, size // factor)
+        return (min(pair), max(pair)) if ordered else pair
+    most = min(isqrt(size), factor or size)
+    first = next(number for number in range(most, 0, -1) if size % number == 0)
+    return first, size // first
+
+
+def blocks_of(rows: int, columns: int, factor: int | None, ordered: bool = True) -> Blocks:
+    """The sizes of the two matrices of a weight's LoKr; see `split`."""
+    (a, c), (b, d) = split(rows, factor, ordered), split(columns, factor, ordered)
+    return a, b, c, d
+
+
+def blocks_in(shapes: Mapping[str, Sequence[int]]) -> Blocks:
+    """The sizes of a LoKr's two matrices, by the shapes of its parts."""
+    (a, b), (c, d) = (
+        shapes[name] if name in shapes else (shapes[f"{name}_a"][0], shapes[f"{name}_b"][1])
+        for name in _SECOND["lokr"]
+    )
+    return a, b, c, d
+
+
+def factor_of(blocks: Iterable[Blocks], ordered: bool = True) -> int | None:
+    """The factor that splits all weights so; None for the nearest pairs.
+
+    Raises:
+        ValueError: no single factor does.
+    """
+    given = set(blocks)
+    for factor in (None, *sorted({size for a, b, _, _ in given for size in (a, b)})):
+        if all((a, b, c, d) == blocks_of(a * c, b * d, factor, ordered) for a, b, c, d in given):
+            return factor
+    raise ValueError("no factor")
 
 
 def rank_of(shapes: Mapping[str, Sequence[int]]) -> int:
