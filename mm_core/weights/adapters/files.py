@@ -24,6 +24,7 @@ from mm_core.weights.adapters.kinds import (
     is_whole,
     kind_of,
     rank_of,
+    weight_of,
 )
 from mm_core.weights.adapters.settings import (
     alpha_in,
@@ -34,14 +35,19 @@ from mm_core.weights.adapters.settings import (
     rank_in,
 )
 from mm_core.weights.formats.format import AdapterLayout, Layout, StoredTensors
-from mm_core.weights.formats.key_map import Copy, KeyMap
+from mm_core.weights.formats.key_map import Copy, KeyMap, Shape
 from mm_core.weights.formats.libraries import PEFT_ADAPTER
 from mm_core.weights.stored import SafetensorsFiles
 
 DIFFUSERS_ADAPTER = "pytorch_lora_weights.safetensors"
 PART = "mm_core.part"
 """Header text of an adapter's file: the part of the component (an expert) that it belongs to."""
-_FLAT = ("lora_unet__", "lora_unet_", "lora_transformer_")  # kohya's scripts: then dots are underscores
+# kohya's scripts and LyCORIS: then dots are underscores
+_FLAT = ("lora_unet__", "lora_unet_", "lora_transformer_", "lycoris_")
+_WRAPPERS = re.compile(
+    r"\A(module\.)+|(?<![^._])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)[._]"
+)
+"""What torch's wrappers (DDP; compile, FSDP1, recomputation, also in flat paths) add to names."""
 TEXT_ENCODER = "lora_te"  # kohya's scripts: a text encoder's modules, beside those of the model
 _DOTTED = ("base_model.model.", "transformer.", "diffusion_model.", "model.diffusion_model.", "pipe.dit.")
 _PREFIXES = (*_DOTTED, *_FLAT, "")
@@ -98,14 +104,20 @@ class AdapterFile:
     flat: bool = False
     added: Mapping[str, str] = field(default_factory=dict)
 
+    def weights(self) -> dict[str, Shape]:
+        """The shapes of the weights that the file changes, by stored name."""
+        parts = by_module(self.keys)
+        sizes = {m: {part: self.stored.shapes[self.keys[m, part]] for part in parts[m]} for m in parts}
+        return {f"{module}.weight": weight_of(held) for module, held in sizes.items()}
 
-def open_adapter(path: Path, beside: Collection[str] = ()) -> AdapterFile:
+
+def open_adapter(path: Path, beside: Collection[str] = (), within: str = "") -> AdapterFile:
     """Opens an adapter (LoRA, DoRA) file or folder of PEFT, Diffusers, ComfyUI or kohya's scripts.
 
     PEFT: adapter_model.safetensors with adapter_config.json. Diffusers: pytorch_lora_weights.safetensors,
     with its settings in the header. Others: any safetensors file with such keys, or with `lora_down`,
     `lora_up` and `alpha`, which takes precedence over all settings. Without any setting, the scale is 1.
-    Tensors with the stored names `beside` are left out.
+    Tensors with the stored names `beside` are left out, and those whose names do not begin with `within`.
 
     Raises:
         CheckpointError: no such file, a pickle, a different kind of adapter, keys that are not a LoRA's.
@@ -114,10 +126,11 @@ def open_adapter(path: Path, beside: Collection[str] = ()) -> AdapterFile:
     stored = SafetensorsFiles(file, [file])
     texts = stored.metadata()
     if not settings and "lora_adapter_metadata" in texts:
-        settings = header_settings(texts["lora_adapter_metadata"], file)
+        settings = header_settings(texts["lora_adapter_metadata"], file, within)
     check_settings(settings, path, bool(beside))
-    start = next(p for p in _PREFIXES if all(name.startswith((p, TEXT_ENCODER)) for name in stored.shapes))
-    shapes = {name: shape for name, shape in stored.shapes.items() if name not in beside}
+    held = {n: shape for n, shape in stored.shapes.items() if plain_name(n).startswith(within)}
+    start = within + start_of_keys(plain_name(name).removeprefix(within) for name in held)
+    shapes = {name: shape for name, shape in held.items() if name not in beside}
     keys, alphas, added = _keys(stored, shapes, start, file)
     scales: dict[str, AdapterScale] = {}
     for module, parts in by_module(keys).items():
@@ -137,6 +150,17 @@ def open_adapter(path: Path, beside: Collection[str] = ()) -> AdapterFile:
     return AdapterFile(stored, keys, scales, start in _FLAT, added)
 
 
+def plain_name(name: str) -> str:
+    """A stored name without what torch's wrappers of modules add."""
+    return _WRAPPERS.sub("", name)
+
+
+def start_of_keys(names: Iterable[str]) -> str:
+    """What a program puts before the model's names in all keys of a file."""
+    known = [*names]
+    return next(p for p in _PREFIXES if all(name.startswith((p, TEXT_ENCODER)) for name in known))
+
+
 def _keys(
     stored: StoredTensors, shapes: Mapping[str, Sequence[int]], start: str, file: Path
 ) -> tuple[dict[tuple[str, str], str], dict[str, float], dict[str, str]]:
@@ -150,7 +174,7 @@ def _keys(
     strange = []
     _check_dtypes({name: stored.dtypes[name] for name in shapes}, file)
     for name, shape in shapes.items():
-        bare = name.removeprefix(start)
+        bare = plain_name(name).removeprefix(start)
         if start in _FLAT:  # some programs leave the dots behind the block's number
             module, *end = re.split(r"\.(?=(?:lora_|lokr_|hada_|alpha\Z|diff))", bare, maxsplit=1)
             bare = ".".join([module.replace(".", "_"), *end])

@@ -76,6 +76,16 @@ def blocks_in(shapes: Mapping[str, Sequence[int]]) -> Blocks:
     return a, b, c, d
 
 
+def weight_of(shapes: Mapping[str, Sequence[int]]) -> tuple[int, int]:
+    """The shape of the weight that a module's adapter changes, by the shapes of its parts."""
+    if "lora_A" in shapes:
+        return shapes["lora_B"][0], shapes["lora_A"][1]
+    if "hada_w1_a" in shapes:
+        return shapes["hada_w1_a"][0], shapes["hada_w1_b"][1]
+    a, b, c, d = blocks_in(shapes)
+    return a * c, b * d
+
+
 def factor_of(blocks: Iterable[Blocks], ordered: bool = True) -> int | None:
     """The factor that splits all weights so; None for the nearest pairs.
 

@@ -53,10 +53,11 @@ def config_beside(file: Path) -> Mapping[str, object]:
     return found
 
 
-def header_settings(text: str, file: Path) -> Mapping[str, object]:
-    """Diffusers' settings, without the component's name at the start of the keys."""
+def header_settings(text: str, file: Path, start: str = "") -> Mapping[str, object]:
+    """Diffusers' settings of the component at the `start` of keys, without its name."""
     try:
         found = json.loads(text)
+        found = {key: value for key, value in found.items() if key.startswith(start)} or found
         return {key.rpartition(".")[2]: value for key, value in found.items()}
     except (ValueError, AttributeError, RecursionError):
         raise CheckpointError(
