@@ -32,6 +32,7 @@ from mm_core.weights.adapters.settings import (
     check_settings,
     config_beside,
     header_settings,
+    plain_name,
     rank_in,
 )
 from mm_core.weights.formats.format import AdapterLayout, Layout, StoredTensors
@@ -44,10 +45,6 @@ PART = "mm_core.part"
 """Header text of an adapter's file: the part of the component (an expert) that it belongs to."""
 # kohya's scripts and LyCORIS: then dots are underscores
 _FLAT = ("lora_unet__", "lora_unet_", "lora_transformer_", "lycoris_")
-_WRAPPERS = re.compile(
-    r"\A(module\.)+|(?<![^._])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)[._]"
-)
-"""What torch's wrappers (DDP; compile, FSDP1, recomputation, also in flat paths) add to names."""
 TEXT_ENCODER = "lora_te"  # kohya's scripts: a text encoder's modules, beside those of the model
 _DOTTED = ("base_model.model.", "transformer.", "diffusion_model.", "model.diffusion_model.", "pipe.dit.")
 _PREFIXES = (*_DOTTED, *_FLAT, "")
@@ -124,12 +121,12 @@ def open_adapter(path: Path, beside: Collection[str] = (), within: str = "") -> 
     """
     file, settings = _find(path)
     stored = SafetensorsFiles(file, [file])
-    texts = stored.metadata()
-    if not settings and "lora_adapter_metadata" in texts:
-        settings = header_settings(texts["lora_adapter_metadata"], file, within)
-    check_settings(settings, path, bool(beside))
     held = {n: shape for n, shape in stored.shapes.items() if plain_name(n).startswith(within)}
     start = within + start_of_keys(plain_name(name).removeprefix(within) for name in held)
+    texts = stored.metadata()
+    if not settings and "lora_adapter_metadata" in texts:
+        settings = header_settings(texts["lora_adapter_metadata"], file, start)
+    check_settings(settings, path, bool(beside))
     shapes = {name: shape for name, shape in held.items() if name not in beside}
     keys, alphas, added = _keys(stored, shapes, start, file)
     scales: dict[str, AdapterScale] = {}
@@ -148,11 +145,6 @@ def open_adapter(path: Path, beside: Collection[str] = (), within: str = "") -> 
         scales[module] = AdapterScale(rank, alpha, dora, rslora, kind, blocks)
     check_doras(settings, {module: scale.dora for module, scale in scales.items()}, file)
     return AdapterFile(stored, keys, scales, start in _FLAT, added)
-
-
-def plain_name(name: str) -> str:
-    """A stored name without what torch's wrappers of modules add."""
-    return _WRAPPERS.sub("", name)
 
 
 def start_of_keys(names: Iterable[str]) -> str:

@@ -20,10 +20,10 @@ from mm_core.weights.adapters.files import (
     AdapterFile,
     is_adapter,
     open_adapter,
-    plain_name,
     start_of_keys,
     stored_module,
 )
+from mm_core.weights.adapters.settings import plain_name
 from mm_core.weights.fitting import Formats
 from mm_core.weights.formats.format import AdapterLayout, of_component
 from mm_core.weights.formats.libraries import PEFT_ADAPTER
@@ -64,7 +64,7 @@ def locate(task: TaskModule, path: str, linear: Mapping[str, Sequence[str]], for
         CheckpointError: no adapter, modules that no component has, or a file that fits several parts equally.
     """
     best = Located("", {})
-    alike: dict[str, None] = {}
+    alike: dict[str, str] = {}  # parts -> what other programs call them
     files: list[AdapterFile] = []
     opened: dict[tuple[Path, str], AdapterFile] = {}
     for root, chosen in _candidates(task, Path(path), linear, formats):
@@ -76,12 +76,13 @@ def locate(task: TaskModule, path: str, linear: Mapping[str, Sequence[str]], for
             found |= modules_in(layout, linear[root], opened[place, within])
             added |= _added_in(layout, linear[root], task.get_submodule(root), opened[place, within])
         parts = " and ".join(f"{root}.{layout.part}".rstrip(".") for layout, *_ in chosen)
+        called = " and ".join(one for layout, *_ in chosen for one in layout.names.get(layout.part, ())[:1])
         if len(found) > len(best.modules):
-            best, alike = Located(root, found, added), {parts: None}
+            best, alike = Located(root, found, added), {parts: called}
             files = [opened[place, within] for _, place, within in chosen]
         same = (root, found.keys()) == (best.root, best.modules.keys())  # by another format
         if found and len(found) == len(best.modules) and not same:
-            alike[parts] = None
+            alike[parts] = called
     files = files or [*opened.values()] or [open_adapter(Path(path))]
     _check_modules(best, files, linear, path)
     added_to = {key for _, key in best.added.values()}
@@ -94,10 +95,13 @@ def locate(task: TaskModule, path: str, linear: Mapping[str, Sequence[str]], for
             hint="merge it into the weights with the program it was made for, and start from the result",
         )
     if len(alike) > 1:
+        names = f", a file whose name contains {' or '.join(filter(None, alike.values()))}" * any(
+            alike.values()
+        )
         raise CheckpointError(
             f"this adapter fits several components equally well: {', '.join(alike)}",
             where=path,
-            accepted="a file that fits only one of them, or a folder of files named as by mm export",
+            accepted=f"a file that fits only one of them{names}, or a folder of files named as by mm export",
         )
     return best
 
@@ -123,19 +127,26 @@ def _check_modules(
         )
 
 
-def _check_names(parts: Iterable[str], folder: Path) -> None:
-    """CheckpointError for a folder of files of which none shows its part of the component."""
-    if not is_adapter(folder) and (held := sorted(found.name for found in folder.glob("*.safetensors"))):
-        named = dict.fromkeys(part for part in parts if part)
-        if named:
-            raise CheckpointError(
-                f"the names of the files here do not show which is for {' and which for '.join(named)}:"
-                f" {', '.join(held[:4])}",
-                where=str(folder),
-                accepted="one file for each, with the word in its name: "
-                + ", ".join(f"style_{part}.safetensors" for part in named),
-                hint="rename the files, or move those of one adapter into a folder of their own",
-            )
+def _check_names(layouts: Iterable[AdapterLayout], folder: Path, known: Sequence[Placed] = ()) -> None:
+    """CheckpointError for files in a folder of which none shows that it is for a part that lacks one.
+
+    Args:
+        layouts: of the component's parts.
+        folder: with a file for each part.
+        known: the parts whose files were found.
+    """
+    named = dict.fromkeys(one.part for one in layouts if one.part).keys() - {one.part for one, *_ in known}
+    found = {place for _, place, _ in known}
+    left = sorted(file.name for file in folder.glob("*.safetensors") if file not in found)
+    if named and left and not is_adapter(folder):
+        raise CheckpointError(
+            f"the names of the files here do not show which is for {' and which for '.join(sorted(named))}:"
+            f" {', '.join(left[:4])}",
+            where=str(folder),
+            accepted="one file for each, with the word in its name: "
+            + ", ".join(f"style_{part}.safetensors" for part in sorted(named)),
+            hint="rename the files, or move those of one adapter into a folder of their own",
+        )
 
 
 def _candidates(
@@ -155,6 +166,7 @@ def _candidates(
                 (layout, place, "") for layout in layouts if (place := _file_of(layout, path)) is not None
             ]
             if held and held[0][0].part:
+                _check_names(layouts, path, held)
                 together.append((root, held))
                 continue
             if starts := _starts_of_parts(layouts, path):
@@ -164,7 +176,7 @@ def _candidates(
             named = [layout for layout in layouts if _is_of(layout, path)]
             alone += [(root, [(layout, path, "")]) for layout in (named if len(named) == 1 else layouts)]
     if not together:
-        _check_names((layout.part for _, tried in alone for layout, *_ in tried), path)
+        _check_names((layout for _, tried in alone for layout, *_ in tried), path)
     sure = {root for root, _ in together}
     alone = [one for one in alone if one[0] not in sure]  # a file that has the part's name is no guess
     return together + alone if is_adapter(path) or not together else together
@@ -172,7 +184,7 @@ def _candidates(
 
 def _file_of(layout: AdapterLayout, folder: Path) -> Path | None:
     """The file of a layout in a folder: by its name there, its part's name at the end, or PEFT's folder; else
-    by a word for the part in the name.
+    by what other programs call the part, or the part's name as a word if each part has one such file.
 
     Raises:
         CheckpointError: several files have such names.
@@ -183,8 +195,12 @@ def _file_of(layout: AdapterLayout, folder: Path) -> Path | None:
         return None
     held = [*folder.glob(f"*_{layout.part}.safetensors"), *folder.glob(f"{layout.part}/{PEFT_ADAPTER}")]
     if not held:
-        held = [file for file in folder.glob("*.safetensors") if _says(layout, file.stem)]
-        held += [file for file in folder.glob(f"*/{PEFT_ADAPTER}") if _says(layout, file.parent.name)]
+        named = {file: file.stem for file in folder.glob("*.safetensors")}
+        named |= {file: file.parent.name for file in folder.glob(f"*/{PEFT_ADAPTER}")}
+        held = [file for file, name in named.items() if _part_called(layout, name) == layout.part]
+        words = {file: _part_as_word(layout, name) for file, name in named.items()}
+        if not held and sorted(filter(None, words.values())) == sorted(layout.names):
+            held = [file for file, part in words.items() if part == layout.part]
     if len(held) > 1 and not is_adapter(folder):
         raise CheckpointError(
             f"several files here are for {layout.part} by their names:"
@@ -195,13 +211,21 @@ def _file_of(layout: AdapterLayout, folder: Path) -> Path | None:
     return held[0] if len(held) == 1 else None
 
 
-def _says(layout: AdapterLayout, name: str) -> bool:
-    """Whether a file's name has a word for the layout's part, and none for another part."""
-    words = {word.lower() for word in _WORDS.findall(name)}
-    known = layout.names or {layout.part: ()}
-    return [part for part, names in known.items() if words & {part, *(n for n in names if part in n)}] == [
-        layout.part
-    ]
+def _part_called(layout: AdapterLayout, name: str) -> str | None:
+    """The part that other programs name in a file's name (`high_noise`); None without one, or for two."""
+    plain = "".join(_WORDS.findall(name)).lower()
+    found = {
+        part
+        for part, names in layout.names.items()
+        if any(part in one and one.replace("_", "") in plain for one in names)
+    }
+    return found.pop() if len(found) == 1 else None
+
+
+def _part_as_word(layout: AdapterLayout, name: str) -> str | None:
+    """The part whose own name is a word of a file's name (`style-HIGH-v2`); None without one, or for two."""
+    found = layout.names.keys() & {word.lower() for word in _WORDS.findall(name)}
+    return found.pop() if len(found) == 1 else None
 
 
 def _tensors_file(path: Path) -> SafetensorsFiles | None:
@@ -232,7 +256,7 @@ def _is_of(layout: AdapterLayout, path: Path) -> bool:
         return False
     said = stored.metadata().get(PART)
     named = path.parent.name if path.name == PEFT_ADAPTER else path.stem
-    return said == layout.part if said else _says(layout, named)
+    return (said or _part_called(layout, named)) == layout.part
 
 
 def modules_in(

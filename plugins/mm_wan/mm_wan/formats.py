@@ -38,8 +38,8 @@ _LORA = {"high": "pytorch_lora_weights.safetensors", "low": "pytorch_lora_weight
 """File names for the adapters of the two experts. A single transformer uses the first."""
 
 _NAMES = {
-    "high": ("high_noise_model", "high_noise", "highnoise", "transformer", "pipe.dit"),
-    "low": ("low_noise_model", "low_noise", "lownoise", "transformer_2", "pipe.dit2"),
+    "high": ("high_noise", "high_noise_model", "transformer", "pipe.dit"),
+    "low": ("low_noise", "low_noise_model", "transformer_2", "pipe.dit2"),
 }
 """What other programs call the two experts in adapter files: Wan-AI, ComfyUI, Diffusers, DiffSynth-Studio."""
 

@@ -98,8 +98,24 @@ def test_a_pair_is_found_by_the_names_of_other_programs(names, tmp_path):
     assert values(Task().find(tmp_path / "pair")) == BOTH
     for part, file in zip(("high", "low"), files, strict=True):
         own = {module: value for module, value in BOTH.items() if module.startswith(part)}
-        assert values(Task().find(file)) == own
+        if "noise" in str(file.relative_to(tmp_path)).lower():
+            assert values(Task().find(file)) == own
         assert values(Task(part).find(tmp_path / "pair")) == own
+
+
+@pytest.mark.parametrize("name", ["high_detail", "style", "high_noise_to_low_noise"])
+def test_a_file_alone_whose_name_may_mean_something_else_is_not_given_to_an_expert(name, tmp_path):
+    (tmp_path / "folder").mkdir()
+    save_file(tensors("diffusion_model."), tmp_path / "folder" / f"{name}.safetensors")
+    with pytest.raises(CheckpointError, match="do not show which is for high and which for low"):
+        Task().find(tmp_path / "folder")
+    with pytest.raises(CheckpointError) as caught:
+        Task().find(tmp_path / "folder" / f"{name}.safetensors")
+    assert str(caught.value).endswith(
+        "this adapter fits several components equally well: predictor.high, predictor.low\n"
+        "  accepted: a file that fits only one of them, a file whose name contains high_noise or low_noise,"
+        " or a folder of files named as by mm export"
+    )
 
 
 def test_names_that_show_no_expert_are_a_sentence_on_how_to_name_them(tmp_path):
@@ -113,6 +129,13 @@ def test_names_that_show_no_expert_are_a_sentence_on_how_to_name_them(tmp_path):
         " style_low.safetensors\n"
         "  hint: rename the files, or move those of one adapter into a folder of their own"
     )
+
+
+def test_a_file_beside_that_of_one_expert_is_not_left_out(tmp_path):
+    pair(tmp_path, ("style_high_noise.safetensors", "style_lo.safetensors"))
+    with pytest.raises(CheckpointError, match=r"do not show which is for low: style_lo\.safetensors"):
+        Task().find(tmp_path)
+    assert len(Task("high").find(tmp_path).modules) == 3
 
 
 def test_two_pairs_in_one_folder_are_refused(tmp_path):
