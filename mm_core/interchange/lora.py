@@ -95,23 +95,27 @@ def export_lora(
 
     def fill(stage: Path) -> None:
         for part in plan.parts:
-            ((adapter, scales),) = part.adapters.items()
-            metadata = {**part.layout.metadata, **network_texts(scales.values())}
-            write_part(stage, replace(part, layout=replace(part.layout, metadata=metadata)))
-            component = task.get_submodule(part.root)
-            for sentence in check_written(stage, part, plan.planner, component):
+            for sentence in _write(stage, part, plan.planner, task.get_submodule(part.root)):
                 note(sentence)
-            if layout in PUBLISHERS and (outside := outside_blocks(component, scales)):
-                note(
-                    f"{plural(len(outside), 'module')} of {adapter!r} outside the model's blocks"
-                    f" ({', '.join(outside[:_SHOWN])}): {_SKIPS}"
-                )
 
     if layout == "lora/peft":
         with staged_folder(out) as stage:
             fill(stage)
         return sorted(path for path in out.rglob("*") if path.is_file())
     return _moved(out, fill)
+
+
+def _write(stage: Path, part: Part, planner: Planner, component: nn.Module) -> Iterator[str]:
+    """Writes and checks the file of one adapter; yields sentences on what it leaves out for some."""
+    ((adapter, scales),) = part.adapters.items()
+    metadata = {**part.layout.metadata, **network_texts(scales.values())}
+    write_part(stage, replace(part, layout=replace(part.layout, metadata=metadata)))
+    yield from check_written(stage, part, planner, component)
+    if planner.label in PUBLISHERS and (outside := outside_blocks(component, scales)):
+        yield (
+            f"{plural(len(outside), 'module')} of {adapter!r} outside the model's blocks"
+            f" ({', '.join(outside[:_SHOWN])}): {_SKIPS}"
+        )
 
 
 def _checked(out: Path, layout: str) -> Path:
