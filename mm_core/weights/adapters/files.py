@@ -20,9 +20,9 @@ from mm_core.weights.adapters.kinds import (
     blocks_in,
     by_module,
     change_of,
-    factor_of,
     is_whole,
     kind_of,
+    peft_factor,
     rank_of,
     weight_of,
 )
@@ -343,22 +343,14 @@ def peft_settings(
         "task_type": None,
         "inference_mode": True,
         **(only_lora if kind == "lora" else {"init_weights": True}),
-        **({"decompose_factor": _peft_factor(scales)} if kind == "lokr" else {}),
+        **(
+            {"decompose_factor": peft_factor(s.blocks for s in scales.values() if s.blocks)}
+            if kind == "lokr"
+            else {}
+        ),
         "modules_to_save": [stored_module(layout, module) for module in beside] or None,
         **scale_settings(names),
     }
-
-
-def _peft_factor(scales: Mapping[str, AdapterScale]) -> int:
-    """The factor of an adapter's LoKrs in PEFT's config, which has one for all modules."""
-    try:
-        return factor_of((scale.blocks for scale in scales.values() if scale.blocks), ordered=False) or -1
-    except ValueError:
-        raise ContractError(
-            "this LoKr splits its weights in a way that PEFT does not have: one decompose_factor for all",
-            accepted="lora/comfyui, lora/kohya",
-            hint="export in one of these, or merged weights (--merge-lora)",
-        ) from None
 
 
 def scale_settings(scales: Mapping[str, AdapterScale]) -> dict[str, object]:

@@ -13,6 +13,8 @@ from math import isqrt
 import torch
 from torch import Tensor
 
+from mm_core.errors import ContractError
+
 _SECOND = {"lokr": ("lokr_w1", "lokr_w2"), "loha": ("hada_w1", "hada_w2")}
 PEFT_TYPES = {"lora": "LORA", "lokr": "LOKR", "loha": "LOHA"}
 """Kind -> its name in PEFT's settings."""
@@ -104,6 +106,18 @@ def rank_of(shapes: Mapping[str, Sequence[int]]) -> int:
     if is_whole(shapes):
         return max(shapes["lokr_w2"])
     return next(shape[0] for part, shape in shapes.items() if part == "lora_A" or part.endswith("_b"))
+
+
+def peft_factor(blocks: Iterable[Blocks]) -> int:
+    """The factor of an adapter's LoKrs in PEFT's config, which has one for all modules."""
+    try:
+        return factor_of(blocks, ordered=False) or -1
+    except ValueError:
+        raise ContractError(
+            "this LoKr splits its weights in a way that PEFT does not have: one decompose_factor for all",
+            accepted="lora/comfyui, lora/kohya",
+            hint="export in one of these, or merged weights (--merge-lora)",
+        ) from None
 
 
 def change_of(parts: Mapping[str, Tensor]) -> Tensor:

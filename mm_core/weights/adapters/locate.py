@@ -254,9 +254,9 @@ def _is_of(layout: AdapterLayout, path: Path) -> bool:
         return True
     if not layout.part or (stored := _tensors_file(path)) is None:
         return False
-    said = stored.metadata().get(PART)
+    part = stored.metadata().get(PART)
     named = path.parent.name if path.name == PEFT_ADAPTER else path.stem
-    return (said or _part_called(layout, named)) == layout.part
+    return (part or _part_called(layout, named)) == layout.part
 
 
 def modules_in(
