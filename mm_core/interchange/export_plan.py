@@ -290,20 +290,25 @@ def _only_merged(what: str) -> MMError:
 
 
 def _with_alphas(part: Part, layout: AdapterLayout, scales: Mapping[str, AdapterScale]) -> Part:
-    """An adapter's part with the tensors `alpha` of its layout; only kohya's needs those of scale 1."""
+    """An adapter's part with the tensors `alpha` of its layout; only kohya's needs those of scale 1.
+
+    That of a whole LoKr is what LyCORIS and musubi-tuner take for its rank, so that they scale it by 1.
+    """
     if not layout.alphas:
         return part
-    names = {spec.name for spec in part.tensors}
+    shapes = {spec.name: spec.shape for spec in part.tensors}
     alphas = {}
     for module, scale in scales.items():
         key = module_key(layout, module)
-        if f"{key}.lokr_w2" in names:
+        if f"{key}.lokr_w2" in shapes:
             if scale.factor != 1:
                 raise ContractError(
                     f"the LoKr of {module} has two whole matrices, which other programs scale by 1, but its"
                     f" scale is {scale.factor:g}",
                     hint="train with a lower rank, or with alpha equal to rank; or export lora/peft",
                 )
+            if layout.flat:
+                alphas[f"{key}.alpha"] = torch.tensor(float(max(shapes[f"{key}.lokr_w2"])))
         elif layout.flat or scale.factor != 1:
             alphas[f"{key}.alpha"] = torch.tensor(scale.factor * scale.rank)
     specs = tuple(TensorSpec(name, torch.float32, ()) for name in alphas)

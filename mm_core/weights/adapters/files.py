@@ -9,20 +9,42 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path, PurePath
 
+import torch
 from torch import Tensor
 
 from mm_core.errors import CheckpointError, ContractError
 from mm_core.modules.adapter_layers import row_lengths
-from mm_core.weights.adapters.kinds import PEFT_TYPES, by_module, change_of, is_whole, kind_of, rank_of
+from mm_core.weights.adapters.kinds import (
+    PEFT_TYPES,
+    Blocks,
+    blocks_in,
+    by_module,
+    change_of,
+    is_whole,
+    kind_of,
+    peft_factor,
+    rank_of,
+    weight_of,
+)
+from mm_core.weights.adapters.settings import (
+    alpha_in,
+    check_doras,
+    check_settings,
+    config_beside,
+    header_settings,
+    plain_name,
+    rank_in,
+)
 from mm_core.weights.formats.format import AdapterLayout, Layout, StoredTensors
-from mm_core.weights.formats.key_map import Copy, KeyMap
-from mm_core.weights.formats.libraries import PEFT_ADAPTER, read_mapping
+from mm_core.weights.formats.key_map import Copy, KeyMap, Shape
+from mm_core.weights.formats.libraries import PEFT_ADAPTER
 from mm_core.weights.stored import SafetensorsFiles
 
 DIFFUSERS_ADAPTER = "pytorch_lora_weights.safetensors"
 PART = "mm_core.part"
 """Header text of an adapter's file: the part of the component (an expert) that it belongs to."""
-_FLAT = ("lora_unet__", "lora_unet_", "lora_transformer_")  # kohya's scripts: then dots are underscores
+# kohya's scripts and LyCORIS: then dots are underscores
+_FLAT = ("lora_unet__", "lora_unet_", "lora_transformer_", "lycoris_")
 TEXT_ENCODER = "lora_te"  # kohya's scripts: a text encoder's modules, beside those of the model
 _DOTTED = ("base_model.model.", "transformer.", "diffusion_model.", "model.diffusion_model.", "pipe.dit.")
 _PREFIXES = (*_DOTTED, *_FLAT, "")
@@ -39,19 +61,21 @@ _ALPHA = re.compile(r"(?P<module>.+)\.alpha\Z")
 _ADDED = re.compile(r"(?P<module>.+)\.(?P<part>diff|diff_b|diff_m)\Z")
 _TARGETS = {"diff": "weight", "diff_b": "bias", "diff_m": "modulation"}
 """ComfyUI's additions to a module's own tensors."""
-_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # others change the base weights as well
-_LOOPS = 3  # most repetitions in a pattern of an untrusted file: matching more can take forever
 
 
 @dataclass(frozen=True)
 class AdapterScale:
-    """Rank and scale of a module's adapter, as in PEFT's configs; its kind: lora, lokr or loha."""
+    """Rank and scale of a module's adapter, as in PEFT's configs; its kind: lora, lokr or loha.
+
+    `blocks` are the sizes of a LoKr's matrices; None: the nearest factors.
+    """
 
     rank: int
     alpha: float
     dora: bool = False
     rslora: bool = False
     kind: str = "lora"
+    blocks: Blocks | None = None
 
     @property
     def factor(self) -> float:
@@ -77,49 +101,56 @@ class AdapterFile:
     flat: bool = False
     added: Mapping[str, str] = field(default_factory=dict)
 
+    def weights(self) -> dict[str, Shape]:
+        """The shapes of the weights that the file changes, by stored name."""
+        parts = by_module(self.keys)
+        sizes = {m: {part: self.stored.shapes[self.keys[m, part]] for part in parts[m]} for m in parts}
+        return {f"{module}.weight": weight_of(held) for module, held in sizes.items()}
 
-def open_adapter(path: Path, beside: Collection[str] = ()) -> AdapterFile:
+
+def open_adapter(path: Path, beside: Collection[str] = (), within: str = "") -> AdapterFile:
     """Opens an adapter (LoRA, DoRA) file or folder of PEFT, Diffusers, ComfyUI or kohya's scripts.
 
     PEFT: adapter_model.safetensors with adapter_config.json. Diffusers: pytorch_lora_weights.safetensors,
     with its settings in the header. Others: any safetensors file with such keys, or with `lora_down`,
     `lora_up` and `alpha`, which takes precedence over all settings. Without any setting, the scale is 1.
-    Tensors with the stored names `beside` are left out.
+    Tensors with the stored names `beside` are left out, and those whose names do not begin with `within`.
 
     Raises:
         CheckpointError: no such file, a pickle, a different kind of adapter, keys that are not a LoRA's.
     """
     file, settings = _find(path)
     stored = SafetensorsFiles(file, [file])
+    held = {n: shape for n, shape in stored.shapes.items() if plain_name(n).startswith(within)}
+    start = within + start_of_keys(plain_name(name).removeprefix(within) for name in held)
     texts = stored.metadata()
     if not settings and "lora_adapter_metadata" in texts:
-        settings = _unprefixed(texts["lora_adapter_metadata"], file)
-    if (kind := settings.get("peft_type", "LORA")) not in PEFT_TYPES.values():
-        raise CheckpointError(
-            f"this adapter has the type {kind}",
-            where=str(path),
-            accepted="LORA, with or without DoRA, LOKR, LOHA",
-            hint="merge this adapter into its base weights with PEFT, and load those",
-        )
-    if (begun := settings.get("init_lora_weights")) not in _STARTS:
-        raise CheckpointError(
-            f"this adapter was initialised with {begun!r}, which also changed the base weights",
-            where=str(path),
-            accepted="adapters that leave the base weights unchanged",
-            hint="save it again with PEFT's path_initial_model_for_weight_conversion",
-        )
-    start = next(p for p in _PREFIXES if all(name.startswith((p, TEXT_ENCODER)) for name in stored.shapes))
-    shapes = {name: shape for name, shape in stored.shapes.items() if name not in beside}
+        settings = header_settings(texts["lora_adapter_metadata"], file, start)
+    check_settings(settings, path, bool(beside))
+    shapes = {name: shape for name, shape in held.items() if name not in beside}
     keys, alphas, added = _keys(stored, shapes, start, file)
     scales: dict[str, AdapterScale] = {}
     for module, parts in by_module(keys).items():
-        rank = rank_of({part: stored.shapes[keys[module, part]] for part in parts})
-        if is_whole(parts) and isinstance(known := settings.get("r"), int):
-            rank = known
-        alpha = _alpha(module, settings, rank, alphas, file)
-        dora, rslora = "lora_magnitude_vector" in parts, settings.get("use_rslora") is True
-        scales[module] = AdapterScale(rank, alpha, dora, rslora, kind_of(parts) or "")
+        sizes = {part: stored.shapes[keys[module, part]] for part in parts}
+        rank, own = rank_of(sizes), alphas
+        if is_whole(parts):  # PEFT scales it by its settings, other programs by 1 whatever `alpha` is
+            if settings and module not in alphas:
+                rank = rank_in(module, settings, file)
+            else:
+                own = {module: float(rank)}
+        alpha = alpha_in(module, settings, rank, own, file)
+        dora, rslora = "lora_magnitude_vector" in parts, bool(settings.get("use_rslora"))
+        kind = kind_of(parts) or ""
+        blocks = blocks_in(sizes) if kind == "lokr" else None
+        scales[module] = AdapterScale(rank, alpha, dora, rslora, kind, blocks)
+    check_doras(settings, {module: scale.dora for module, scale in scales.items()}, file)
     return AdapterFile(stored, keys, scales, start in _FLAT, added)
+
+
+def start_of_keys(names: Iterable[str]) -> str:
+    """What a program puts before the model's names in all keys of a file."""
+    known = [*names]
+    return next(p for p in _PREFIXES if all(name.startswith((p, TEXT_ENCODER)) for name in known))
 
 
 def _keys(
@@ -133,8 +164,9 @@ def _keys(
     keys: dict[tuple[str, str], str] = {}
     alphas: dict[str, float] = {}
     strange = []
+    _check_dtypes({name: stored.dtypes[name] for name in shapes}, file)
     for name, shape in shapes.items():
-        bare = name.removeprefix(start)
+        bare = plain_name(name).removeprefix(start)
         if start in _FLAT:  # some programs leave the dots behind the block's number
             module, *end = re.split(r"\.(?=(?:lora_|lokr_|hada_|alpha\Z|diff))", bare, maxsplit=1)
             bare = ".".join([module.replace(".", "_"), *end])
@@ -165,11 +197,24 @@ def _keys(
     return keys, alphas, added
 
 
+def _check_dtypes(dtypes: Mapping[str, torch.dtype], file: Path) -> None:
+    """CheckpointError for tensors that are no real numbers, or codes of some; an alpha may be an integer."""
+    for name, kind in dtypes.items():
+        whole = _ALPHA.match(name) and not kind.is_complex and kind != torch.bool
+        if not (kind.is_floating_point or whole):
+            raise CheckpointError(
+                f"{name} has the dtype {str(kind).removeprefix('torch.')}",
+                where=str(file),
+                accepted="tensors of floating-point numbers",
+                hint="get the adapter in one of these dtypes: a quantised one has lost its scales",
+            )
+
+
 def _find(path: Path) -> tuple[Path, Mapping[str, object]]:
     if path.is_file() and path.suffix == ".safetensors":
-        return path, read_mapping(path.with_name("adapter_config.json")) if path.name == PEFT_ADAPTER else {}
+        return path, config_beside(path) if path.name == PEFT_ADAPTER else {}
     if (path / PEFT_ADAPTER).is_file():
-        return path / PEFT_ADAPTER, read_mapping(path / "adapter_config.json")
+        return path / PEFT_ADAPTER, config_beside(path / PEFT_ADAPTER)
     if (path / DIFFUSERS_ADAPTER).is_file():
         return path / DIFFUSERS_ADAPTER, {}
     pickled = [f for f in ("adapter_model.bin", "pytorch_lora_weights.bin") if (path / f).is_file()]
@@ -181,56 +226,6 @@ def _find(path: Path) -> tuple[Path, Mapping[str, object]]:
     raise CheckpointError(
         what, where=str(path), accepted=f"{PEFT_ADAPTER} or {DIFFUSERS_ADAPTER}, or a folder with one"
     )
-
-
-def _unprefixed(text: str, file: Path) -> Mapping[str, object]:
-    """Diffusers' settings, without the component's name at the start of the keys."""
-    try:
-        found = json.loads(text)
-        return {key.rpartition(".")[2]: value for key, value in found.items()}
-    except (ValueError, AttributeError, RecursionError):
-        raise CheckpointError(
-            "the lora_adapter_metadata in this file's header is not a JSON object",
-            where=str(file),
-            hint="download or save the adapter again",
-        ) from None
-
-
-def _alpha(
-    module: str, settings: Mapping[str, object], rank: int, own: Mapping[str, float], file: Path
-) -> float:
-    """A module's alpha: from the file's own tensors (`own`), else from the settings, else its rank."""
-    found: object = own.get(module)
-    if found is None:
-        found = _pattern(
-            settings.get("alpha_pattern"),
-            module,
-            settings.get("lora_alpha", settings.get("alpha", rank)),
-            file,
-        )
-    if not isinstance(found, int | float) or isinstance(found, bool) or not 0 < found < float("inf"):
-        raise CheckpointError(f"lora_alpha is {found!r}", where=str(file), accepted="a number above 0")
-    return float(found)
-
-
-def _pattern(table: object, module: str, otherwise: object, file: Path) -> object:
-    """A module's value in PEFT's patterns: regular expression of its path or of the path's end -> value."""
-    for key, value in table.items() if isinstance(table, dict) else ():
-        loops = len(re.findall(r"[*+{]", key))
-        try:
-            found = None if loops > _LOOPS or re.search(r"\)[*+{]", key) else re.compile(rf"(.*\.)?({key})$")
-        except (re.error, OverflowError, RecursionError):
-            found = None
-        if found is None:
-            raise CheckpointError(
-                f"the pattern {key!r} in the adapter's alpha_pattern is not supported",
-                where=str(file),
-                accepted=f"regular expressions with at most {_LOOPS} repetitions, and no repeated group",
-                hint="list the modules by name in alpha_pattern of adapter_config.json",
-            )
-        if found.match(module):
-            return value
-    return otherwise
 
 
 # -- out -----------------------------------------------------------------------------------------
@@ -348,6 +343,11 @@ def peft_settings(
         "task_type": None,
         "inference_mode": True,
         **(only_lora if kind == "lora" else {"init_weights": True}),
+        **(
+            {"decompose_factor": peft_factor(s.blocks for s in scales.values() if s.blocks)}
+            if kind == "lokr"
+            else {}
+        ),
         "modules_to_save": [stored_module(layout, module) for module in beside] or None,
         **scale_settings(names),
     }

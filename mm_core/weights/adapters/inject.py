@@ -30,6 +30,7 @@ from mm_core.modules.adapter_layers import (
 from mm_core.modules.patterns import select_parameters
 from mm_core.modules.tying import tied_names
 from mm_core.weights.adapters.files import AdapterScale, scale_settings
+from mm_core.weights.adapters.kinds import Blocks
 from mm_core.weights.adapters.locate import locate
 from mm_core.weights.adapters.pissa import fill_start, start_of, starts_as_part, starts_in
 from mm_core.weights.adapters.targets import KEY, scales_by_layer
@@ -261,6 +262,8 @@ def _inject(
     layers = adapted_layers(component)
     for name, scale in scales.items():
         layer = layers[name]
+        if scale.blocks is not None:
+            _split(name, layer, adapter, scale.rank, scale.blocks)
         if layer.scaling[adapter] != scale.factor or layer.r[adapter] != scale.rank:
             raise ContractError(
                 f"PEFT has given the adapter of {name} rank {layer.r[adapter]} and scale"
@@ -272,6 +275,23 @@ def _inject(
         known = dict(layer.__dict__)
         layer.adapter_scales = {**known.get("adapter_scales", {}), adapter: scale}
         layer.adapter_inits = {**known.get("adapter_inits", {}), adapter: init}
+
+
+def _split(module: str, layer: Any, adapter: str, rank: int, blocks: Blocks) -> None:
+    """Gives a LoKr in PEFT's layer matrices of other sizes than those of PEFT's one factor for all layers."""
+    a, b, c, d = blocks
+    if (layer.out_features, layer.in_features) != (a * c, b * d):
+        raise CheckpointError(
+            f"the LoKr of {module} is for a weight of {a * c} x {b * d}, but this one has"
+            f" {layer.out_features} x {layer.in_features}",
+            where=f"{KEY}: {adapter}",
+            hint="the adapter is for a different model: use one trained for this model",
+        )
+    for held in (layer.get_submodule(part) for part in PARTS if part.startswith("lokr_")):
+        if adapter in held:
+            del held[adapter]
+    with torch.device("meta"):
+        layer.create_adapter_parameters(adapter, rank, ((a, c), (b, d)), True, rank >= max(c, d) / 2, False)
 
 
 def _peft() -> ModuleType:
@@ -324,12 +344,13 @@ class AdapterWeights:
                         self._pieces.append((whole(name, key, shape), file.stored))
         self.names = {copy.component for copy, _ in self._pieces}
         """The adapters' tensors that are in files, by path in the task."""
+        known = {name: list(parameter.shape) for name, parameter in task.named_parameters()}
         for copy, held in self._pieces:
-            own = task.get_parameter(copy.component).shape
-            if tuple(own) != copy.stored_shape:
+            own = known.get(copy.component)  # None: a LoKr of two factors and so high a rank is whole
+            if own != list(copy.stored_shape):
                 raise CheckpointError(
                     f"{copy.stored} has shape {list(copy.stored_shape)}, but {copy.component} has"
-                    f" {list(own)}",
+                    f" {own or 'none'}",
                     where=str(held.where),
                     hint="the adapter is for a different model: use one trained for this model",
                 )

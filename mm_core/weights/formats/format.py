@@ -100,6 +100,11 @@ class AdapterLayout:
         flat: whether module paths in keys have underscores in place of dots.
         alphas: whether the file has a tensor `alpha` for each module, which sets its scale.
         texts: texts in the header of `file`.
+        names: every part of the component, built or not -> what other programs call it: at the start of keys
+            where one file contains several parts. Names that contain the part's mark its file as well.
+        reading: returns a further map for files, of the shapes of the weights that they change by stored
+            name; used for reading only. Its prefix is that of `keys`. Raises ContractError for files it
+            cannot map.
     """
 
     file: str
@@ -115,6 +120,8 @@ class AdapterLayout:
     flat: bool = False
     alphas: bool = False
     texts: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    reading: Callable[[Mapping[str, Shape]], KeyMap] | None = None
 
 
 @dataclass(frozen=True)
