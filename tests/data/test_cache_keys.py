@@ -192,7 +192,9 @@ def test_what_is_drawn_otherwise_than_without_a_cache_is_noted(tmp_path, caption
     sources = [MediaSource(str(tmp_path / "rows.jsonl"), weight=weight)]
     rows = CacheRows(MediaTextDataset(sources, 1, 8, 8), None, 2, 0)
     notes = rows.drawn_otherwise(repeats=True)
-    assert len(notes) == len(found) and all(part in note for part, note in zip(found, sorted(notes), strict=True))
+    assert len(notes) == len(found) and all(
+        part in note for part, note in zip(found, sorted(notes), strict=True)
+    )
     assert rows.drawn_otherwise(repeats=False) == [note for note in notes if "repeats" not in note]
 
 
