@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import (
+    CLIP_CONDITIONS,
     Randomness,
     SupportsConditionShapes,
     SupportsMaxFrames,
@@ -88,9 +89,12 @@ def _inputs(module: Any) -> dict[str, Tensor]:
     if isinstance(module, SupportsMaxFrames):
         frames = min(frames, module.max_frames)
     size = frames, 2 * module.patch_size[1], 2 * module.patch_size[2]
-    shapes = module.condition_shapes if isinstance(module, SupportsConditionShapes) else {}
+    taken = inspect.signature(module.forward).parameters.keys() & CLIP_CONDITIONS.keys()
+    shapes = {name: CLIP_CONDITIONS[name] for name in sorted(taken)}
+    if isinstance(module, SupportsConditionShapes):
+        shapes |= module.condition_shapes
     conditions = {
-        name: rng.normal((1, *(_LENGTH if each is None else each for each in shape)), name)
+        name: rng.normal((1, *(_LENGTH if each is None else each for each in shape)), name).abs() + 1
         for name, shape in shapes.items()
     }
     return {

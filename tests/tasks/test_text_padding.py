@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mm_core.config.load import load_config
 from mm_core.config.sections import RunConfig
 from mm_core.errors import ContractError
 from mm_core.plan import make_plan
@@ -57,6 +58,17 @@ def test_a_small_instance_whose_output_depends_on_padding_is_refused(tmp_path):
     assert f"task.predictor, {tmp_path / 'mixer.py'}, line 14" in text
     assert 'set text_padding = ("fixed", n)' in text
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_conditions_of_the_clip_are_given_to_the_small_instance(tmp_path):
+    config = written(tmp_path, MEAN, TINY)
+    source = (tmp_path / "mixer.py").read_text().replace("text_mask):", "text_mask, fps):")
+    (tmp_path / "mixer.py").write_text(
+        source.replace("return latents", "return fps[:, None, None, None, None] * latents")
+    )
+    with pytest.raises(ContractError, match="the number of padding tokens changes the output"):
+        make_plan(load_config(tmp_path / "tuned.yaml"), 1)
+    assert config.run.name == "tuned"
 
 
 def test_without_a_small_instance_a_mask_that_is_never_read_is_noted(tmp_path):
