@@ -15,7 +15,7 @@ from mm_core.contracts.components import Frozen
 from mm_core.contracts.randomness import Randomness, seeded
 from mm_core.contracts.running import Task
 from mm_core.errors import ContractError, plural
-from mm_core.plugin.checks.contract import call_fault, call_text
+from mm_core.plugin.checks.calls import call_fault, call_text
 from mm_core.plugin.checks.places import file_of, line_of, place_of
 
 
