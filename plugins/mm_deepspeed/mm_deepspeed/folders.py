@@ -188,10 +188,10 @@ class _Masters:
                 what = f"{name} in the optimizer states is not the one in the model states"
                 raise refused(self.where, f"files of two saves are mixed: {what}")
         if not kept and saved.steps and saved.steps[0] != saved.steps[1]:
-            model_steps, steps = saved.steps
+            there, steps = saved.steps
             raise refused(
                 self.where,
-                f"the model states are of step {model_steps:.0f}, but the optimizer states of step {steps:.0f}",
+                f"the model states are of step {there:.0f}, but the optimizer states of step {steps:.0f}",
                 f"{MIXED}; if the run went on without its optimizer states, join them with zero_to_fp32.py",
             )
 
