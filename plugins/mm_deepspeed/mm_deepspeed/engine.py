@@ -39,6 +39,7 @@ from mm_core.plugin import ComponentConfig
 from mm_deepspeed import library, zero
 from mm_deepspeed.building import Root, handed_over, plan_of, split_rows, whole
 from mm_deepspeed.config import DeepSpeedConfig
+from mm_deepspeed.json_file import place_of
 from mm_deepspeed.settings import Settings, completed
 
 _SHAPED = {
@@ -136,7 +137,8 @@ class DeepSpeedEngine(EngineBase):
         """
         if optimizer is None:
             return self._prepare_samples(task, rng, weights)
-        deepspeed = library.load(self.device, self.settings.dtype)
+        place = place_of(self.config.settings, f"{self.settings.dtype}.enabled") or "engine.settings"
+        deepspeed = library.load(self.device, self.settings.dtype, place)
         if not self._completed:  # the engine is used on its own
             self._completed = completed(self.config.settings, _facts(plan.data_parallel))
         self.data_ranks = DataRanks(dist.get_rank(), plan.data_parallel)
@@ -188,7 +190,8 @@ class DeepSpeedEngine(EngineBase):
             )
         except (ValueError, AssertionError) as error:  # what its schema and its checks refuse
             reason = " ".join(str(error).split()) or "an assertion fails"
-            raise ConfigError(f"DeepSpeed refuses the settings: {reason}", where="engine.settings") from error
+            where = place_of(self.config.settings) or "engine.settings"
+            raise ConfigError(f"DeepSpeed refuses the settings: {reason}", where=where) from error
         for module, name, buffer in buffers:  # DeepSpeed has cast them too
             module._buffers[name] = buffer
         cast_as_planned(task, plan)

@@ -7,7 +7,7 @@ here each is an error.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,14 @@ class Free:
     """A section whose keys are not checked here."""
 
 
-Rule = type | tuple[str, ...] | Ignored | Refused | Free | dict[str, Any]
+@dataclass(frozen=True)
+class Alias:
+    """Another name that DeepSpeed has for the key `of` of the same section."""
+
+    of: str
+
+
+Rule = type | tuple[str, ...] | Ignored | Refused | Free | Alias | dict[str, Any]
 
 
 def _each(names: str, rule: Rule) -> dict[str, Rule]:
@@ -52,6 +59,15 @@ _PARALLEL = Refused("is not taken over: this engine shards data-parallel states 
 _MASTERS = Refused(
     "is not taken over: checkpoints need float32 masters; use offload_optimizer to save memory"
 )
+
+_REMOVED = Refused("is not taken over: DeepSpeed has no such code any more; remove it")
+_DTYPES = ("fp32", "fp16", "bf16")
+_SPELT = {
+    **dict.fromkeys(("float32", "float", "torch.float32"), "fp32"),
+    **dict.fromkeys(("float16", "half", "torch.float16"), "fp16"),
+    **dict.fromkeys(("bfloat16", "torch.bfloat16"), "bf16"),
+}
+"""Other spellings of dtypes that DeepSpeed accepts."""
 
 _NVME = "it serves NVMe, which is not taken over"
 _OFFLOAD = {
@@ -105,8 +121,15 @@ _ZERO: dict[str, Rule] = {
         _ZEROPP,
     ),
     "zenflow": Refused("is not taken over: ZenFlow delays updates, so steps are different from the run's"),
-    "legacy_stage1": Refused("is not taken over: DeepSpeed has no such code any more; remove it"),
+    "legacy_stage1": _REMOVED,
+    "leaf_module": Refused("is not taken over: it serves mixtures of experts; remove it"),
+    "compute_grad_norm": Ignored("the run logs the norm of gradients, so it is always computed"),
+    "parameter_alignment": Ignored("parts of parameters are not padded"),
+    "override_module_apply": Ignored("the run initialises the model"),
+    "save_muon_momentum_buffer_in_memory": Ignored(_NVME),
 }
+_ZERO |= {key.removeprefix("stage3_"): Alias(key) for key in _ZERO if key.startswith("stage3_")}
+del _ZERO["gather_fp16_weights_on_model_save"]  # DeepSpeed has it with the prefix only
 KEYS: dict[str, Rule] = {
     **_each("train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps", int),
     **_each("gradient_clipping gradient_predivide_factor", float),
@@ -120,15 +143,23 @@ KEYS: dict[str, Rule] = {
     },
     "fp16": {
         "enabled": bool,
-        "auto_cast": Refused("is not taken over: batches have the model's dtype"),
+        "auto_cast": Refused("is not taken over: batches have the model's dtype; remove it"),
         "loss_scale": float,
         "consecutive_hysteresis": bool,
         **_each("initial_scale_power loss_scale_window hysteresis min_loss_scale", int),
         "fp16_master_weights_and_grads": _MASTERS,
         "opt_level": Refused("is a key of apex; remove it"),
     },
-    "data_types": {"grad_accum_dtype": ("fp32", "fp16", "bf16")},
-    "communication_data_type": ("fp32", "fp16", "bf16"),
+    "data_types": {
+        "grad_accum_dtype": _DTYPES,
+        **_each("param_dtype buffer_dtype keep_in_fp32_modules", Refused("is not taken over; use bf16")),
+    },
+    "communication_data_type": _DTYPES,
+    "seq_parallel_communication_data_type": Ignored("it serves sequence parallelism"),
+    "gradient_allreduce_op": Refused("is not taken over: gradients are averaged; remove it", ("mean",)),
+    "managed_gradient_accumulation": Ignored("the run decides when a step ends"),
+    "disable_python_gc": Ignored("Python's garbage collector stays as it is"),
+    "vocabulary_size": Ignored("DeepSpeed only warns by it"),
     "zero_allow_untested_optimizer": Ignored("it is always on"),
     "zero_force_ds_cpu_optimizer": Ignored("the optimizer is the run's own, so it is always off"),
     "aio": Ignored(_NVME),
@@ -140,12 +171,18 @@ KEYS: dict[str, Rule] = {
     "checkpoint": {
         "load_universal": Refused("is not taken over: read such a folder with `mm import`"),
         **dict.fromkeys(
-            ("tag_validation", "use_node_local_storage", "parallel_write"),
+            [
+                "tag_validation",
+                "use_node_local_storage",
+                "parallel_write",
+                "checkpoint_serialization",
+                "writer",
+            ],
             Ignored("checkpoints are in mm_core's format"),
         ),
     },
     **_each(
-        "steps_per_print wall_clock_breakdown memory_breakdown dump_state log_dist log_level",
+        "steps_per_print wall_clock_breakdown memory_breakdown dump_state log_dist log_level timers",
         Ignored("the run logs its own steps"),
     ),
     "dataloader_drop_last": Ignored("`data.loader.drop_last` of the YAML decides"),
@@ -153,7 +190,12 @@ KEYS: dict[str, Rule] = {
     "amp": Refused("is apex, which is not taken over; use bf16"),
     "torch_autocast": Refused("is not taken over; use bf16"),
     "sparse_attention": Refused("is not taken over: the model's own attention computes; remove it"),
-    **_each("pipeline tensor_parallel autotp expert_parallel sequence_parallel_size", _PARALLEL),
+    **_each(
+        "pipeline tensor_parallel autotp expert_parallel sequence_parallel_size "
+        "use_data_before_expert_parallelism",
+        _PARALLEL,
+    ),
+    **_each("quantize_training sparse_gradients graph_harvesting", _REMOVED),
     "elasticity": Refused("is not taken over: resume at another world size with `--resume last`"),
     "eigenvalue": Refused("is not taken over: it serves DeepSpeed's quantisation only"),
     "progressive_layer_drop": Refused("is not taken over: the model's own forward decides"),
@@ -166,7 +208,7 @@ KEYS: dict[str, Rule] = {
     "autotuning": Refused("is not taken over: `--dry-run` prints the model states of each stage"),
     "hybrid_engine": Refused("is not taken over: it serves generation in DeepSpeed-Chat"),
     "compile": Refused("is not taken over: DeepCompile is not tested with this engine"),
-    "nebula": Refused("is not taken over: checkpoints are in mm_core's format"),
+    **_each("nebula datastates_ckpt", Refused("is not taken over: checkpoints are in mm_core's format")),
 }
 
 _ADAM = (
@@ -206,7 +248,7 @@ def checked(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], lis
     """
     faults: list[str] = []
     notes: dict[str, list[str]] = {}
-    kept = _section(settings, KEYS, "", faults, notes)
+    kept = _section(settings, KEYS, "", faults, notes, _unused(settings))
     if not any(fault.startswith(("zero_optimization ", "zero_optimization.stage ")) for fault in faults):
         faults += _combinations(kept)
     faults += _params(kept)
@@ -217,11 +259,11 @@ def checked(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], lis
 
 
 def section(settings: Mapping[str, Any], *path: str) -> dict[str, Any]:
-    """The section at `path`, empty if it is absent or null."""
+    """The section at `path`, empty if it is absent or no section."""
     found: Any = settings
     for key in path:
-        found = found.get(key) or {}
-    return dict(found)
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return dict(found) if isinstance(found, Mapping) else {}
 
 
 def is_on(settings: Mapping[str, Any], dtype: str) -> bool:
@@ -229,8 +271,16 @@ def is_on(settings: Mapping[str, Any], dtype: str) -> bool:
     enabled = section(settings, dtype).get("enabled", False)
     if enabled == AUTO:
         stage = section(settings, "zero_optimization").get("stage", 0)
-        return dtype == "bf16" and stage in (1, 2, 3) and not is_on(settings, "fp16")
+        return dtype == "bf16" and read(stage, int) in (1, 2, 3) and not is_on(settings, "fp16")
     return enabled is True
+
+
+def _unused(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Sections that are switched off, each as the beginning of its keys: nothing in them is refused."""
+    halves = [f"{dtype}." for dtype in ("bf16", "fp16") if not is_on(settings, dtype)]
+    parts = (("zero_optimization", name) for name in ("offload_optimizer", "offload_param"))
+    still = [part for part in parts if section(settings, *part).get("device") in (None, "none")]
+    return (*halves, *(f"{'.'.join(part)}." for part in still))
 
 
 def _section(
@@ -239,21 +289,27 @@ def _section(
     path: str,
     faults: list[str],
     notes: dict[str, list[str]],
+    unused: Collection[str],
 ) -> dict[str, Any]:
     kept = {}
     for key, value in values.items():
         rule, name = rules.get(key), f"{path}{key}"
+        if isinstance(rule, Alias):
+            if rule.of in values:
+                faults.append(f"{name} is another name of {rule.of}, and both are set; remove one")
+                continue
+            key, rule = rule.of, rules[rule.of]
         if rule is None:
             hint = did_you_mean(str(key), [k for k, r in rules.items() if not isinstance(r, Refused)])
             faults.append(f"{name} is not a key of DeepSpeed{f'; {hint}' if hint else ''}")
         elif isinstance(rule, Ignored):
             notes.setdefault(rule.note, []).append(name)
         elif isinstance(rule, Refused):
-            if not _is_off(value, rule):
+            if path not in unused and not _is_off(value, rule):
                 faults.append(f"{name} {rule.why}")
         elif isinstance(rule, (dict, Free)):
             if isinstance(value, Mapping) and isinstance(rule, dict):
-                kept[key] = _section(value, rule, f"{name}.", faults, notes)
+                kept[key] = _section(value, rule, f"{name}.", faults, notes, unused)
             elif isinstance(value, Mapping):
                 kept[key] = dict(value)
             elif value is not None and not (isinstance(rule, Free) and value == AUTO):
@@ -279,6 +335,7 @@ def _is_off(value: Any, rule: Refused) -> bool:
 def read(value: Any, rule: Any) -> Any:
     """The value as the rule's type, or None: numbers may be text, and whole numbers may be written 5e8."""
     if isinstance(rule, tuple):
+        value = _SPELT.get(value, value) if isinstance(value, str) else value
         return value if value in rule else None
     if rule in (str, bool):
         return value if isinstance(value, rule) else None

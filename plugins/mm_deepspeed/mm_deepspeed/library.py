@@ -20,12 +20,13 @@ VERSIONS = ("0.19.8",)
 _INSTALL = f"pip install deepspeed=={VERSIONS[-1]}"
 
 
-def load(device: torch.device, dtype: str = "fp32") -> Any:
+def load(device: torch.device, dtype: str = "fp32", where: str = "engine.settings") -> Any:
     """Imports DeepSpeed for a device; its messages go to Python's logging, from warnings on.
 
     Args:
         device: on which it computes.
         dtype: in which it computes, `fp32`, `bf16` or `fp16`.
+        where: where that is set.
 
     Raises:
         PluginError: it is missing, or of a version whose private parts are not known here.
@@ -50,7 +51,7 @@ def load(device: torch.device, dtype: str = "fp32") -> Any:
     if dtype != "fp32" and not getattr(deepspeed.get_accelerator(), f"is_{dtype}_supported")():
         raise PlanError(
             f"{dtype}.enabled is true, but DeepSpeed does not compute in {dtype} on this device",
-            where="engine.settings",
+            where=where,
             accepted="fp32" if dtype == "bf16" else "bf16, fp32",
             hint=f"remove the section {dtype}, or enable bf16 where the device has it",
         )
