@@ -149,7 +149,7 @@ def levels_watched(batches: Iterator[Batch], note: Callable[[str], None]) -> Ite
         judged = seen >= _JUDGED and most > 0
         if judged:
             note(
-                f"warning: the pixels of the first {plural(seen, 'clip')} are from {least:.3g} to {most:.3g}: the range"
+                f"warning: the pixels of the first {seen} clips are from {least:.3g} to {most:.3g}: the range"
                 " is -1 (black) to 1 (white); scale pixels from 0 to 1 by `2 * pixels - 1`"
             )
         yield batch
