@@ -25,7 +25,7 @@ PADDING_HINT = (
     " to n tokens, and all of it counts"
 )
 _SEEN = 1e-5
-"""Relative change of an output above that of rounding."""
+"""Relative change of an output from which on it is no rounding."""
 
 
 def trial_inputs(
