@@ -46,7 +46,7 @@ from mm_core.training.loop import Training
 from mm_core.training.non_finite import first_non_finite
 from mm_core.training.optional.caching import FilledBatches
 from mm_core.training.parts import Restored, RunParts, restore
-from mm_core.training.training_samples import levels_watched, make_loader
+from mm_core.training.training_samples import make_loader
 from mm_core.weights.adapters.record import record_of
 
 
@@ -137,7 +137,6 @@ def equip(
     ledger = SkipLedger(folder, config.data.loader.max_failed_share)
     guard = make_guard(parts, restored, reporter)
     read = iter(loader) if isinstance(loader, TrainingStream) else ledger.watch(loader)
-    read = levels_watched(read, reporter.note)
     filling = None
     if parts.filled is not None:
         filling = FilledBatches(read, task, parts.filled, plan.engine, engine.device, reporter.note)

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from torch import Tensor
 
 from mm_core.config.sections import RunConfig
-from mm_core.contracts import (
-    Batch,
-    Dataset,
-    Engine,
-    Randomness,
-    SupportsLengths,
-    Task,
-    TaskModule,
-    VideoTextBatch,
-    seeded,
-)
+from mm_core.contracts import Batch, Dataset, Engine, Randomness, SupportsLengths, Task, TaskModule, seeded
 from mm_core.data.loading.bucketed import BucketedSamples
 from mm_core.data.loading.loader import MicroBatchLoader
 from mm_core.data.loading.plain import AnyDataset, PlainBatches
@@ -28,9 +18,6 @@ from mm_core.plan import RunPlan, bucket_order, sample_order
 from mm_core.plugin.checks.places import place_of_object
 from mm_core.plugin.checks.values import returned
 from mm_core.training.parts import Restored
-
-_JUDGED = 2
-"""Clips from which on the lack of any dark pixel is no accident."""
 
 
 def sample_lengths(config: RunConfig, dataset: Dataset) -> Tensor | None:
@@ -130,29 +117,3 @@ def _streamed(
     steps, position = range(restored.step, plan.steps), restored.facts.get("order", {})
     streamed = TrainingStream(stream, plan.accumulation, steps, position, config.train.overfit_one_batch)
     return streamed, streamed
-
-
-def levels_watched(batches: Iterator[Batch], note: Callable[[str], None]) -> Iterator[Batch]:
-    """Passes micro-batches on, and warns if no pixel of the first clips is below mid-grey.
-
-    Args:
-        batches: this rank's, on the host; uint8 pixels cannot be in a wrong range.
-        note: receives the warning.
-    """
-    seen, least, most = 0, 1.0, 0.0
-    for batch in batches:
-        pixels = batch.pixels if isinstance(batch, VideoTextBatch) else None
-        if pixels is None or not pixels.is_floating_point() or (low := float(pixels.min())) < 0:
-            yield batch
-            break
-        seen, least, most = seen + len(batch), min(least, low), max(most, float(pixels.max()))
-        judged = seen >= _JUDGED and most > 0
-        if judged:
-            note(
-                f"warning: the pixels of the first {seen} clips are from {least:.3g} to {most:.3g}: the range"
-                " is -1 (black) to 1 (white); scale pixels from 0 to 1 by `2 * pixels - 1`"
-            )
-        yield batch
-        if judged:
-            break
-    yield from batches

@@ -36,14 +36,6 @@ class Tutorial(Clips):
         }
 
 
-class Bright(Clips):
-    """Pixels as torchvision's ToTensor gives them."""
-
-    def __getitem__(self, index: int) -> dict:
-        sample = super().__getitem__(index)
-        return {**sample, "video": (sample["video"] + 1) / 2}
-
-
 class Stream(IterableDataset):
     def __init__(self, clips: int = 20, noise: float = 0.0) -> None:
         self.clips = Clips(clips, noise=noise)
@@ -139,7 +131,6 @@ def mm_datasets() -> list[Component]:
     classes = (Clips, Tutorial, Stream, Divided, Uncaptioned, Shapeless, Flat, ShapelessStream, Failing)
     made = (
         *classes,
-        Bright,
         Numbered,
         Endless,
         SharedSamples,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from mm_core.evaluation.batches import StreamedEvaluation
 from mm_core.plugin.registry import get_registry
 from mm_core.schema.checking import check_component
 from mm_core.tasks.text_to_video.captions import TokenizeCaptions
-from mm_core.training.training_samples import levels_watched
 from support.logs import log_of, losses
 from support.pages import ROOT, blocks
 from support.reading import plain_data
@@ -320,36 +318,6 @@ def test_a_batch_of_plain_dicts_trains_a_transformers_model_too():
     )
     batch = CountLabels(True, ("input_ids",), Limits())(plain)
     assert batch.counts == [2, 2] and [*batch.inputs] == ["input_ids", "labels"] and batch.tokens == 6  # type: ignore[attr-defined]
-
-
-def watched(batches: list[Batch]) -> list[str]:
-    notes: list[str] = []
-    assert list(levels_watched(iter(batches), notes.append)) == batches
-    return notes
-
-
-def test_a_video_from_0_to_1_is_a_warning_with_its_range():
-    (note,) = watched(samples_of(built("bright")))
-    seen = pixels(samples_of(built("bright"))[:1])
-    span = f"from {float(seen.min()):.3g} to {float(seen.max()):.3g}"
-    assert note.startswith(f"warning: the pixels of the first 2 clips are {span}: the range is -1 (black)")
-    images = [replace(batch, pixels=batch.pixels[:, :, :1]) for batch in samples_of(built("bright"))]
-    assert len(watched(images)) == 1
-
-
-def test_right_pixels_and_single_bright_or_black_clips_are_no_warning():
-    right, bright = samples_of(built("clips")), samples_of(built("bright"))
-    one = replace(bright[0], keys=bright[0].keys[:1], pixels=bright[0].pixels[:1])
-    levels = [replace(batch, pixels=(batch.pixels * 255).byte()) for batch in bright]
-    empty = [replace(batch, pixels=torch.zeros_like(batch.pixels)) for batch in bright]
-    assert [watched(batches) for batches in (right, [one, *right], levels, empty)] == [[]] * 4
-
-
-@pytest.mark.slow
-def test_the_run_says_so_once(tiny, tmp_path, mm):
-    own = (f"plugins.path=[{PLUGIN}]", "data.loader={mode: base, workers: 1}", f"run.dir={tmp_path}")
-    done = mm("train", "--config", tiny, *own, "data.train={type: local/bright}", "train.steps=2")
-    assert done.code == 0 and (done.out + done.err).count("the range is -1 (black) to 1") == 1
 
 
 # -- ranks -----------------------------------------------------------------------------------------
