@@ -34,7 +34,6 @@ from mm_core.runtime.launch.rank_logs import current_log
 from mm_core.runtime.launch.signals import StopFlag
 from mm_core.runtime.launch.watchdog import Watchdog
 from mm_core.runtime.ranks import Ranks
-from mm_core.tasks.text_to_video.trial import text_notes
 from mm_core.telemetry.profiler import ProfileWindow
 from mm_core.telemetry.reporter import RunReporter
 from mm_core.training.between_steps import BetweenSteps
@@ -83,7 +82,7 @@ def build_parts(config: RunConfig, store: CheckpointStore, resume: str) -> RunPa
     engine: Engine = config.registry.build("engine", config.engine)
     datasets, cached, filled = in_cache(config, task, open_datasets(config, task))
     plan = make_plan(config, Ranks.current().count, task, engine, datasets["train"])
-    plan = replace(plan, notes=(*plan.notes, *cached, *text_notes(task, config.task, config.registry)))
+    plan = replace(plan, notes=(*plan.notes, *cached))
     if missing := [file.path for file in plan.missing if file.needed == "to train"]:
         raise PlanError(
             f"files of frozen components are missing: {', '.join(missing)}",

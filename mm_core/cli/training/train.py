@@ -178,15 +178,13 @@ def _dry_run(config: RunConfig, world: int, args: argparse.Namespace) -> int:
         shared_activations,
         table_of,
     )
-    from mm_core.tasks.text_to_video.trial import text_notes
 
     adapters = adapters_begun(config)
     task = build_task(config, adapters)
     cached = config.data.cache is not None
     plan = plan_with_cache(config, world, task) if cached else make_plan(config, world, task)
     rows, spec = config.train.micro_batch_size, config.data.train.options
-    notes = (*plan.notes, *text_notes(task, config.task, config.registry))
-    plan = replace(plan, activations=shared_activations(task, plan.engine, spec, rows), notes=notes)
+    plan = replace(plan, activations=shared_activations(task, plan.engine, spec, rows))
     choices = base_choices(config, world, adapters)
     operators = _operators(config, args.device) if args.ops else None
     if args.json:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from mm_core.contracts import Randomness
 from mm_core.errors import ContractError, MMError, first_line, plural
 from mm_core.tasks.text_to_video.conditions import cast_condition
-from mm_core.tasks.text_to_video.trial import PADDING_HINT
 from mm_core.testing.kit import NotApplicable, sentence_of
 from mm_core.testing.predictors.probe import PredictorProbe
 from mm_core.testing.tensors import distance, expect_close
@@ -150,8 +149,7 @@ def text_padding(probe: PredictorProbe) -> None:
         _expect_equal(probe, module, inputs, whole, what)
         return
     garbage = torch.where(mask[..., None], text, 1e3 * Randomness(3).normal(tuple(text.shape), "garbage"))
-    others = {**inputs, "text": garbage}
-    _expect_equal(probe, module, inputs, others, "masked text changes the output", hint=PADDING_HINT)
+    _expect_equal(probe, module, inputs, {**inputs, "text": garbage}, "masked text changes the output")
     longer = {
         **inputs,
         "text": torch.cat([garbage, 1e3 * torch.ones_like(text)], dim=1),
@@ -194,16 +192,10 @@ def timestep_precision(probe: PredictorProbe) -> None:
 
 
 def _expect_equal(
-    probe: PredictorProbe,
-    module: nn.Module,
-    inputs: Inputs,
-    others: Inputs,
-    what: str,
-    most: float = 1e-5,
-    hint: str | None = None,
+    probe: PredictorProbe, module: nn.Module, inputs: Inputs, others: Inputs, what: str, most: float = 1e-5
 ) -> None:
     with torch.no_grad():
-        expect_close(probe, module(**inputs), module(**others), f"{what},", hint, most)
+        expect_close(probe, module(**inputs), module(**others), f"{what},", most=most)
 
 
 @contextmanager

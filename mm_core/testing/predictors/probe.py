@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mm_core.contracts import Randomness, SupportsMaxFrames
 from mm_core.errors import ContractError
 from mm_core.plugin.checks.contract import check_object
 from mm_core.plugin.registry import build as build_component
-from mm_core.tasks.text_to_video.trial import trained_alike, trial_inputs
+from mm_core.tasks.text_to_video.conditions import Conditions
 from mm_core.testing.kit import NotApplicable
 from mm_core.testing.tensors import fill
 
@@ -89,7 +90,12 @@ class PredictorProbe:
 
         Heads that are initialised to zero would hide errors.
         """
-        return trained_alike(self.initialised())
+        module = self.initialised()
+        rng = Randomness(1)
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                parameter.add_(0.05 * rng.normal(tuple(parameter.shape), name))
+        return module
 
     def inputs(
         self, module: Any, batch: int = 2, patches: tuple[int, int, int] | None = None
@@ -102,6 +108,50 @@ class PredictorProbe:
             patches: tokens of the clips along (t, h, w), with fewer frames for a predictor that takes fewer;
                 None: those of the probe.
         """
-        return trial_inputs(
-            module, batch, patches or self.patches, self.text_length, self.conditions, self.place
-        )
+        rng = Randomness(2)
+        sizes = [p * n for p, n in zip(module.patch_size, self._patches(module, patches), strict=True)]
+        length = self.text_length if module.text_padding == "masked" else module.text_padding[1]
+        mask = torch.ones(batch, length, dtype=torch.bool)
+        mask[-1, max(1, length // 2) :] = False
+        text = rng.normal((batch, length, module.text_dim), "text").masked_fill(~mask[..., None], 0)
+        return {
+            "latents": rng.normal((batch, module.in_channels, *sizes), "latents"),
+            "timestep": torch.linspace(998.7, 12.5, batch),
+            "text": text,
+            "text_mask": mask,
+            **self._conditions(module, batch, sizes),
+        }
+
+    def _patches(self, module: Any, patches: tuple[int, int, int] | None) -> tuple[int, int, int]:
+        """The tokens of the test clips, with no more frames than the predictor takes."""
+        if patches is None and self.patches is not None:
+            return self.patches
+        frames, height, width = patches or (2, 3, 2)
+        step = module.patch_size[0]
+        most = module.max_frames if isinstance(module, SupportsMaxFrames) else frames * step
+        return (max(1, min(frames, most // step)), height, width)
+
+    def _conditions(self, module: Any, batch: int, sizes: Sequence[int]) -> dict[str, Tensor]:
+        """The conditions that the predictor takes, as far as their shapes are known.
+
+        Raises:
+            ContractError: the shape of a needed condition is not known.
+        """
+        takes = Conditions(module)
+        size = (8.0 * sizes[1], 8.0 * sizes[2])
+        found = takes.of_clips(batch, size, torch.device("cpu"), fps=24.0, guidance=3.5)
+        known = {**(takes.declared or {}), **self.conditions}
+        for name, shape in known.items():
+            if isinstance(shape, Tensor):
+                found[name] = shape.expand(batch, *shape.shape).clone()
+            elif name not in found:
+                filled = [self.text_length if size is None else size for size in shape]
+                found[name] = Randomness(2).normal((batch, *filled), name)
+        if missing := sorted(takes.needed - set(found)):
+            raise ContractError(
+                f"the predictor's forward needs `{missing[0]}`, whose shape is not known",
+                where=self.place,
+                accepted="a shape in the predictor's `condition_shapes`, such as {'pooled': (768,)}",
+                hint=f"declare it, or call check_predictor with conditions={{'{missing[0]}': (768,)}}",
+            )
+        return found
