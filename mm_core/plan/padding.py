@@ -76,7 +76,8 @@ def _change(registered: Registered, config: RunConfig) -> float | None:
                 parameter.add_(0.05 * rng.normal(tuple(parameter.shape), name))
             given = _inputs(module)
             text, mask = given["text"], given["text_mask"]
-            padded = {"text": torch.cat([text, 0 * text], 1), "text_mask": torch.cat([mask, ~mask], 1)}
+            # An encoder's states of padding are not zeros.
+            padded = {"text": torch.cat([text, text + 10], 1), "text_mask": torch.cat([mask, ~mask], 1)}
             short, long = (module.eval()(**{**given, **more}).double() for more in ({}, padded))
         except Exception:  # an author's code may need what a plan cannot give: `mm plugins test` shows it
             return None
@@ -109,7 +110,12 @@ def _inputs(module: Any) -> dict[str, Tensor]:
 def _reads(predictor: Any, name: str) -> bool:
     """Whether a forward reads an argument, as far as it can be seen."""
     code = getattr(inspect.unwrap(predictor.forward), "__code__", None)
-    if code is None or name not in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
-        return True  # it takes all arguments by **, and may pass them on
+    if code is None:
+        return True
+    named = code.co_argcount + code.co_kwonlyargcount
+    if name not in code.co_varnames[:named]:  # it is among those that ** takes, and may be passed on
+        if not code.co_flags & inspect.CO_VARKEYWORDS:
+            return True
+        name = code.co_varnames[named + bool(code.co_flags & inspect.CO_VARARGS)]
     loads = (each for each in dis.get_instructions(code) if "LOAD" in each.opname)
     return name in code.co_cellvars or any(each.argval == name for each in loads)

@@ -76,6 +76,14 @@ def test_without_a_small_instance_a_mask_that_is_never_read_is_noted(tmp_path):
     assert "forward never reads text_mask, so it trains on padding" in note and "task.predictor" in note
 
 
+@pytest.mark.parametrize(("passed", "notes"), [("", 1), ("rest and ", 0)])
+def test_a_mask_that_a_forward_takes_by_two_stars_and_drops_is_noted_too(tmp_path, passed, notes):
+    written(tmp_path, MEAN, "")
+    source = (tmp_path / "mixer.py").read_text().replace("text_mask):", "**rest):")
+    (tmp_path / "mixer.py").write_text(source.replace("return latents", f"return {passed}latents"))
+    assert len(told(load_config(tmp_path / "tuned.yaml"))) == notes
+
+
 @pytest.mark.parametrize(
     ("share", "tiny", "more"),
     [
