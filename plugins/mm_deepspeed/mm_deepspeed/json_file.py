@@ -77,7 +77,7 @@ class _Placed:
         self.text = _COMMENT.sub(lambda match: match[1] or re.sub(r"[^\n]", " ", match[0]), text)
 
     def mapping(self, pairs: _Pairs) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        found: dict[Key, Any] = {}
         for name, value in pairs:
             key = self.key(name)
             if name in found:
@@ -85,7 +85,7 @@ class _Placed:
                 also = first.where.rpartition(":")[2]
                 raise ValueError(f"config {key.where}: the key {name!r} appears twice, also on line {also}")
             found[key] = self.value(value)
-        return found
+        return {**found}
 
     def value(self, value: Any) -> Any:
         if isinstance(value, _Pairs):
