@@ -77,15 +77,15 @@ class _Placed:
         self.text = _COMMENT.sub(lambda match: match[1] or re.sub(r"[^\n]", " ", match[0]), text)
 
     def mapping(self, pairs: _Pairs) -> dict[str, Any]:
-        found: dict[Key, Any] = {}
+        found: dict[str, Any] = {}
+        places: dict[str, Key] = {}
         for name, value in pairs:
             key = self.key(name)
-            if name in found:
-                first = next(other for other in found if other == name)
-                also = first.where.rpartition(":")[2]
+            if name in places:
+                also = places[name].where.rpartition(":")[2]
                 raise ValueError(f"config {key.where}: the key {name!r} appears twice, also on line {also}")
-            found[key] = self.value(value)
-        return {**found}
+            places[name], found[key] = key, self.value(value)
+        return found
 
     def value(self, value: Any) -> Any:
         if isinstance(value, _Pairs):
