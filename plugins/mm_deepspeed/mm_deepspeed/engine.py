@@ -137,8 +137,7 @@ class DeepSpeedEngine(EngineBase):
         """
         if optimizer is None:
             return self._prepare_samples(task, rng, weights)
-        place = place_of(self.config.settings, f"{self.settings.dtype}.enabled") or "engine.settings"
-        deepspeed = library.load(self.device, self.settings.dtype, place)
+        deepspeed = library.load(self.device, self.settings.dtype, self.config.settings)
         if not self._completed:  # the engine is used on its own
             self._completed = completed(self.config.settings, _facts(plan.data_parallel))
         self.data_ranks = DataRanks(dist.get_rank(), plan.data_parallel)
@@ -189,9 +188,8 @@ class DeepSpeedEngine(EngineBase):
                 model=root, optimizer=self._optimizer, config=self._completed, dist_init_required=False
             )
         except (ValueError, AssertionError) as error:  # what its schema and its checks refuse
-            reason = " ".join(str(error).split()) or "an assertion fails"
-            where = place_of(self.config.settings) or "engine.settings"
-            raise ConfigError(f"DeepSpeed refuses the settings: {reason}", where=where) from error
+            what = f"DeepSpeed refuses the settings: {' '.join(str(error).split()) or 'an assertion fails'}"
+            raise ConfigError(what, where=place_of(self.config.settings) or "engine.settings") from error
         for module, name, buffer in buffers:  # DeepSpeed has cast them too
             module._buffers[name] = buffer
         cast_as_planned(task, plan)

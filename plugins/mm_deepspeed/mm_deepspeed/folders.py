@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mm_core.contracts import TaskModule
-from mm_core.errors import CheckpointError, plural, some
+from mm_core.errors import CheckpointError, plural
 from mm_core.weights import (
     AdapterLayout,
     Companions,
@@ -51,7 +51,7 @@ class DeepSpeedFolders:
         """
         where = _step(path / folder)
         if not where.is_dir() and (steps := _steps(path / folder)):
-            here = f"is not here, but {some(steps)} {'is' if len(steps) == 1 else 'are'}"
+            here = f"is not here, but {', '.join(steps[:8])} {'is' if len(steps) == 1 else 'are'}"
             raise refused(
                 path / folder, f"`latest` names {where.name}, which {here}", "name the folder of a step"
             )

@@ -78,13 +78,13 @@ class _Placed:
 
     def mapping(self, pairs: _Pairs) -> dict[str, Any]:
         found: dict[str, Any] = {}
+        places: dict[str, Key] = {}
         for name, value in pairs:
             key = self.key(name)
-            if name in found:
-                first = next(other for other in found if other == name)
-                also = first.where.rpartition(":")[2]
+            if name in places:
+                also = places[name].where.rpartition(":")[2]
                 raise ValueError(f"config {key.where}: the key {name!r} appears twice, also on line {also}")
-            found[key] = self.value(value)
+            places[name], found[key] = key, self.value(value)
         return found
 
     def value(self, value: Any) -> Any:
