@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache, partial
+from functools import partial
 from inspect import getattr_static
 from pkgutil import resolve_name
 from types import MappingProxyType
@@ -214,28 +214,25 @@ def _unused(contract: Contract, cls: type, found: object | None = None) -> Itera
     yield from optional_faults(capabilities, shared, own, has, used, file)
 
 
-@cache
-def _shared(members_of: Callable[[Contract], dict[str, Member]]) -> set[str]:
-    """The members of several capabilities."""
-    paths = {path for each in CONTRACTS.values() for path in each.optional}
-    times = Counter(name for path in paths for name in members_of(Contract(path)))
-    return {name for name, count in times.items() if count > 1}
-
-
-@cache
 def capabilities_of(
     contract: Contract, members_of: Callable[[Contract], dict[str, Member]]
-) -> tuple[dict[str, dict[str, Member]], set[str]]:
-    """The capabilities of a kind, with the members that its contract has not, and those of several ones.
+) -> tuple[dict[str, dict[str, Member]], Callable[[], set[str]]]:
+    """The capabilities of a kind with the members that its contract lacks, and what finds those of several.
 
     Args:
         contract: of the kind.
         members_of: the members that a contract requires.
     """
+
+    def shared() -> set[str]:
+        paths = {path for each in CONTRACTS.values() for path in each.optional}
+        times = Counter(name for path in paths for name in members_of(Contract(path)))
+        return {name for name, count in times.items() if count > 1}
+
     required = members_of(contract)
     found = {path.partition(":")[2]: members_of(Contract(path)) for path in contract.optional}
     own = {path: {n: each for n, each in all_.items() if n not in required} for path, all_ in found.items()}
-    return own, _shared(members_of)
+    return own, shared
 
 
 def lacking(what: str, missing: Sequence[str]) -> list[str]:

@@ -22,7 +22,7 @@ _NEAR = 0.8
 
 def optional_faults(
     capabilities: Mapping[str, Mapping[str, Member]],
-    shared: Collection[str],
+    shared: Callable[[], Collection[str]],
     own: Mapping[str, object],
     has: Callable[[str], bool],
     used: Callable[[str], bool],
@@ -35,7 +35,7 @@ def optional_faults(
 
     Args:
         capabilities: name of each -> its members.
-        shared: members of several capabilities, each of which one may have without the others.
+        shared: finds members of several capabilities, which one may have without the others.
         own: public members that the author has written: methods, and attributes with their values; None for
             a value that is not known.
         has: whether the component has a member.
@@ -51,9 +51,10 @@ def optional_faults(
             place, what = f" ({line})" if line else "", "method" if callable(value) else "attribute"
             yield f"its {what} {name}{place} is never used: did you mean {near[0]}?"
     for capability, members in capabilities.items():
-        mine = [name for name in members if name in own and name not in shared]
-        found = [name for name in mine if _serves(own[name], members[name])]
+        found = [name for name, member in members.items() if name in own and _serves(own[name], member)]
         missing = [str(member) for name, member in members.items() if not has(name)]
+        if found and missing:
+            found = [name for name in found if name not in shared()]
         if found and missing and (len(found) > 1 or not used(found[0])):
             verb = "is" if len(found) == 1 else "are"
             yield f"its {' and '.join(found)} {verb} never used: {capability} also needs {', '.join(missing)}"
