@@ -40,11 +40,12 @@ from mm_core.contracts import (
 from mm_core.engines.base import EngineBase
 from mm_core.engines.local_shards import skips
 from mm_core.engines.loss_scale import LossScale
+from mm_core.errors import PlanError
 from mm_core.modules.casting import cast_as_planned, check_dtypes, uncast_inputs
 from mm_core.modules.quantised import check_device, shard_codes
 from mm_core.modules.tying import tied_names
 from mm_core.parallel.activation_checkpointing import kept_by, offload_activations, recompute, selective
-from mm_core.parallel.attention import decide_attention, set_attention
+from mm_core.parallel.attention import check_kernel, decide_attention, kernel_named, set_attention
 from mm_core.parallel.compiling import compile_module, decide_compiled
 from mm_core.parallel.context.exchange import Peers
 from mm_core.parallel.context.layout import decide_context
@@ -111,6 +112,13 @@ class FSDP2Engine(EngineBase):
         config = self.config if purpose == "train" else self._for_samples(world)
         context = decide_context(task, task.trainable, config.context_parallel, world, self.device.type)
         size = 1 if context is None else context.size
+        if size > 1 and config.sharding() == 1 and config.sharding_size is None:
+            raise PlanError(
+                f"preset ddp shards nothing, but ranks of context_parallel.size {size} need a shard group",
+                where="engine.preset",
+                accepted="zero2, zero3",
+                hint=f"or set engine.sharding_size to a multiple of {size}",
+            )
         replicas, shards = mesh_shape(world, config.sharding(), size)
         check_replicas(self.device, replicas)
         layout = self._layout(task, config)
@@ -119,6 +127,7 @@ class FSDP2Engine(EngineBase):
         compiled = decide_compiled(task, task.trainable, config, layout.recomputed)
         reshards = resharded(task, layout, config.reshards())
         dtype, stream = _dtype(config.param_dtype), config.base.stream
+        check_kernel(config.attention, self.device, dtype or torch.float32)
         base = plan_base(task, layout, config.base.keep, dtype) if stream else None
         streamed = {p for path in base.blocks for _, p in frozen_in(task, path)} if base is not None else ()
         own, trained, left_alone = parameter_bytes(task, layout, shards, streamed)
@@ -169,6 +178,7 @@ class FSDP2Engine(EngineBase):
             sharding_size="auto" if size == "auto" or world % size else size,
             context_parallel=replace(context, size=gcd(context.size, world)),
             param_dtype="fp32" if on_cpu else self.config.param_dtype,
+            attention="auto" if on_cpu else self.config.attention,
             compile=replace(self.config.compile, modules=False),  # it would take longer than it saves
         )
 
@@ -324,7 +334,7 @@ class FSDP2Engine(EngineBase):
                 root.set_requires_gradient_sync(sync)
             root.set_is_last_backward(last)
         self._synced = sync
-        with self._uncast_inputs():
+        with self._uncast_inputs(), kernel_named(self.config.attention):
             loss = compute()
         if not last and self.config.accumulate == "deferred":
             self._unused.exempt_from_sync()
@@ -380,7 +390,7 @@ class FSDP2Engine(EngineBase):
         """
         sharded = [m for root in self._trained.values() for m in root.modules() if isinstance(m, FSDPModule)]
         try:
-            with super().evaluating(), self._uncast_inputs():
+            with super().evaluating(), self._uncast_inputs(), kernel_named(self.config.attention):
                 yield
         finally:
             for module in sharded:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mm_core.contracts import TaskModule
@@ -34,6 +39,63 @@ _TORCH = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
+
+
+_NO_KERNEL = re.compile(r"No available kernel|No viable backend")
+"""torch's errors for a kernel that cannot compute what it is given."""
+
+
+def check_kernel(wanted: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Refuses a kernel of torch that a device does not run in a dtype, found by running it.
+
+    Args:
+        wanted: `engine.attention`.
+        device: the device that will compute.
+        dtype: the dtype in which it will.
+
+    Raises:
+        PlanError: it does not run there.
+    """
+    if wanted in _TORCH and not _runs(_TORCH[wanted], device, dtype):
+        able = [name for name, kernel in _TORCH.items() if _runs(kernel, device, dtype)]
+        raise PlanError(
+            f"attention {wanted!r} does not run on {device.type} in {str(dtype).removeprefix('torch.')}",
+            where=_KEY,
+            accepted=", ".join(["auto", "sdpa", *able]),
+        )
+
+
+def _runs(kernel: SDPBackend, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a kernel computes a small attention and its gradients."""
+    given = [torch.ones(1, 1, 8, 64, dtype=dtype, device=device, requires_grad=True) for _ in range(3)]
+    with warnings.catch_warnings(), torch.enable_grad(), sdpa_kernel(kernel):
+        warnings.simplefilter("ignore")  # torch's reasons, for each kernel
+        try:
+            functional.scaled_dot_product_attention(*given).sum().backward()  # type: ignore[no-untyped-call]
+        except RuntimeError as fault:
+            if _NO_KERNEL.search(first_line(fault)):
+                return False
+            raise
+    return True
+
+
+@contextmanager
+def kernel_named(wanted: str) -> Iterator[None]:
+    """A context for forwards with a kernel of torch, which may not take the model's mask or size of heads.
+
+    Raises:
+        PlanError: in place of torch's error, with the key.
+    """
+    try:
+        yield
+    except RuntimeError as fault:
+        if wanted not in _TORCH or not _NO_KERNEL.search(first_line(fault)):
+            raise
+        raise PlanError(
+            f"attention {wanted!r} does not take what this model gives it, such as a mask or dropout",
+            where=_KEY,
+            accepted="auto, sdpa, or another kernel",
+        ) from fault
 
 
 def decide_attention(

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engines.engine_ranks import TinyTask, make, rows, rows_loss
 from engines.test_fsdp2 import distance, outcome
 from mm_core.builtin.configs.engines import CompileConfig, OffloadConfig
-from mm_core.contracts import Loss
+from mm_core.contracts import Loss, Randomness
 from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.errors import PlanError
 from mm_core.parallel import compiling
@@ -211,16 +211,16 @@ def test_a_model_of_diffusers_attends_by_its_own_dispatch(monkeypatch):
         task = Task(predictor=diffusers.WanTransformer3DModel(**WAN, rope_max_seq_len=16))
     monkeypatch.setenv("DIFFUSERS_ATTN_BACKEND", "_native_math")
     plans = {
-        wanted: FSDP2Engine(attention=wanted).plan(task, 1, 2) for wanted in ("auto", "cudnn", "flash_2")
+        wanted: FSDP2Engine(attention=wanted).plan(task, 1, 2) for wanted in ("auto", "flash", "flash_2")
     }
     assert [plan.attention["predictor"] for plan in plans.values()] == [
         "diffusers _native_math",
-        "diffusers _native_cudnn",
+        "diffusers _native_flash",
         "diffusers flash",
     ]
-    set_attention(task, task.trainable, "cudnn", ())
+    set_attention(task, task.trainable, "flash", ())
     seen = {getattr(m.processor, "_attention_backend", "") for m in task.modules() if hasattr(m, "processor")}
-    assert seen == {"_native_cudnn"}
+    assert seen == {"_native_flash"}
     with pytest.raises(PlanError, match=r"diffusers refuses attention 'flash_2' .*flash-attn"):
         set_attention(task, task.trainable, "flash_2", ())
 
@@ -251,6 +251,41 @@ def test_a_model_of_torch_attends_with_the_kernel_in_what_is_recomputed_too(reco
         assert plan.attention == ({} if attention == "auto" else {"net": f"torch {attention}"})
     with pytest.raises(PlanError, match="has no attention 'flash_2'"):
         FSDP2Engine(attention="flash_2").plan(Task(net=Attending()), 1, 2)
+
+
+@pytest.mark.parametrize("wanted", ["cudnn", "efficient"])
+def test_a_kernel_that_the_device_does_not_run_is_refused_at_the_plan(wanted):
+    with pytest.raises(PlanError) as caught:
+        FSDP2Engine(attention=wanted).plan(Task(net=Attending()), 1, 2)
+    assert caught.value.what == f"attention '{wanted}' does not run on cpu in float32"
+    assert (caught.value.where, caught.value.accepted) == ("engine.attention", "auto, sdpa, flash, math")
+    plan = FSDP2Engine(attention=wanted).plan(Task(net=Attending()), 1, 2, purpose="sample")
+    assert plan.compute_dtype == "fp32", "what an accelerator has trained is sampled on a CPU"
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def init_weights(self) -> None:
+        nn.init.ones_(self.scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale
+        return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+
+
+def test_what_a_kernel_cannot_do_in_a_forward_is_named_by_its_key():
+    with process_group():
+        with torch.device("meta"):
+            task = Task(net=Dropping())
+        engine = FSDP2Engine(attention="flash")
+        plan = engine.plan(task, 1, 2)
+        engine.prepare(task, plan, lambda p: torch.optim.SGD(p.values(), lr=0.1), Randomness(0))
+        x = torch.ones(1, 2, 5, 8)
+        with pytest.raises(PlanError, match="attention 'flash' does not take what this model gives it"):
+            engine.micro_step(lambda: Loss(task.net(x).sum(), 1.0), last=True, scale=1.0)
 
 
 def test_a_model_of_transformers_attends_by_its_own_dispatch():

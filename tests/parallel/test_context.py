@@ -58,6 +58,11 @@ REFUSED = {
         "engine.sharding_size: sharding_size 1 is no multiple of context_parallel.size, 2\n"
         "  accepted: auto, 2, 4",
     ),
+    "a preset without shard groups": (
+        lambda: planned(4, preset="ddp"),
+        "engine.preset: preset ddp shards nothing, but ranks of context_parallel.size 2 need a shard group\n"
+        "  accepted: zero2, zero3\n  hint: or set engine.sharding_size to a multiple of 2",
+    ),
     "a model that does not declare its tokens": (
         lambda: planned(2, Task(net=nn.Linear(2, 2, device="meta"))),
         "engine.context_parallel: no trained component declares where its tokens are: net (Linear)\n"
