@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -26,6 +27,7 @@ __all__ = [
     "first_line",
     "foreign_code",
     "nearest",
+    "outer_fault",
     "plain_reason",
     "plural",
     "printable",
@@ -234,3 +236,46 @@ def foreign_code() -> Iterator[None]:
         raise
     except BaseException as error:
         raise ForeignExit(f"{type(error).__name__}: {error}") from error
+
+
+_LIMITS = {
+    errno.EMFILE: "raise `ulimit -n`, or lower data.loader.workers",
+    errno.ENFILE: "end other programs on this host, or lower data.loader.workers",
+    errno.ENOSPC: "free space there; TMPDIR, run.dir and data.cache.dir choose other disks",
+    errno.EDQUOT: "free space of your quota; TMPDIR, run.dir and data.cache.dir choose other disks",
+    errno.EROFS: "choose another folder: TMPDIR, run.dir and data.cache.dir",
+    errno.EACCES: "check the permissions of this path",
+    errno.EPERM: "check the permissions of this path",
+    errno.ENOMEM: "end other programs on this host, or lower data.loader.workers and train.micro_batch_size",
+}
+
+
+def outer_fault(error: BaseException | None, line: str | None) -> MMError | None:
+    """The message for an exception of which this machine's limits, or a number in the data, are the cause.
+
+    Args:
+        error: what ended a command; its causes are searched too.
+        line: the innermost line of a plugin that it passed.
+
+    Returns:
+        None for any other exception.
+    """
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _LIMITS:
+            where = line if error.filename is None else str(error.filename)
+            return MMError(f"{error.strerror}", where=where, hint=_LIMITS[error.errno])
+        if isinstance(error, RuntimeError) and str(error).startswith("Too many open files"):  # torch's
+            return MMError("Too many open files, between data workers", hint=_LIMITS[errno.EMFILE])
+        if isinstance(error, FileNotFoundError) and "No usable temporary directory" in str(error):
+            return MMError(plain_reason(error), hint=_LIMITS[errno.ENOSPC])
+        table = isinstance(error, IndexError) and "index out of range in self" in str(error)
+        if table or "device-side assert triggered" in str(error):
+            return MMError(
+                "a number in the data is outside of a table of the model: a token, label or position"
+                f" ({first_line(error)})",
+                where=line,
+                hint="take the tokenizer of this model or text encoder, and check the numbers that the"
+                " dataset returns, such as prompt_ids",
+            )
+        error = error.__cause__
+    return None

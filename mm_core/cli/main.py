@@ -17,7 +17,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NoReturn, TextIO
 
-from mm_core.errors import MMError, PeerError, RunWarning, did_you_mean, without_controls
+from mm_core.errors import MMError, PeerError, RunWarning, did_you_mean, outer_fault, without_controls
 from mm_core.runtime.output import Aside, standard_streams
 
 COMMANDS = MappingProxyType(
@@ -161,9 +161,10 @@ def _reported(arguments: list[str], program: str) -> int:
         print("mm: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        from mm_core.plugin.authors import author_error
+        from mm_core.plugin.authors import author_error, author_line
 
-        shown = error if isinstance(error, MMError) else author_error(error)
+        known = error if isinstance(error, MMError) else outer_fault(error, author_line(error))
+        shown = known or author_error(error)
         if shown is None:
             raise
         if os.environ.get("MM_DEBUG", "0") not in ("", "0"):

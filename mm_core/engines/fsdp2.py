@@ -40,7 +40,6 @@ from mm_core.contracts import (
 from mm_core.engines.base import EngineBase
 from mm_core.engines.local_shards import skips
 from mm_core.engines.loss_scale import LossScale
-from mm_core.errors import PlanError
 from mm_core.modules.casting import cast_as_planned, check_dtypes, uncast_inputs
 from mm_core.modules.quantised import check_device, shard_codes
 from mm_core.modules.tying import tied_names
@@ -112,14 +111,7 @@ class FSDP2Engine(EngineBase):
         config = self.config if purpose == "train" else self._for_samples(world)
         context = decide_context(task, task.trainable, config.context_parallel, world, self.device.type)
         size = 1 if context is None else context.size
-        if size > 1 and config.sharding() == 1 and config.sharding_size is None:
-            raise PlanError(
-                f"preset ddp shards nothing, but ranks of context_parallel.size {size} need a shard group",
-                where="engine.preset",
-                accepted="zero2, zero3",
-                hint=f"or set engine.sharding_size to a multiple of {size}",
-            )
-        replicas, shards = mesh_shape(world, config.sharding(), size)
+        replicas, shards = mesh_shape(world, config.sharding(), size, preset=config.sharding_size is None)
         check_replicas(self.device, replicas)
         layout = self._layout(task, config)
         check_dtypes(task, layout.roots)

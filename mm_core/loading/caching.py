@@ -85,7 +85,7 @@ def build_cache(config: RunConfig, show: Callable[[Progress], None]) -> Built:
     cache.store.tidy()
     cache.record_facts()
     own, ranks = Built(), Ranks.current()
-    _mend(cache.store, own, show)
+    _repair(cache.store, own, show)
     for of in ("media", "text"):
         if any(part.of == of for part in cache.parts):
             _Build(config, task, cache, own, of, show).run()
@@ -101,7 +101,7 @@ def build_cache(config: RunConfig, show: Callable[[Progress], None]) -> Built:
     return total
 
 
-def _mend(store: Store, built: Built, show: Callable[[Progress], None]) -> None:
+def _repair(store: Store, built: Built, show: Callable[[Progress], None]) -> None:
     """Removes a rank's share of the entries that cannot be used, and gives those of before checksums."""
     ranks, claims, began, done = Ranks.current(), Claims(store.folder / "claims"), time.monotonic(), 0
     own, shown = store.shards[ranks.rank :: ranks.count], began
@@ -111,7 +111,7 @@ def _mend(store: Store, built: Built, show: Callable[[Progress], None]) -> None:
         if (faults or before) and claims.take(shard.path.stem):
             try:
                 if shard.path.exists():  # else another build has replaced it
-                    store.mend(shard, faults)
+                    store.repair(shard, faults)
                     built.removed += len(faults)
                     built.summed += (len(shard.keys) - len(faults)) * before
             finally:

@@ -369,13 +369,16 @@ def like_blocks(module: nn.Module, prefix: str) -> list[str]:
     return [f"{prefix}.{name}.{index}" for name, length in lists.items() for index in range(length)]
 
 
-def mesh_shape(world: int, sharding_size: int | Literal["auto"], context: int = 1) -> tuple[int, int]:
+def mesh_shape(
+    world: int, sharding_size: int | Literal["auto"], context: int = 1, *, preset: bool = False
+) -> tuple[int, int]:
     """The device mesh (replicas, shards) for a number of ranks: shard groups of `sharding_size` ranks each.
 
     Args:
         world: number of ranks.
         sharding_size: ranks of a shard group.
         context: ranks that share a sample; they are in one shard group.
+        preset: whether the preset has set `sharding_size`.
 
     Raises:
         PlanError: `sharding_size` does not divide the number of ranks, or `context` does not divide it.
@@ -387,6 +390,13 @@ def mesh_shape(world: int, sharding_size: int | Literal["auto"], context: int = 
             f"sharding_size {shards} does not divide {plural(world, 'rank')}",
             where="engine.sharding_size",
             accepted=f"auto, {', '.join(sizes)}",
+        )
+    if shards % context and preset:
+        raise PlanError(
+            f"preset ddp shards nothing, but ranks of context_parallel.size {context} need a shard group",
+            where="engine.preset",
+            accepted="zero2, zero3",
+            hint=f"or set engine.sharding_size to a multiple of {context}",
         )
     if shards % context:
         sizes = [str(n) for n in range(context, world + 1, context) if world % n == 0]

@@ -273,6 +273,7 @@ def load_tensors(path: Path, stand_ins: Mapping[str, type] | None = None) -> obj
         with warnings.catch_warnings(), torch.serialization.safe_globals(allowed):
             warnings.simplefilter("ignore", UserWarning)  # the error below is enough
             with path.open("rb") as file:
+                _check_begins(file.read(64))
                 check_archive(file, 0, path.stat().st_size)
             try:
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -288,6 +289,15 @@ def load_tensors(path: Path, stand_ins: Mapping[str, type] | None = None) -> obj
             accepted="a file that contains only tensors",
             hint="get the weights as safetensors; load only files that you trust",
         ) from None
+
+
+def _check_begins(head: bytes) -> None:
+    """CheckpointError unless a file begins as torch.save begins one: with a zip archive or a pickle."""
+    if head.startswith(b"version https://git-lfs"):
+        raise CheckpointError("it is a pointer of Git LFS: `git lfs pull` fetches the file itself")
+    if not head.startswith((b"PK", b"\x80")):
+        kind = "text" if head.isascii() else "bytes"
+        raise CheckpointError(f"torch.save did not write it: it begins with the {kind} {head[:16]!r}")
 
 
 def _reason(fault: Exception) -> str:

@@ -110,3 +110,19 @@ def test_what_torch_saves_is_read(tmp_path, zipped):
     torch.save(state, tmp_path / "w.pt", _use_new_zipfile_serialization=zipped)
     stored = open_stored(tmp_path / "w.pt")
     assert float(stored.read("blocks.7.a_long_name.weight", (slice(0, 1),))) == 7.0
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("import torch", "torch.save did not write it: it begins with the text b'import torch'"),
+        ("<html>", "it begins with the text b'<html>'"),
+        ("version https://git-lfs.github.com/spec/v1\noid", "it is a pointer of Git LFS: `git lfs pull`"),
+        ("", "torch.save did not write it"),
+    ],
+)
+def test_a_file_of_another_kind_under_this_name_is_named_by_its_beginning(tmp_path, content, reason):
+    (tmp_path / "w.pt").write_text(content)
+    with pytest.raises(CheckpointError) as caught:
+        open_stored(tmp_path / "w.pt")
+    assert reason in caught.value.what

@@ -225,7 +225,7 @@ class Store:
         checked = zip(starts, self.checked(self._list), strict=False)
         return {start + place: why for start, (_, faults) in checked for place, why in faults.items()}
 
-    def mend(self, shard: Shard, faults: Mapping[int, str]) -> None:
+    def repair(self, shard: Shard, faults: Mapping[int, str]) -> None:
         """Removes a shard's entries that cannot be used, and gives the others checksums; see `refresh`.
 
         Raises:

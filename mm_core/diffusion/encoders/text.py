@@ -86,7 +86,7 @@ class ByteTextEncoder(nn.Module):
         """Encodes captions: ids [B,L] -> hidden states [B,L,D] in float32 at unit scale, and mask [B,L]."""
         assert self.table is not None and self.words is not None, "load() comes first"
         positions = copied_to(ids.device, sinusoids(ids.shape[1], self.hidden_size))
-        hidden = self.table[ids] + self.words[self._word_so_far(ids)] + positions
+        hidden = F.embedding(ids, self.table) + self.words[self._word_so_far(ids)] + positions
         return hidden / 3**0.5, mask
 
     def _word_so_far(self, ids: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
-from mm_core.errors import MMError, PeerError
-from mm_core.plugin.authors import author_error
+from mm_core.errors import MMError, PeerError, outer_fault
+from mm_core.plugin.authors import author_error, author_line
 from mm_core.runtime.launch.launch_folder import ENDED, FAILED, LOST, STOPPED_EARLY, LaunchFolder
 from mm_core.runtime.launch.rank_logs import latest_log
 from mm_core.runtime.launch.signals import STOPPED, show_cursor
@@ -34,6 +34,7 @@ _NO_MEMORY = re.compile(r"can't allocate memory|out of memory|Cannot allocate me
 
 _REQUEST = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMGT]iB)")
 _CAPACITY = re.compile(r"total capacity of ([\d.]+) ([KMGT]iB)|; ([\d.]+) ([KMGT]iB) total capacity")
+_OF_RANK = re.compile(r"rank \d+\b")
 _OF_HOST = "DefaultCPUAllocator"
 _SMALLER = "use a smaller train.micro_batch_size, engine.recompute_modules=auto, or shard over more ranks"
 _UNITS = "bKMGT"
@@ -98,7 +99,7 @@ def _report(error: BaseException, folder: LaunchFolder) -> None:
     if not folder.mark(FAILED):
         return
     shown = lost or (error if isinstance(error, MMError) else out_of_memory(error))
-    shown = shown or author_error(error, latest_log())
+    shown = shown or outer_fault(error, author_line(error)) or author_error(error, latest_log())
     if shown is None:
         if not debug:
             traceback.print_exception(error)
@@ -123,7 +124,8 @@ def mark_reported() -> None:
 def _write(fault: MMError) -> None:
     log = latest_log() if _self() else None  # of several ranks only one prints; the logs contain the rest
     where = f"  log: {log}\n" if log is not None else ""
-    sys.stderr.write(f"mm: error: {_self()}{fault.render()}\n{where}")
+    text = fault.render()
+    sys.stderr.write(f"mm: error: {'' if _OF_RANK.match(text) else _self()}{text}\n{where}")
     sys.stderr.flush()
 
 

@@ -19,6 +19,7 @@ from mm_core.modules.full_tensors import keep_local_part
 from mm_core.modules.shards import gathered
 from mm_core.report.align.records import Names
 from mm_core.telemetry.align.recorder import Recorder, flatten
+from mm_core.weights.stored import load_tensors
 
 
 class RunRecorder(Recorder):
@@ -110,7 +111,7 @@ class Recorded:
         path = self.folder / "weights.pt"
         if not path.exists():
             return f"{path} does not exist: this run keeps its own initial weights"
-        stored = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        stored: Any = load_tensors(path)
         found = {self.names.ours(name): tensor for name, tensor in stored.items()}
         state = engine.state_template(())["model"]
         both = [name for name in state if name in found]
@@ -140,7 +141,7 @@ class Recorded:
         if not path.exists():
             what = f"the record has no micro-batch {micro} in step {step}"
             raise MMError(what, where=str(path), hint="record as many steps as that run has, or fewer")
-        stored = torch.load(path, map_location="cpu", weights_only=True)
+        stored: Any = load_tensors(path)
         return self._put(inputs, {self.names.ours(name): tensor for name, tensor in stored.items()}, "")
 
     def _put(self, value: Any, stored: Mapping[str, Tensor], path: str) -> Any:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
+
+from mm_core.weights.stored import load_tensors
 
 _RAW = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -17,7 +20,7 @@ def elements(one: Path, other: Path) -> str:
         one: file of the first record.
         other: of the second, with a tensor of the same shape.
     """
-    a, b = (torch.load(path, map_location="cpu", weights_only=True) for path in (one, other))
+    a, b = (cast(Tensor, load_tensors(path)) for path in (one, other))
     a, b = (torch.view_as_real(each.resolve_conj()) if each.is_complex() else each for each in (a, b))
     x, y = a.double().reshape(-1), b.double().reshape(-1)
     apart = (x - y).abs()
