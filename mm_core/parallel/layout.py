@@ -378,7 +378,7 @@ def mesh_shape(
         world: number of ranks.
         sharding_size: ranks of a shard group.
         context: ranks that share a sample; they are in one shard group.
-        preset: whether the preset has set `sharding_size`.
+        preset: whether `sharding_size` is that of the preset.
 
     Raises:
         PlanError: `sharding_size` does not divide the number of ranks, or `context` does not divide it.
@@ -391,18 +391,12 @@ def mesh_shape(
             where="engine.sharding_size",
             accepted=f"auto, {', '.join(sizes)}",
         )
-    if shards % context and preset:
-        raise PlanError(
-            f"preset ddp shards nothing, but ranks of context_parallel.size {context} need a shard group",
-            where="engine.preset",
-            accepted="zero2, zero3",
-            hint=f"or set engine.sharding_size to a multiple of {context}",
-        )
     if shards % context:
         sizes = [str(n) for n in range(context, world + 1, context) if world % n == 0]
+        key, given = ("preset", "preset ddp, of shard groups of 1,") if preset else ("sharding_size", "")
         raise PlanError(
-            f"sharding_size {shards} is no multiple of context_parallel.size, {context}",
-            where="engine.sharding_size",
-            accepted=f"auto, {', '.join(sizes)}",
+            f"{given or f'sharding_size {shards}'} is no multiple of context_parallel.size, {context}",
+            where=f"engine.{key}",
+            accepted="zero2, zero3" if preset else f"auto, {', '.join(sizes)}",
         )
     return world // shards, shards

@@ -60,8 +60,8 @@ REFUSED = {
     ),
     "a preset without shard groups": (
         lambda: planned(4, preset="ddp"),
-        "engine.preset: preset ddp shards nothing, but ranks of context_parallel.size 2 need a shard group\n"
-        "  accepted: zero2, zero3\n  hint: or set engine.sharding_size to a multiple of 2",
+        "engine.preset: preset ddp, of shard groups of 1, is no multiple of context_parallel.size, 2\n"
+        "  accepted: zero2, zero3",
     ),
     "a model that does not declare its tokens": (
         lambda: planned(2, Task(net=nn.Linear(2, 2, device="meta"))),
