@@ -13,6 +13,15 @@ from torch import Tensor
 
 from mm_core.errors import CheckpointError, ContractError
 from mm_core.modules.adapter_layers import row_lengths
+from mm_core.weights.adapters.comfyui import (
+    ADDED,
+    TARGETS,
+    is_pair,
+    leaves_out,
+    notes_on,
+    product,
+    replaced,
+)
 from mm_core.weights.adapters.kinds import PEFT_TYPES, by_module, change_of, is_whole, kind_of, rank_of
 from mm_core.weights.formats.format import AdapterLayout, Layout, StoredTensors
 from mm_core.weights.formats.key_map import Copy, KeyMap
@@ -32,13 +41,10 @@ _PARTS = {
 """Other programs' names of the factors."""
 _KEY = re.compile(
     r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_magnitude_vector|lora[._](?:down|up)"
-    r"|lokr_w[12](?:_[ab])?|hada_w[12]_[ab])"
+    r"|dora_scale|lokr_w[12](?:_[ab])?|hada_w[12]_[ab])"
     r"(\.(?!(bias|weight)\Z)[\w-]+)?(\.weight)?\Z"
 )
 _ALPHA = re.compile(r"(?P<module>.+)\.alpha\Z")
-_ADDED = re.compile(r"(?P<module>.+)\.(?P<part>diff|diff_b|diff_m)\Z")
-_TARGETS = {"diff": "weight", "diff_b": "bias", "diff_m": "modulation"}
-"""ComfyUI's additions to a module's own tensors."""
 _STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # others change the base weights as well
 _LOOPS = 3  # most repetitions in a pattern of an untrusted file: matching more can take forever
 
@@ -68,7 +74,10 @@ class AdapterFile:
         keys: (module's stored path, part) -> stored name.
         scales: rank and scale by stored module, in the file's order.
         flat: whether module paths in the file have underscores in place of dots.
-        added: stored path of a tensor of the model -> stored name of what the file adds to it.
+        added: stored path of a tensor of the model -> stored name of what the file adds to it; for the LoRA
+            of a convolution, of its second factor.
+        products: stored name of such a second factor -> that of the first, and the scale of their product.
+        notes: sentences for the log on tensors that are not applied as their names say.
     """
 
     stored: StoredTensors
@@ -76,6 +85,31 @@ class AdapterFile:
     scales: Mapping[str, AdapterScale]
     flat: bool = False
     added: Mapping[str, str] = field(default_factory=dict)
+    products: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    def added_shape(self, key: str) -> tuple[int, ...]:
+        """The shape of what is added under a name of `added`."""
+        shapes = self.stored.shapes
+        pair = self.products.get(key)
+        return tuple(shapes[key]) if pair is None else (shapes[key][0], *shapes[pair[0]][1:])
+
+    def read_added(self, key: str, box: tuple[slice, ...]) -> Tensor:
+        """A box of what is added under a name of `added`."""
+        if (pair := self.products.get(key)) is None:
+            return self.stored.read(key, box)
+        return pair[1] * product(self.stored, (pair[0], key), box)
+
+    def read(self, module: str, part: str) -> Tensor:
+        """A part of a module's adapter, in float32."""
+        key = self.keys[module, part]
+        return self.stored.read(key, tuple(slice(0, size) for size in self.stored.shapes[key])).float()
+
+    def change(self, module: str, rows: slice) -> Tensor:
+        """Rows of the scaled change [out, in] of a module's weight by its LoRA."""
+        pair = self.keys[module, "lora_A"], self.keys[module, "lora_B"]
+        columns = slice(0, self.stored.shapes[pair[0]][1])
+        return self.scales[module].factor * product(self.stored, pair, (rows, columns))
 
 
 def open_adapter(path: Path, beside: Collection[str] = ()) -> AdapterFile:
@@ -110,59 +144,84 @@ def open_adapter(path: Path, beside: Collection[str] = ()) -> AdapterFile:
         )
     start = next(p for p in _PREFIXES if all(name.startswith((p, TEXT_ENCODER)) for name in stored.shapes))
     shapes = {name: shape for name, shape in stored.shapes.items() if name not in beside}
-    keys, alphas, added = _keys(stored, shapes, start, file)
+    keys, alphas, added, notes = _keys(stored, shapes, start, file)
     scales: dict[str, AdapterScale] = {}
     for module, parts in by_module(keys).items():
         rank = rank_of({part: stored.shapes[keys[module, part]] for part in parts})
         if is_whole(parts) and isinstance(known := settings.get("r"), int):
             rank = known
+        if module in alphas and {"lokr_w1_b", "lokr_w2"} <= {*parts}:  # there alpha is over the rank of w1
+            alphas[module] *= rank / stored.shapes[keys[module, "lokr_w1_b"]][0]
         alpha = _alpha(module, settings, rank, alphas, file)
-        dora, rslora = "lora_magnitude_vector" in parts, settings.get("use_rslora") is True
+        dora = not {"lora_magnitude_vector", "dora_scale"}.isdisjoint(parts)
+        rslora = settings.get("use_rslora") is True
         scales[module] = AdapterScale(rank, alpha, dora, rslora, kind_of(parts) or "")
-    return AdapterFile(stored, keys, scales, start in _FLAT, added)
+    products = {}
+    for module in [module for module in scales if is_pair(keys, module, stored.shapes)]:
+        first, second = keys.pop((module, "lora_A")), keys.pop((module, "lora_B"))
+        products[second] = first, scales.pop(module).factor
+        added[f"{module}.weight"] = second
+    return AdapterFile(stored, keys, scales, start in _FLAT, added, products, notes)
 
 
 def _keys(
     stored: StoredTensors, shapes: Mapping[str, Sequence[int]], start: str, file: Path
-) -> tuple[dict[tuple[str, str], str], dict[str, float], dict[str, str]]:
-    """(module, part) -> stored name, the alphas in the file, and its additions to tensors of the model.
+) -> tuple[dict[tuple[str, str], str], dict[str, float], dict[str, str], tuple[str, ...]]:
+    """(module, part) -> stored name; the alphas in the file, its additions to the model's tensors, and notes.
 
     `start` is the prefix of the model's names, `shapes` has the tensors to read.
     """
     added: dict[str, str] = {}
     keys: dict[tuple[str, str], str] = {}
     alphas: dict[str, float] = {}
-    strange = []
+    strange, left = [], []
     for name, shape in shapes.items():
         bare = name.removeprefix(start)
         if start in _FLAT:  # some programs leave the dots behind the block's number
-            module, *end = re.split(r"\.(?=(?:lora_|lokr_|hada_|alpha\Z|diff))", bare, maxsplit=1)
+            module, *end = re.split(r"\.(?=(?:lora_|lokr_|hada_|alpha\Z|diff|[wb]_norm))", bare, maxsplit=1)
             bare = ".".join([module.replace(".", "_"), *end])
         found, scaled = _KEY.match(bare), _ALPHA.match(bare)
         if scaled is not None and prod(shape) == 1:
             alphas[scaled["module"]] = float(stored.read(name, tuple(slice(0, 1) for _ in shape)))
-            continue
-        if (more := _ADDED.match(bare)) is not None:
-            added[f"{more['module']}.{_TARGETS[more['part']]}"] = name
-            continue
-        place = (found["module"], _PARTS.get(found["part"], found["part"])) if found else None
-        factor = place is not None and place[1] != "lora_magnitude_vector"
-        if place is None or place in keys or (factor and (len(shape) != 2 or 0 in shape)):
-            strange.append(name)
-        else:
+        elif leaves_out(bare, start):
+            left.append(name)
+        elif (more := ADDED.match(bare)) is not None and f"{more[1]}.{TARGETS[more['part']]}" not in added:
+            added[f"{more[1]}.{TARGETS[more['part']]}"] = name
+        elif found is not None and _fits(place := _place(found), shape, start) and place not in keys:
             keys[place] = name
+        else:
+            strange.append(name)
     modules = by_module(keys)
     strange += [f"{start}{module}.alpha" for module in alphas if module not in modules]
+    pairs = {module for module in modules if is_pair(keys, module, shapes)}
+    strange += [name for (m, part), name in keys.items() if m not in pairs and len(shapes[name]) > 2]
     lone = [module for module, parts in modules.items() if kind_of(parts) is None]
-    if strange or lone or not modules:
+    if strange or lone or not (modules or added):
         odd = strange or [f"{module} (one of its two matrices)" for module in lone] or ["nothing"]
         raise CheckpointError(
             f"this is not a LoRA of linear layers: it contains {', '.join(odd[:3])}",
             where=str(file),
-            accepted="for each module lora_A and lora_B, for DoRA lora_magnitude_vector, or a LoKr or LoHa",
-            hint="adapters of convolutions and embeddings: merge them into the base weights with PEFT",
+            accepted="for each module lora_A and lora_B, for DoRA lora_magnitude_vector or ComfyUI's"
+            " dora_scale [out, 1], or a LoKr or LoHa; additions to tensors (diff, diff_b)",
+            hint="adapters of embeddings and other forms: merge them into the base weights with PEFT",
         )
-    return keys, alphas, added
+    dropped = replaced(keys, added)
+    kept = {(module, part): name for (module, part), name in keys.items() if module not in dropped}
+    return kept, alphas, added, notes_on(left, dropped, added)
+
+
+def _place(found: re.Match[str]) -> tuple[str, str]:
+    """(module, part) of a name that `_KEY` matches."""
+    return found["module"], _PARTS.get(found["part"], found["part"])
+
+
+def _fits(place: tuple[str, str], shape: Sequence[int], start: str) -> bool:
+    """Whether a part can have this shape. LyCORIS's `dora_scale`, in kohya's names, means something else."""
+    if place[1] == "lora_magnitude_vector":
+        return True
+    if place[1] == "dora_scale":
+        return len(shape) == 2 and shape[1] == 1 and start not in _FLAT
+    return 0 not in shape and (len(shape) == 2 or (len(shape) > 2 and place[1] in ("lora_A", "lora_B")))
 
 
 def _find(path: Path) -> tuple[Path, Mapping[str, object]]:

@@ -29,7 +29,8 @@ from mm_core.modules.adapter_layers import (
 )
 from mm_core.modules.patterns import select_parameters
 from mm_core.modules.tying import tied_names
-from mm_core.weights.adapters.files import AdapterScale, scale_settings
+from mm_core.weights.adapters.comfyui import magnitude_of
+from mm_core.weights.adapters.files import AdapterFile, AdapterScale, scale_settings
 from mm_core.weights.adapters.locate import locate
 from mm_core.weights.adapters.pissa import fill_start, start_of, starts_as_part, starts_in
 from mm_core.weights.adapters.targets import KEY, scales_by_layer
@@ -225,7 +226,9 @@ def _check_tied(root: str, component: nn.Module, adapters: Mapping[str, str]) ->
 
 def _add(root: str, component: nn.Module, adapter: AdapterConfig, held: Mapping[str, AdapterScale]) -> None:
     """Adds an adapter to a component, a PiSSA with its start."""
-    _inject(component, adapter.name, held, adapter.init, adapter.dropout)
+    for dora in sorted({scale.dora for scale in held.values()}):  # a PEFT config has one setting for all
+        alike = {path: scale for path, scale in held.items() if scale.dora is dora}
+        _inject(component, adapter.name, alike, adapter.init, adapter.dropout)
     if starts_as_part(adapter.init):
         _check_ranks(root, component, held)
         _inject(component, start_of(adapter.name), held, adapter.init)
@@ -307,7 +310,12 @@ class AdapterWeights:
         self.adapters = [adapter for adapter in adapters if adapter.from_ is not None]
         self._task = task
         self._pieces: list[tuple[Copy, StoredTensors]] = []
-        self.added: dict[str, list[tuple[StoredTensors, str]]] = {}
+        self._computed: dict[str, tuple[AdapterFile, str]] = {}
+        """What files hold in another form (ComfyUI's `dora_scale`, a first matrix of a LoKr as a product), by
+        path in the task -> file and module there."""
+        self.notes: list[str] = []
+        """Sentences for the log on what is not applied as its name says."""
+        self.added: dict[str, list[tuple[AdapterFile, str]]] = {}
         """Tensors of the base, by path in the task without adapters, and what adapters' files add to them."""
         roots = task.trainable
         linear = {root: linear_layers(task.get_submodule(root)) for root in roots} if self.adapters else {}
@@ -315,14 +323,20 @@ class AdapterWeights:
             assert adapter.from_ is not None
             found = locate(task, adapter.from_, linear, formats)
             for tensor, (file, addition) in found.added.items():
-                self.added.setdefault(f"{found.root}.{tensor}", []).append((file.stored, addition))
+                self.added.setdefault(f"{found.root}.{tensor}", []).append((file, addition))
+            self.notes += [f"{adapter.from_}: {note}" for file in found.files for note in file.notes]
             for module, (file, stored) in found.modules.items():
                 for part in PARTS:
-                    if (key := file.keys.get((stored, part))) is not None:
+                    key = file.keys.get((stored, part))
+                    if key is not None and not part.startswith("lokr_w1_"):
                         name = part_name(f"{found.root}.{module}", part, adapter.name)
                         shape = tuple(file.stored.shapes[key])
                         self._pieces.append((whole(name, key, shape), file.stored))
-        self.names = {copy.component for copy, _ in self._pieces}
+                for key, part in (("dora_scale", "lora_magnitude_vector"), ("lokr_w1_b", "lokr_w1")):
+                    if (stored, key) in file.keys:
+                        name = part_name(f"{found.root}.{module}", part, adapter.name)
+                        self._computed[name] = file, stored
+        self.names = {copy.component for copy, _ in self._pieces}.union(self._computed)
         """The adapters' tensors that are in files, by path in the task."""
         for copy, held in self._pieces:
             own = task.get_parameter(copy.component).shape
@@ -331,6 +345,14 @@ class AdapterWeights:
                     f"{copy.stored} has shape {list(copy.stored_shape)}, but {copy.component} has"
                     f" {list(own)}",
                     where=str(held.where),
+                    hint="the adapter is for a different model: use one trained for this model",
+                )
+        for name, (file, module) in self._computed.items():
+            shape, own = _shape_of(file, module), tuple(task.get_parameter(name).shape)
+            if own != shape:
+                raise CheckpointError(
+                    f"{module} here gives a tensor of shape {list(shape)}, but {name} has {list(own)}",
+                    where=str(file.stored.where),
                     hint="the adapter is for a different model: use one trained for this model",
                 )
 
@@ -348,11 +370,12 @@ class AdapterWeights:
             CheckpointError: a row of a weight under a new DoRA is zero.
         """
         begun = self.names.union(known)
+        read = begun.difference(self._computed)
         with torch.no_grad():
             for name, tensor in state.items():
                 share, box = shard_of(tensor) if base_name(name) in self.added else (tensor, ())
-                for held, key in self.added.get(base_name(name), ()):
-                    share += held.read(key, box).to(share)
+                for file, key in self.added.get(base_name(name), ()):
+                    share += file.read_added(key, box).to(share)
             for module, adapter in starts_in(state):
                 if part_name(module, "lora_A", start_of(adapter)) not in begun:
                     layer: Any = self._task.get_submodule(module)
@@ -361,7 +384,7 @@ class AdapterWeights:
                     )
             for name, tensor in state.items():
                 place = adapter_of(name)
-                if place is not None and place[1] == "lora_magnitude_vector" and name not in begun:
+                if place is not None and place[1] == "lora_magnitude_vector" and name not in read:
                     length, weight = shard_of(tensor)[0], shard_of(state[f"{place[0]}.base_layer.weight"])[0]
                     length.copy_(row_lengths(weight))
                     if bool((length == 0).any()):
@@ -372,3 +395,28 @@ class AdapterWeights:
                         )
             pieces = [(copy, held) for copy, held in self._pieces if copy.component in state]
             stream({copy.component: state[copy.component] for copy, _ in pieces}, pieces)
+            for name, (file, module) in self._computed.items():
+                if name in state:
+                    _compute(state, name, file, module)
+
+
+def _shape_of(file: AdapterFile, module: str) -> tuple[int, ...]:
+    """The shape of what is computed from a module's tensors in a file."""
+    shapes = {part: file.stored.shapes[key] for (stored, part), key in file.keys.items() if stored == module}
+    if "dora_scale" in shapes:
+        return (shapes["dora_scale"][0],)
+    return shapes["lokr_w1_a"][0], shapes["lokr_w1_b"][1]
+
+
+def _compute(state: Mapping[str, Tensor], name: str, file: AdapterFile, module: str) -> None:
+    """Fills a tensor that is computed from a file's, and from the weight below it."""
+    place = adapter_of(name)
+    assert place is not None
+    share, box = shard_of(state[name])
+    if place[1] == "lokr_w1":
+        first, second = (file.read(module, f"lokr_w1_{end}") for end in "ab")
+        share.copy_((first @ second)[box])
+        return
+    weight = shard_of(state[f"{place[0]}.base_layer.weight"])[0].float()
+    scale = file.read(module, "dora_scale")[box[0]]
+    share.copy_(magnitude_of(scale, weight, file.change(module, box[0]).to(weight.device)))

@@ -42,6 +42,12 @@ class Located:
     modules: Mapping[str, tuple[AdapterFile, str]]
     added: Mapping[str, tuple[AdapterFile, str]] = field(default_factory=dict)
 
+    @property
+    def files(self) -> list[AdapterFile]:
+        """The files, each once."""
+        held = (*self.modules.values(), *self.added.values())
+        return list({id(file): file for file, _ in held}.values())
+
 
 def locate(task: TaskModule, path: str, linear: Mapping[str, Sequence[str]], formats: Formats) -> Located:
     """Finds the component of a task that an adapter (LoRA) on disk fits, by the names of any weight format.
@@ -64,16 +70,19 @@ def locate(task: TaskModule, path: str, linear: Mapping[str, Sequence[str]], for
         for layout, place in chosen:
             if place not in opened:
                 opened[place] = open_adapter(place)
-            found |= modules_in(layout, linear[root], opened[place])
-            added |= _added_in(layout, linear[root], task.get_submodule(root), opened[place])
+            own = _named(layout, task.get_submodule(root))
+            by_map = (_fit(one, linear[root], own, opened[place]) for one in _maps(layout))
+            modules, tensors = max(by_map, key=lambda fit: len(fit[0]) + len(fit[1]))
+            found |= modules
+            added |= tensors
         parts = " and ".join(f"{root}.{layout.part}".rstrip(".") for layout, _ in chosen)
-        if len(found) > len(best.modules):
+        count, most = len(found) + len(added), len(best.modules) + len(best.added)
+        if count > most:
             best, alike = Located(root, found, added), {parts: None}
-        same = (root, found.keys()) == (best.root, best.modules.keys())  # by another format
-        if found and len(found) == len(best.modules) and not same:
+        same = (root, found.keys(), added.keys()) == (best.root, best.modules.keys(), best.added.keys())
+        if count and count == most and not same:  # the same by another format
             alike[parts] = None
-    files = list({id(file): file for file, _ in best.modules.values()}.values())
-    files = files or [*opened.values()] or [open_adapter(Path(path))]
+    files = best.files or [*opened.values()] or [open_adapter(Path(path))]
     held = {(id(file), stored) for file, stored in best.modules.values()}
     modules = [(id(file), name) for file in files for name in file.scales]
     if absent := [name for file, name in modules if (file, name) not in held]:
@@ -150,35 +159,42 @@ def modules_in(
     layout: AdapterLayout, names: Iterable[str], file: AdapterFile
 ) -> dict[str, tuple[AdapterFile, str]]:
     """The modules of a component or its part that a file contains, by the map that finds most of them."""
-    return _by_map(_best_map(layout, names, file), _own(layout, names), file)
+    return max((_by_map(one, _own(layout, names), file) for one in _maps(layout)), key=len)
 
 
 def _own(layout: AdapterLayout, names: Iterable[str]) -> list[str]:
     return [name for name in names if not layout.part or f"{name}.".startswith(f"{layout.part}.")]
 
 
-def _best_map(layout: AdapterLayout, names: Iterable[str], file: AdapterFile) -> AdapterLayout:
-    """The layout with the key map, of its own and other programs', that finds most modules of a file."""
-    maps = [replace(layout, keys=keys) for keys in (layout.keys, *layout.others)]
-    own = _own(layout, names)
-    return max(maps, key=lambda one: len(_by_map(one, own, file)))
+def _maps(layout: AdapterLayout) -> list[AdapterLayout]:
+    """The layout with each key map, of its own and other programs'."""
+    return [replace(layout, keys=keys) for keys in (layout.keys, *layout.others)]
 
 
-def _added_in(
-    layout: AdapterLayout, linear: Iterable[str], component: nn.Module, file: AdapterFile
-) -> dict[str, tuple[AdapterFile, str]]:
-    """The tensors of a component or its part that a file adds to: those that its format only renames."""
-    if not file.added:
-        return {}
-    best, found = _best_map(layout, linear, file), {}
-    for name, parameter in component.named_parameters():
-        if adapter_of(name) is None and _own(layout, [base_name(name)]):
-            module, _, end = (best.keys.renamed(base_name(name)) or "").rpartition(".")
-            stored = f"{module.replace('.', '_') if file.flat else module}.{end}"
-            key = file.added.get(stored)
-            if key is not None and tuple(file.stored.shapes[key]) == tuple(parameter.shape):
-                found[base_name(name)] = (file, key)
-    return found
+def _named(layout: AdapterLayout, component: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The tensors of a component or its part, without those of adapters, and their shapes."""
+    own = {base_name(n): p for n, p in component.named_parameters() if adapter_of(n) is None}
+    return {name: tuple(own[name].shape) for name in _own(layout, own)}
+
+
+def _fit(
+    layout: AdapterLayout, linear: Iterable[str], own: Mapping[str, tuple[int, ...]], file: AdapterFile
+) -> tuple[dict[str, tuple[AdapterFile, str]], dict[str, tuple[AdapterFile, str]]]:
+    """What a file contains of a component or its part, by one map: modules, and tensors that it adds to.
+
+    These are the tensors that the map only renames.
+    """
+    added = {}
+    for name, shape in own.items() if file.added else ():
+        stored = layout.keys.renamed(name) or ""
+        module, _, end = stored.rpartition(".")
+        places = f"{module}.{end}", f"{stored}.weight"  # a parameter that is no module's weight: its own path
+        if file.flat:
+            places = f"{module.replace('.', '_')}.{end}", f"{stored.replace('.', '_')}.weight"
+        key = next((file.added[place] for place in places if place in file.added), None)
+        if key is not None and file.added_shape(key) == shape:
+            added[name] = file, key
+    return _by_map(layout, _own(layout, linear), file), added
 
 
 def _by_map(
