@@ -319,10 +319,12 @@ def stored_module(layout: AdapterLayout, module: str) -> str:
 def stored_key(layout: AdapterLayout, module: str, part: str) -> str:
     """The name of an adapter's tensor in an adapter file."""
     if part == "lora_magnitude_vector":
+        if layout.additions:
+            return f"{module_key(layout, module)}.dora_scale"
         if layout.alphas:
             raise ContractError(
                 f"the adapter of {module} is a DoRA, which this layout does not store",
-                accepted="lora/diffusers, lora/peft",
+                accepted="lora/comfyui, lora/diffusers, lora/peft",
                 hint="export in one of these, or merged weights (--merge-lora)",
             )
         return f"{layout.module_prefix}{stored_module(layout, module)}.{part}"
@@ -359,6 +361,24 @@ def beside_key(layout: AdapterLayout, module: str, name: str) -> str:
     return f"{layout.module_prefix}{stored}"
 
 
+def addition_key(layout: AdapterLayout, name: str) -> str:
+    """The name in ComfyUI's file of an addition to a tensor of a component.
+
+    Raises:
+        ContractError: the format stores the tensor in a different form.
+    """
+    stored = layout.keys.renamed(name)
+    if stored is None:
+        raise ContractError(
+            f"an addition to {name} cannot be written: the model's own library splits, reshapes or joins it",
+            hint="export merged weights (--merge-lora)",
+        )
+    for end, part in ((".weight", ".diff"), (".bias", ".diff_b")):
+        if stored.endswith(end):
+            return f"{layout.module_prefix}{stored.removesuffix(end)}{part}"
+    return f"{layout.module_prefix}{stored}.diff"
+
+
 def adapter_files(
     layout: AdapterLayout,
     placed: Mapping[str, tuple[Copy, ...]],
@@ -375,6 +395,12 @@ def adapter_files(
         beside: modules that the file contains in full.
         folder: folder that contains `layout.file`.
     """
+    if len({scale.dora for scale in scales.values()}) > 1 and not layout.additions:
+        raise ContractError(
+            "some modules of this adapter have a DoRA and some have not, which this layout cannot express",
+            accepted="lora/comfyui",
+            hint="export merged weights (--merge-lora)",
+        )
     settings = peft_settings(layout, scales, beside)
     texts, metadata = {}, {"format": "pt", **layout.texts}
     if layout.config is not None:

@@ -165,14 +165,31 @@ def trained_beside(component: nn.Module) -> dict[str, list[str]]:
                 " adapter files can only contain complete modules",
                 hint=f"export merged weights (--merge-lora), or name the complete module in {BESIDE}",
             )
-        if shared := [name for name in names if name in tied or name in tied.values()]:
-            raise ContractError(
-                f"{shared[0]} is trained beside the adapter and shared with another module, which an adapter"
-                " file cannot express",
-                hint="export merged weights (--merge-lora)",
-            )
+        _check_apart(names, {*tied, *tied.values()})
         found[path] = names
     return found
+
+
+def trained_whole(component: nn.Module) -> list[str]:
+    """The parameters of a component trained in full beside its adapters.
+
+    Raises:
+        ContractError: one is shared with another module.
+    """
+    tied = tied_names(component)
+    names = [n for n, p in component.named_parameters() if p.requires_grad and adapter_of(n) is None]
+    _check_apart(names, {*tied, *tied.values()})
+    return names
+
+
+def _check_apart(names: Iterable[str], shared: Collection[str]) -> None:
+    """ContractError for a tensor trained beside an adapter that is shared."""
+    if held := [name for name in names if name in shared]:
+        raise ContractError(
+            f"{held[0]} is trained beside the adapter and shared with another module, which an adapter"
+            " file cannot express",
+            hint="export merged weights (--merge-lora)",
+        )
 
 
 def _check_begun(name: str, held: Collection[str], layers: Collection[str]) -> None:

@@ -99,6 +99,8 @@ class AdapterLayout:
         factors: names of the two matrices in a key.
         flat: whether module paths in keys have underscores in place of dots.
         alphas: whether the file has a tensor `alpha` for each module, which sets its scale.
+        additions: whether the file is ComfyUI's: it may add to tensors of the model (`diff`, `diff_b`), and a
+            DoRA has `dora_scale`.
         texts: texts in the header of `file`.
     """
 
@@ -114,6 +116,7 @@ class AdapterLayout:
     factors: tuple[str, str] = ("lora_A", "lora_B")
     flat: bool = False
     alphas: bool = False
+    additions: bool = False
     texts: Mapping[str, str] = field(default_factory=dict)
 
 
