@@ -12,25 +12,16 @@ from torch import Tensor, nn
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import TaskModule, WeightPlan
 from mm_core.errors import ContractError, MMError
+from mm_core.interchange.export_values import Reader, addition_of, dora_scale_of, fetched
 from mm_core.loading.checkpoint_source import CheckpointSource
-from mm_core.modules.adapter_layers import PARTS, adapter_of, base_name, part_name, without_adapters
-from mm_core.modules.quantised import rounded
+from mm_core.modules.adapter_layers import adapter_of, base_name, part_name, without_adapters
 from mm_core.modules.tying import tied_names
 from mm_core.plugin.registry import Registry
-from mm_core.runtime.ranks import Ranks
-from mm_core.weights.adapters.comfyui import dora_scale
-from mm_core.weights.adapters.files import (
-    AdapterScale,
-    adapter_files,
-    addition_key,
-    beside_key,
-    merge,
-    module_key,
-    stored_key,
-)
-from mm_core.weights.adapters.inject import BESIDE, scales_of, trained_beside
-from mm_core.weights.adapters.kinds import change_of
+from mm_core.weights.adapters.beside import BESIDE, trained_beside
+from mm_core.weights.adapters.files import AdapterScale, adapter_files
+from mm_core.weights.adapters.inject import scales_of
 from mm_core.weights.adapters.pissa import joined, side_by_side, start_of
+from mm_core.weights.adapters.stored_names import addition_key, beside_key, module_key, stored_key
 from mm_core.weights.fitting import formats_of
 from mm_core.weights.formats.format import (
     AdapterLayout,
@@ -182,7 +173,7 @@ class Planner:
             widest = reduce(torch.promote_types, (dtypes[copy.component] for copy in held))
             dtypes |= {copy.component: widest for copy in held}
         specs = [TensorSpec(n, dtypes[held[0].component], held[0].stored_shape) for n, held in copies.items()]
-        read = _Reader(self.saved, root, own, dtypes, scales, self.quantised)
+        read = Reader(self.saved, root, own, dtypes, scales, self.quantised)
         shards = plan_shards(specs, layout.stem, limit)
         return Part(
             root, layout, shards, lambda stored: assemble(copies[stored], read), _within(joined(scales), own)
@@ -226,22 +217,21 @@ class Planner:
         for name in own_state(module):
             if (place := adapter_of(name)) is not None:
                 tensors.setdefault((place[2], place[0]), {})[place[1]] = name
-        entire, more = divided(layouts, beside), divided(layouts, changed)
+        entire, apart = divided(layouts, beside), divided(layouts, changed)
         for adapter, scales in adapters.items():
             for layout, adapted, held, added in zip(
-                layouts, divided(layouts, scales), entire, more, strict=True
+                layouts, divided(layouts, scales), entire, apart, strict=True
             ):
                 if (held or added) and not adapted:
                     raise _only_merged(
-                        f"{root}.{(held or added)[0]} is trained beside the adapter, but its file is not written since"
-                        f" {root}.{layout.part} has no adapter"
+                        f"{root}.{(held or added)[0]} is trained beside the adapter, but its file is not"
+                        f" written since {root}.{layout.part} has no adapter"
                     )
                 keys = {name: beside_key(layout, path, name) for path in held for name in beside[path]}
                 starts: dict[str, str] = {}
                 for path in adapted:
-                    parts = tensors[adapter, path].items()
-                    if layout.additions:  # its lengths are computed
-                        parts = [(part, name) for part, name in parts if part != "lora_magnitude_vector"]
+                    computed = {"lora_magnitude_vector"} if layout.additions else set()
+                    parts = [one for one in tensors[adapter, path].items() if one[0] not in computed]
                     keys |= {name: stored_key(layout, path, part) for part, name in parts}
                     begun = tensors.get((start_of(adapter), path), {})
                     starts |= {name: begun[part] for part, name in parts if part in begun}
@@ -255,8 +245,8 @@ class Planner:
                 if adapted:
                     files = adapter_files(layout, copies, own, held, adapter if len(adapters) > 1 else "")
                     part = self._part(root, files, {name: name for name in copies}, {}, None)
-                    computed = {**_alphas(part, layout, own), **self._computed(root, layout, adapter, own, added)}
-                    yield replace(_with(part, computed), adapters={adapter: own})
+                    more = _alphas(part, layout, own) | self._computed(root, layout, adapter, own, added)
+                    yield replace(_with(part, more), adapters={adapter: own})
 
     def _computed(
         self,
@@ -272,31 +262,15 @@ class Planner:
             if scale.dora:
                 lengths = part_name(f"{root}.{path}", "lora_magnitude_vector", adapter)
                 shape = (self.saved.shapes[lengths][0], 1)
-                make = partial(self._dora_scale, f"{root}.{path}", adapter, scale)
+                make = partial(dora_scale_of, self.saved, f"{root}.{path}", adapter, scale)
                 key = stored_key(layout, path, "lora_magnitude_vector")
                 found[key] = _Computed(TensorSpec(key, self._cast(lengths), shape), make, path)
         for name in added:
+            assert self.begun is not None
             path, key = f"{root}.{name}", addition_key(layout, base_name(name))
             spec = TensorSpec(key, self._cast(path), self.saved.shapes[path])
-            found[key] = _Computed(spec, partial(self._addition, path), name)
+            found[key] = _Computed(spec, partial(addition_of, self.saved, self.begun, path), name)
         return found
-
-    def _dora_scale(self, module: str, adapter: str, scale: AdapterScale) -> Tensor:
-        parts = self._parts(module, adapter)
-        weight = _fetched(self.saved, f"{module}.base_layer.weight", torch.float32)
-        return dora_scale(parts.pop("lora_magnitude_vector"), weight, scale.factor * change_of(parts))
-
-    def _addition(self, path: str) -> Tensor:
-        assert self.begun is not None
-        start = torch.empty(self.saved.shapes[path])
-        self.begun.fill({path: start})
-        return _fetched(self.saved, path, torch.float32) - start
-
-    def _parts(self, module: str, adapter: str) -> dict[str, Tensor]:
-        """The tensors of an adapter in a module (path in the task), by part."""
-        paths = {part: part_name(module, part, adapter) for part in PARTS}
-        held = {part: path for part, path in paths.items() if path in self.saved.shapes}
-        return {part: _fetched(self.saved, path, torch.float32) for part, path in held.items()}
 
     def check_nothing_beside(self, root: str, module: nn.Module) -> None:
         """Refuses to export only adapters if a component without adapters is trained in full.
@@ -319,7 +293,7 @@ class Planner:
         """A checkpoint's tensor by its path in the task, in the dtype to write; None if it has none."""
         if path not in self.saved.shapes:
             return None
-        return _fetched(self.saved, path, self._cast(path))
+        return fetched(self.saved, path, self._cast(path))
 
     def _cast(self, path: str) -> torch.dtype:
         kind = self.saved.dtypes[path]
@@ -365,9 +339,7 @@ class _Computed:
     name: str = ""
 
 
-def _alphas(
-    part: Part, layout: AdapterLayout, scales: Mapping[str, AdapterScale]
-) -> dict[str, _Computed]:
+def _alphas(part: Part, layout: AdapterLayout, scales: Mapping[str, AdapterScale]) -> dict[str, _Computed]:
     """The tensors `alpha` of a layout; only kohya's needs those of scale 1."""
     names = {spec.name for spec in part.tensors}
     alphas = {}
@@ -390,7 +362,9 @@ def _alphas(
 def _with(part: Part, computed: Mapping[str, _Computed]) -> Part:
     """An adapter's part with further tensors."""
     (shard,) = part.shards
-    specs = sorted([*(one.spec for one in computed.values()), *shard.tensors], key=lambda s: -s.dtype.itemsize)
+    specs = sorted(
+        [*(one.spec for one in computed.values()), *shard.tensors], key=lambda s: -s.dtype.itemsize
+    )
 
     def produce(name: str) -> Tensor:
         one = computed.get(name)
@@ -407,61 +381,3 @@ def _within(scales: Scales, names: Collection[str]) -> Scales:
         for adapter, held in scales.items()
     }
     return {adapter: held for adapter, held in kept.items() if held}
-
-
-@dataclass
-class _Reader:
-    """Reads a component's tensors from a checkpoint, one at a time, in the dtype to write.
-
-    Attributes:
-        paths: name -> the name in the component with its adapters.
-        scales: adapters to merge.
-        quantised: see `Planner`.
-    """
-
-    saved: CheckpointSource
-    root: str
-    paths: Mapping[str, str]
-    dtypes: Mapping[str, torch.dtype]
-    scales: Scales
-    quantised: Mapping[str, str]
-    held: tuple[str, Tensor] | None = None
-
-    def __call__(self, name: str) -> Tensor:
-        """Keeps the last tensor, so that one stored in several pieces is read once."""
-        if self.held is None or self.held[0] != name:
-            self.held = None  # freed before the next is allocated
-            self.held = (name, self._read(name))
-        return self.held[1]
-
-    def _read(self, name: str) -> Tensor:
-        path, dtype = self.paths[name], self.dtypes[name]
-        module = name.removesuffix(".weight")
-        merged = [(a, held[module]) for a, held in self.scales.items() if module in held and module != name]
-        kind = self.quantised.get(f"{self.root}.{path}")
-        tensor = _fetched(self.saved, f"{self.root}.{path}", torch.float32 if merged or kind else dtype)
-        if kind is not None:
-            tensor = rounded(tensor, kind).to(torch.float32 if merged else dtype)
-        if merged:
-            adapters = ((scale, self._parts(module, adapter)) for adapter, scale in merged)
-            tensor = merge(tensor, adapters).to(dtype)
-        if dtype == torch.float16 and not bool(torch.isfinite(tensor).all()):
-            raise MMError(
-                f"{self.root}.{name} contains values outside the range of fp16",
-                where="--dtype",
-                accepted="bf16, fp32",
-            )
-        return tensor
-
-    def _parts(self, module: str, adapter: str) -> dict[str, Tensor]:
-        """The tensors of an adapter in a module, by part."""
-        paths = {part: f"{self.root}.{part_name(module, part, adapter)}" for part in PARTS}
-        held = {part: path for part, path in paths.items() if path in self.saved.shapes}
-        return {part: _fetched(self.saved, path, torch.float32) for part, path in held.items()}
-
-
-def _fetched(saved: CheckpointSource, path: str, dtype: torch.dtype) -> Tensor:
-    """A tensor of a checkpoint by its path in the task. Call it on all ranks."""
-    target = torch.empty(saved.shapes[path], dtype=dtype)
-    Ranks.current().agree(f"reading {path}", lambda: saved.fill({path: target}))
-    return target

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from mm_core.checkpoint.external_rows import RECIPE, ExternalRow
@@ -138,6 +139,53 @@ def recorded(
         else:
             raise _lost(row, checkpoint.folder, faults)
     return ExternalWeights(tuple(starts))
+
+
+def started(
+    saved: CheckpointSource,
+    config: RunConfig,
+    task: TaskModule,
+    base: ExternalWeights,
+    names: Collection[str],
+) -> ExternalWeights:
+    """The files in which a run's trained weights had their first values. Call it on all ranks.
+
+    Args:
+        saved: a checkpoint of the run.
+        config: the run's current config.
+        task: with its adapters in place.
+        base: the frozen weights that the checkpoint does not store: their files are known to be the run's.
+        names: the weights, by path in the task.
+
+    Raises:
+        CheckpointError: files whose weights have changed.
+    """
+    known = {start.key: start for start, _ in base.starts}
+    state = dict(task.state_dict(keep_vars=True))
+    found: dict[str, WeightMatch] = {}
+    for key, init in starts_of(config, task):
+        start = known.get(key)
+        if start is None:
+            start = start_at(key, init, task, config, state)
+            _check_unchanged(start, saved, frozen_names(task) - base.names)
+        found |= dict.fromkeys(names & start.names, start)  # later sources replace earlier ones
+    starts = dict.fromkeys(found.values())
+    return ExternalWeights(
+        tuple((start, frozenset(n for n, own in found.items() if own is start)) for start in starts)
+    )
+
+
+def _check_unchanged(start: WeightMatch, saved: CheckpointSource, frozen: Collection[str]) -> None:
+    """CheckpointError if files differ from a checkpoint in frozen biases and norms, which are small."""
+    for name in start.names:
+        if name in frozen and name in saved.shapes and len(saved.shapes[name]) == 1:
+            theirs, ours = (torch.empty(saved.shapes[name], dtype=saved.dtypes[name]) for _ in range(2))
+            start.fill({name: theirs})
+            Ranks.current().agree(f"reading {name}", lambda ours=ours, name=name: saved.fill({name: ours}))
+            if not torch.equal(theirs, ours):
+                raise CheckpointError(
+                    "its weights have changed since the run used them", where=str(start.place)
+                )
 
 
 def source_of_run(path: Path, weights: Literal["model", "ema"], allow_code: bool = False) -> CheckpointSource:

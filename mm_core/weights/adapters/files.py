@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path, PurePath
 
+import torch
 from torch import Tensor
 
 from mm_core.errors import CheckpointError, ContractError
@@ -23,9 +24,18 @@ from mm_core.weights.adapters.comfyui import (
     replaced,
 )
 from mm_core.weights.adapters.kinds import PEFT_TYPES, by_module, change_of, is_whole, kind_of, rank_of
+from mm_core.weights.adapters.settings import (
+    alpha_in,
+    check_doras,
+    check_settings,
+    config_beside,
+    header_settings,
+    rank_in,
+)
+from mm_core.weights.adapters.stored_names import stored_module
 from mm_core.weights.formats.format import AdapterLayout, Layout, StoredTensors
 from mm_core.weights.formats.key_map import Copy, KeyMap
-from mm_core.weights.formats.libraries import PEFT_ADAPTER, read_mapping
+from mm_core.weights.formats.libraries import PEFT_ADAPTER
 from mm_core.weights.stored import SafetensorsFiles
 
 DIFFUSERS_ADAPTER = "pytorch_lora_weights.safetensors"
@@ -45,8 +55,6 @@ _KEY = re.compile(
     r"(\.(?!(bias|weight)\Z)[\w-]+)?(\.weight)?\Z"
 )
 _ALPHA = re.compile(r"(?P<module>.+)\.alpha\Z")
-_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # others change the base weights as well
-_LOOPS = 3  # most repetitions in a pattern of an untrusted file: matching more can take forever
 
 
 @dataclass(frozen=True)
@@ -127,41 +135,44 @@ def open_adapter(path: Path, beside: Collection[str] = ()) -> AdapterFile:
     stored = SafetensorsFiles(file, [file])
     texts = stored.metadata()
     if not settings and "lora_adapter_metadata" in texts:
-        settings = _unprefixed(texts["lora_adapter_metadata"], file)
-    if (kind := settings.get("peft_type", "LORA")) not in PEFT_TYPES.values():
-        raise CheckpointError(
-            f"this adapter has the type {kind}",
-            where=str(path),
-            accepted="LORA, with or without DoRA, LOKR, LOHA",
-            hint="merge this adapter into its base weights with PEFT, and load those",
-        )
-    if (begun := settings.get("init_lora_weights")) not in _STARTS:
-        raise CheckpointError(
-            f"this adapter was initialised with {begun!r}, which also changed the base weights",
-            where=str(path),
-            accepted="adapters that leave the base weights unchanged",
-            hint="save it again with PEFT's path_initial_model_for_weight_conversion",
-        )
+        settings = header_settings(texts["lora_adapter_metadata"], file)
+    check_settings(settings, path, bool(beside))
     start = next(p for p in _PREFIXES if all(name.startswith((p, TEXT_ENCODER)) for name in stored.shapes))
     shapes = {name: shape for name, shape in stored.shapes.items() if name not in beside}
     keys, alphas, added, notes = _keys(stored, shapes, start, file)
+    sizes = {m: {p: stored.shapes[keys[m, p]] for p in parts} for m, parts in by_module(keys).items()}
     scales: dict[str, AdapterScale] = {}
-    for module, parts in by_module(keys).items():
-        rank = rank_of({part: stored.shapes[keys[module, part]] for part in parts})
-        if is_whole(parts) and isinstance(known := settings.get("r"), int):
-            rank = known
-        if module in alphas and {"lokr_w1_b", "lokr_w2"} <= {*parts}:  # there alpha is over the rank of w1
-            alphas[module] *= rank / stored.shapes[keys[module, "lokr_w1_b"]][0]
-        alpha = _alpha(module, settings, rank, alphas, file)
-        dora = not {"lora_magnitude_vector", "dora_scale"}.isdisjoint(parts)
-        rslora = settings.get("use_rslora") is True
-        scales[module] = AdapterScale(rank, alpha, dora, rslora, kind_of(parts) or "")
+    for module, parts in sizes.items():
+        scales[module] = _scale(module, parts, settings, alphas, file)
+    own = {module: "lora_magnitude_vector" in parts for module, parts in sizes.items()}
+    check_doras(settings, own, file)
     products = {}
     for module in [module for module in scales if is_pair(keys, module, stored.shapes)]:
         first, second = keys.pop((module, "lora_A")), keys.pop((module, "lora_B"))
         products[second] = first, scales.pop(module).factor
         added[f"{module}.weight"] = second
     return AdapterFile(stored, keys, scales, start in _FLAT, added, products, notes)
+
+
+def _scale(
+    module: str,
+    shapes: Mapping[str, Sequence[int]],
+    settings: Mapping[str, object],
+    alphas: Mapping[str, float],
+    file: Path,
+) -> AdapterScale:
+    """Rank and scale of a module, of the shapes of its parts."""
+    rank = rank_of(shapes)
+    if is_whole(shapes):  # PEFT scales it by its settings, other programs by 1 whatever `alpha` is
+        if settings and module not in alphas:
+            rank = rank_in(module, settings, file)
+        else:
+            alphas = {module: float(rank)}
+    over = shapes["lokr_w1_b"][0] if {"lokr_w1_b", "lokr_w2"} <= {*shapes} else rank
+    alpha = alpha_in(module, settings, over, alphas, file)
+    alpha = alpha if over == rank else alpha * rank / over
+    dora = not {"lora_magnitude_vector", "dora_scale"}.isdisjoint(shapes)
+    return AdapterScale(rank, alpha, dora, bool(settings.get("use_rslora")), kind_of(shapes) or "")
 
 
 def _keys(
@@ -175,6 +186,7 @@ def _keys(
     keys: dict[tuple[str, str], str] = {}
     alphas: dict[str, float] = {}
     strange, left = [], []
+    _check_dtypes({name: stored.dtypes[name] for name in shapes}, file)
     for name, shape in shapes.items():
         bare = name.removeprefix(start)
         if start in _FLAT:  # some programs leave the dots behind the block's number
@@ -224,11 +236,24 @@ def _fits(place: tuple[str, str], shape: Sequence[int], start: str) -> bool:
     return 0 not in shape and (len(shape) == 2 or (len(shape) > 2 and place[1] in ("lora_A", "lora_B")))
 
 
+def _check_dtypes(dtypes: Mapping[str, torch.dtype], file: Path) -> None:
+    """CheckpointError for tensors that are no real numbers, or codes of some; an alpha may be an integer."""
+    for name, kind in dtypes.items():
+        whole = _ALPHA.match(name) and not kind.is_complex and kind != torch.bool
+        if not (kind.is_floating_point or whole):
+            raise CheckpointError(
+                f"{name} has the dtype {str(kind).removeprefix('torch.')}",
+                where=str(file),
+                accepted="tensors of floating-point numbers",
+                hint="get the adapter in one of these dtypes: a quantised one has lost its scales",
+            )
+
+
 def _find(path: Path) -> tuple[Path, Mapping[str, object]]:
     if path.is_file() and path.suffix == ".safetensors":
-        return path, read_mapping(path.with_name("adapter_config.json")) if path.name == PEFT_ADAPTER else {}
+        return path, config_beside(path) if path.name == PEFT_ADAPTER else {}
     if (path / PEFT_ADAPTER).is_file():
-        return path / PEFT_ADAPTER, read_mapping(path / "adapter_config.json")
+        return path / PEFT_ADAPTER, config_beside(path / PEFT_ADAPTER)
     if (path / DIFFUSERS_ADAPTER).is_file():
         return path / DIFFUSERS_ADAPTER, {}
     pickled = [f for f in ("adapter_model.bin", "pytorch_lora_weights.bin") if (path / f).is_file()]
@@ -242,141 +267,12 @@ def _find(path: Path) -> tuple[Path, Mapping[str, object]]:
     )
 
 
-def _unprefixed(text: str, file: Path) -> Mapping[str, object]:
-    """Diffusers' settings, without the component's name at the start of the keys."""
-    try:
-        found = json.loads(text)
-        return {key.rpartition(".")[2]: value for key, value in found.items()}
-    except (ValueError, AttributeError, RecursionError):
-        raise CheckpointError(
-            "the lora_adapter_metadata in this file's header is not a JSON object",
-            where=str(file),
-            hint="download or save the adapter again",
-        ) from None
-
-
-def _alpha(
-    module: str, settings: Mapping[str, object], rank: int, own: Mapping[str, float], file: Path
-) -> float:
-    """A module's alpha: from the file's own tensors (`own`), else from the settings, else its rank."""
-    found: object = own.get(module)
-    if found is None:
-        found = _pattern(
-            settings.get("alpha_pattern"),
-            module,
-            settings.get("lora_alpha", settings.get("alpha", rank)),
-            file,
-        )
-    if not isinstance(found, int | float) or isinstance(found, bool) or not 0 < found < float("inf"):
-        raise CheckpointError(f"lora_alpha is {found!r}", where=str(file), accepted="a number above 0")
-    return float(found)
-
-
-def _pattern(table: object, module: str, otherwise: object, file: Path) -> object:
-    """A module's value in PEFT's patterns: regular expression of its path or of the path's end -> value."""
-    for key, value in table.items() if isinstance(table, dict) else ():
-        loops = len(re.findall(r"[*+{]", key))
-        try:
-            found = None if loops > _LOOPS or re.search(r"\)[*+{]", key) else re.compile(rf"(.*\.)?({key})$")
-        except (re.error, OverflowError, RecursionError):
-            found = None
-        if found is None:
-            raise CheckpointError(
-                f"the pattern {key!r} in the adapter's alpha_pattern is not supported",
-                where=str(file),
-                accepted=f"regular expressions with at most {_LOOPS} repetitions, and no repeated group",
-                hint="list the modules by name in alpha_pattern of adapter_config.json",
-            )
-        if found.match(module):
-            return value
-    return otherwise
-
-
 # -- out -----------------------------------------------------------------------------------------
 
 
 def is_adapter(path: Path) -> bool:
     """Whether a path is an adapter file (LoRA) or a folder with one, by file names only."""
     return any((path / name).is_file() or path.name == name for name in (PEFT_ADAPTER, DIFFUSERS_ADAPTER))
-
-
-def stored_module(layout: AdapterLayout, module: str) -> str:
-    """The path of an adapted module in the model's own library.
-
-    Raises:
-        ContractError: the format stores the module's weight in a different form, so an adapter cannot apply.
-    """
-    stored = layout.keys.renamed(f"{module}.weight")
-    if stored is None or not stored.endswith(".weight"):
-        raise ContractError(
-            f"the adapter of {module} cannot be written: the model's own library splits, reshapes or joins"
-            " its weight, and an adapter belongs to a whole one",
-            hint="export merged weights (--merge-lora), or leave the module out of the adapter's targets",
-        )
-    return stored.removesuffix(".weight")
-
-
-def stored_key(layout: AdapterLayout, module: str, part: str) -> str:
-    """The name of an adapter's tensor in an adapter file."""
-    if part == "lora_magnitude_vector":
-        if layout.additions:
-            return f"{module_key(layout, module)}.dora_scale"
-        if layout.alphas:
-            raise ContractError(
-                f"the adapter of {module} is a DoRA, which this layout does not store",
-                accepted="lora/comfyui, lora/diffusers, lora/peft",
-                hint="export in one of these, or merged weights (--merge-lora)",
-            )
-        return f"{layout.module_prefix}{stored_module(layout, module)}.{part}"
-    if part not in ("lora_A", "lora_B"):
-        if layout.metadata_key is not None:
-            raise ContractError(
-                f"the adapter of {module} is a LoKr or LoHa, which Diffusers does not load",
-                accepted="lora/comfyui, lora/kohya, lora/peft",
-                hint="export in one of these, or merged weights (--merge-lora)",
-            )
-        return f"{module_key(layout, module)}.{part}"
-    name = layout.factors[part == "lora_B"]
-    return f"{module_key(layout, module)}.{name}.weight"
-
-
-def module_key(layout: AdapterLayout, module: str) -> str:
-    """The name of an adapted module in an adapter file, at the start of its tensors' names."""
-    stored = stored_module(layout, module)
-    return f"{layout.module_prefix}{stored.replace('.', '_') if layout.flat else stored}"
-
-
-def beside_key(layout: AdapterLayout, module: str, name: str) -> str:
-    """The name in an adapter file of a tensor that is trained in full beside the adapter.
-
-    Raises:
-        ContractError: the format stores the tensor in a different form.
-    """
-    stored = layout.keys.renamed(name)
-    if stored != f"{stored_module(layout, module)}{name.removeprefix(module)}":
-        raise ContractError(
-            f"{name} cannot be written beside an adapter: this format stores it in a different form",
-            hint="export merged weights (--merge-lora)",
-        )
-    return f"{layout.module_prefix}{stored}"
-
-
-def addition_key(layout: AdapterLayout, name: str) -> str:
-    """The name in ComfyUI's file of an addition to a tensor of a component.
-
-    Raises:
-        ContractError: the format stores the tensor in a different form.
-    """
-    stored = layout.keys.renamed(name)
-    if stored is None:
-        raise ContractError(
-            f"an addition to {name} cannot be written: the model's own library splits, reshapes or joins it",
-            hint="export merged weights (--merge-lora)",
-        )
-    for end, part in ((".weight", ".diff"), (".bias", ".diff_b")):
-        if stored.endswith(end):
-            return f"{layout.module_prefix}{stored.removesuffix(end)}{part}"
-    return f"{layout.module_prefix}{stored}.diff"
 
 
 def adapter_files(

@@ -29,6 +29,7 @@ from mm_core.modules.adapter_layers import (
 )
 from mm_core.modules.patterns import select_parameters
 from mm_core.modules.tying import tied_names
+from mm_core.weights.adapters.beside import BESIDE
 from mm_core.weights.adapters.comfyui import magnitude_of
 from mm_core.weights.adapters.files import AdapterFile, AdapterScale, scale_settings
 from mm_core.weights.adapters.locate import locate
@@ -38,8 +39,6 @@ from mm_core.weights.fitting import Formats
 from mm_core.weights.formats.format import StoredTensors
 from mm_core.weights.formats.key_map import Copy, whole
 from mm_core.weights.streaming import shard_of, stream
-
-BESIDE = "train.also_train"
 
 Structure = Mapping[str, Mapping[str, AdapterScale]]
 """Adapter -> path of a module in the task -> rank and scale."""
@@ -142,54 +141,6 @@ def scales_of(component: nn.Module) -> dict[str, dict[str, AdapterScale]]:
         for name, scale in layer.adapter_scales.items():
             found.setdefault(name, {})[path] = scale
     return found
-
-
-def trained_beside(component: nn.Module) -> dict[str, list[str]]:
-    """The modules of a component trained in full beside its adapters: module -> names of its tensors.
-
-    Raises:
-        ContractError: an adapter file cannot contain it: only part of a module is trained, or it is shared.
-    """
-    parameters = dict(component.named_parameters())
-    trained = [n for n, p in parameters.items() if p.requires_grad and adapter_of(n) is None]
-    tied = tied_names(component)
-    found: dict[str, list[str]] = {}
-    for path in sorted({name.rpartition(".")[0] for name in trained}, key=lambda path: path.count(".")):
-        if any(path.startswith(f"{above}.") for above in found):
-            continue
-        start = f"{path}." if path else ""
-        names = [name for name in component.state_dict() if name.startswith(start)]
-        if still := [name for name in names if name in parameters and name not in trained]:
-            raise ContractError(
-                f"{path or 'the top'} is trained beside the adapter without its {base_name(still[0])}:"
-                " adapter files can only contain complete modules",
-                hint=f"export merged weights (--merge-lora), or name the complete module in {BESIDE}",
-            )
-        _check_apart(names, {*tied, *tied.values()})
-        found[path] = names
-    return found
-
-
-def trained_whole(component: nn.Module) -> list[str]:
-    """The parameters of a component trained in full beside its adapters.
-
-    Raises:
-        ContractError: one is shared with another module.
-    """
-    tied = tied_names(component)
-    names = [n for n, p in component.named_parameters() if p.requires_grad and adapter_of(n) is None]
-    _check_apart(names, {*tied, *tied.values()})
-    return names
-
-
-def _check_apart(names: Iterable[str], shared: Collection[str]) -> None:
-    """ContractError for a tensor trained beside an adapter that is shared."""
-    if held := [name for name in names if name in shared]:
-        raise ContractError(
-            f"{held[0]} is trained beside the adapter and shared with another module, which an adapter"
-            " file cannot express",
-            hint="export merged weights (--merge-lora)",
-        )
 
 
 def _check_begun(name: str, held: Collection[str], layers: Collection[str]) -> None:
@@ -365,10 +316,10 @@ class AdapterWeights:
                     hint="the adapter is for a different model: use one trained for this model",
                 )
         for name, (file, module) in self._computed.items():
-            shape, own = _shape_of(file, module), tuple(task.get_parameter(name).shape)
-            if own != shape:
+            shape, given = _shape_of(file, module), tuple(task.get_parameter(name).shape)
+            if given != shape:
                 raise CheckpointError(
-                    f"{module} here gives a tensor of shape {list(shape)}, but {name} has {list(own)}",
+                    f"{module} here gives a tensor of shape {list(shape)}, but {name} has {list(given)}",
                     where=str(file.stored.where),
                     hint="the adapter is for a different model: use one trained for this model",
                 )

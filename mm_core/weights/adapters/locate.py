@@ -17,8 +17,8 @@ from mm_core.weights.adapters.files import (
     AdapterFile,
     is_adapter,
     open_adapter,
-    stored_module,
 )
+from mm_core.weights.adapters.stored_names import stored_module
 from mm_core.weights.fitting import Formats
 from mm_core.weights.formats.format import AdapterLayout, of_component
 from mm_core.weights.formats.libraries import PEFT_ADAPTER
@@ -72,9 +72,9 @@ def locate(task: TaskModule, path: str, linear: Mapping[str, Sequence[str]], for
                 opened[place] = open_adapter(place)
             own = _named(layout, task.get_submodule(root))
             by_map = (_fit(one, linear[root], own, opened[place]) for one in _maps(layout))
-            modules, tensors = max(by_map, key=lambda fit: len(fit[0]) + len(fit[1]))
-            found |= modules
-            added |= tensors
+            here, there = max(by_map, key=lambda fit: len(fit[0]) + len(fit[1]))
+            found |= here
+            added |= there
         parts = " and ".join(f"{root}.{layout.part}".rstrip(".") for layout, _ in chosen)
         count, most = len(found) + len(added), len(best.modules) + len(best.added)
         if count > most:
