@@ -6,30 +6,27 @@ each stored tensor is read from the checkpoint, arranged, cast and written befor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from torch import nn
-
 from mm_core.checkpoint.reading import StoredRun, Weights, stored_run
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import TaskModule, torch_dtype
-from mm_core.errors import ContractError, MMError, did_you_mean, plural
+from mm_core.errors import ContractError, MMError, did_you_mean
 from mm_core.files import check_unused, staged_folder, write_durably
 from mm_core.interchange.copied_files import check_taken, copy_verbatim
+from mm_core.interchange.export_base import any_dora, begun_in, changed_in, check_base_in_files
 from mm_core.interchange.export_card import card_of
 from mm_core.interchange.export_plan import ExportPlan, Part, Planner, own_state
 from mm_core.loading.checkpoint_source import CheckpointSource
-from mm_core.loading.left_out import ExternalWeights, frozen_names, recorded, started
+from mm_core.loading.left_out import ExternalWeights, frozen_names, recorded
 from mm_core.loading.provenance import sources_of
 from mm_core.loading.run_adapters import task_of
-from mm_core.modules.adapter_layers import adapted_layers, base_name
+from mm_core.modules.adapter_layers import adapted_layers
 from mm_core.modules.quantised import quantised_layers
 from mm_core.runtime.ranks import Ranks
-from mm_core.weights.adapters.beside import trained_whole
-from mm_core.weights.adapters.inject import scales_of
 from mm_core.weights.fitting import formats_of
 from mm_core.weights.formats.format import Companions, WeightFormat, Written
 from mm_core.weights.progress import byte_bar
@@ -132,11 +129,9 @@ def planned(
     adapted = {root: module for root, module in modules.items() if adapted_layers(module)}
     alone = bool(adapted) and not merge
     more = alone and any(layout.additions for r, m in adapted.items() for layout in planner.layouts(r, m))
-    changed = _changed(run, task, adapted) if more else {}
-    dora = more and any(
-        scale.dora for m in adapted.values() for s in scales_of(m).values() for scale in s.values()
-    )
-    base = _complete(planner.saved, run.config, task, alone=alone and not dora and not any(changed.values()))
+    changed = changed_in(run, task, adapted) if more else {}
+    of_base = more and (any_dora(adapted) or any(changed.values()))
+    base = _complete(planner.saved, run.config, task, alone=alone and not of_base)
     if merge and not adapted:
         raise MMError(
             "this run trains no adapters, so there is nothing to merge",
@@ -145,9 +140,9 @@ def planned(
         )
     if alone:
         if not more:
-            _check_base_in_files(run, task)
+            check_base_in_files(run, task)
         elif any(changed.values()):
-            planner = replace(planner, begun=_begun(run, task, planner.saved, base, changed))
+            planner = replace(planner, begun=begun_in(run, task, planner.saved, base, changed))
         for root in [root for root in modules if root not in adapted]:
             planner.check_nothing_beside(root, modules[root])
         parts = [p for root, m in adapted.items() for p in planner.adapters(root, m, changed.get(root, ()))]
@@ -240,64 +235,6 @@ def _complete(
         saved.join(base, state)
     Ranks.current().agree(f"reading {saved.folder}", lambda: saved.check_fits(state))
     return base
-
-
-def _added_to_base(run: StoredRun, task: TaskModule) -> set[str]:
-    """The tensors of the base that differ from its files by additions in the file of an adapter."""
-    begun = any(adapter.from_ is not None for adapter in run.config.train.adapters)
-    return frozen_names(task) & run.checkpoint.names("model") if begun and run.checkpoint.external else set()
-
-
-def _changed(run: StoredRun, task: TaskModule, adapted: Mapping[str, nn.Module]) -> dict[str, list[str]]:
-    """The tensors of components with adapters that differ from the base: those trained in full, and those that
-    an adapter's file added to.
-
-    Raises:
-        MMError: one of these is a weight with an adapter, of which ComfyUI would apply only one.
-    """
-    held = _added_to_base(run, task)
-    if any(name.endswith(".base_layer.weight") for name in held):
-        _check_base_in_files(run, task)
-    found = {root: trained_whole(module) for root, module in adapted.items()}
-    return {
-        root: [*names, *sorted(n.removeprefix(f"{root}.") for n in held if n.startswith(f"{root}."))]
-        for root, names in found.items()
-    }
-
-
-def _begun(
-    run: StoredRun,
-    task: TaskModule,
-    saved: CheckpointSource,
-    base: ExternalWeights,
-    changed: Mapping[str, Sequence[str]],
-) -> ExternalWeights:
-    """The values that changed tensors had in the files that the run started from.
-
-    Raises:
-        MMError: no file has one of them.
-    """
-    names = {f"{root}.{name}" for root, held in changed.items() for name in held}
-    begun = started(saved, run.config, task, base, names)
-    if lost := sorted(names - begun.names):
-        raise MMError(
-            f"{base_name(lost[0])} is trained beside the adapters, but no file that the run starts from has it, so the"
-            " export cannot say what to add to it",
-            where="--to",
-            hint="export merged weights (--merge-lora)",
-        )
-    return begun
-
-
-def _check_base_in_files(run: StoredRun, task: TaskModule) -> None:
-    """MMError for adapters from a file with additions to the base, which their own file would lack."""
-    if held := _added_to_base(run, task):
-        raise MMError(
-            f"the file that an adapter of this run started from also adds to {plural(len(held), 'weight')} of"
-            f" the base, such as {base_name(min(held))}, and an adapter's file does not contain those",
-            where="--to",
-            hint="export merged weights (--merge-lora)",
-        )
 
 
 def _roots(task: TaskModule, component: str | None) -> tuple[str, ...]:

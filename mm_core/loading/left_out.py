@@ -146,7 +146,7 @@ def started(
     config: RunConfig,
     task: TaskModule,
     base: ExternalWeights,
-    names: Collection[str],
+    names: set[str],
 ) -> ExternalWeights:
     """The files in which a run's trained weights had their first values. Call it on all ranks.
 
@@ -168,7 +168,7 @@ def started(
         if start is None:
             start = start_at(key, init, task, config, state)
             _check_unchanged(start, saved, frozen_names(task) - base.names)
-        found |= dict.fromkeys(names & start.names, start)  # later sources replace earlier ones
+        found |= dict.fromkeys(names.intersection(start.names), start)  # later sources replace earlier ones
     starts = dict.fromkeys(found.values())
     return ExternalWeights(
         tuple((start, frozenset(n for n, own in found.items() if own is start)) for start in starts)
@@ -181,7 +181,7 @@ def _check_unchanged(start: WeightMatch, saved: CheckpointSource, frozen: Collec
         if name in frozen and name in saved.shapes and len(saved.shapes[name]) == 1:
             theirs, ours = (torch.empty(saved.shapes[name], dtype=saved.dtypes[name]) for _ in range(2))
             start.fill({name: theirs})
-            Ranks.current().agree(f"reading {name}", lambda ours=ours, name=name: saved.fill({name: ours}))
+            Ranks.current().agree(f"reading {name}", partial(saved.fill, {name: ours}))
             if not torch.equal(theirs, ours):
                 raise CheckpointError(
                     "its weights have changed since the run used them", where=str(start.place)
