@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+import wan_frames
+import yaml
+from diffusers import WanTransformer3DModel
+from lora_in_comfyui import applied
+from mm_wan.formats import ORIGINAL_KEYS
+from safetensors.torch import load_file, save_file
 from test_lora_names import Task, theirs
 from torch import Tensor
 
 from mm_core.builtin.configs.adapters import AdapterConfig
-from mm_core.errors import CheckpointError
-from mm_core.modules.adapter_layers import adapted_layers, base_name
+from mm_core.config.load import load_config
+from mm_core.errors import CheckpointError, MMError
+from mm_core.interchange.import_weights import import_weights
+from mm_core.interchange.lora import export_lora
+from mm_core.modules.adapter_layers import adapted_layers, adapter_of, base_name
 from mm_core.plugin.registry import get_registry
 from mm_core.weights.adapters.inject import AdapterWeights
 from mm_core.weights.fitting import formats_of
+from support import runs
+from support.runs import load_task
+from support.tensors import close
 
 Q, OUT, UP = "blocks.0.attn1.to_q", "blocks.1.attn2.to_out.0", "blocks.1.ffn.net.0.proj"
 
@@ -59,14 +71,12 @@ def after(task: Task) -> dict[str, Tensor]:
     for layer in layers.values():
         layer.merge()
     names = dict(task.predictor.named_parameters())
-    return {
-        base_name(name): t.detach() for name, t in names.items() if "lora_" not in name and "lokr" not in name
-    }
+    return {base_name(name): t.detach() for name, t in names.items() if adapter_of(name) is None}
 
 
 def near(found: Tensor, expected: Tensor, weight: Tensor) -> None:
     """The changes of a weight agree within 1e-6 of the largest."""
-    largest = (expected - weight.double()).abs().max()
+    largest = (expected - weight.double()).abs().max().clamp(1e-3)
     assert float((found.double() - expected).abs().max() / largest) < 1e-6
 
 
@@ -220,3 +230,94 @@ def test_an_expert_takes_additions_and_a_dora_too(before, tmp_path):
     near(merged[f"high.{Q}.weight"], comfyui(weight, up @ down, torch.ones(24, 1)), weight)
     name = "high.scale_shift_table"
     assert torch.equal(merged[name], plain[name] + tensors["head.modulation.diff"])
+
+
+# -- out -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def origin(tmp_path_factory):
+    return wan_frames.checkpoint_at(tmp_path_factory.mktemp("origin") / "t2v", "t2v")
+
+
+def config_of(top: Path, origin: Path, stored: bool = False, **train):
+    """The config of a run, whose checkpoints store the base or not."""
+    document = wan_frames.document(top, origin, "t2v") | {"checkpoint": {"frozen": stored}}
+    document["train"] = {"epochs": 1, **train}
+    (top / "run.yaml").write_text(yaml.safe_dump(document), encoding="utf-8")
+    return load_config(top / "run.yaml")
+
+
+def begun_with(file: Path, top: Path, origin: Path):
+    """The task of a run that starts from a file, before any step."""
+    config = config_of(top, origin, adapters=[{"from": str(file)}])
+    saved, _ = import_weights(config, origin)
+    return load_task(config, saved, "model")
+
+
+def in_comfyui(origin: Path, file: Path) -> dict[str, Tensor]:
+    """The weights of the pipeline with a file, by their names here."""
+    model = WanTransformer3DModel.from_pretrained(origin / "transformer")
+    names = {ORIGINAL_KEYS.renamed(name): name for name, _ in model.named_parameters()}
+    state = {name: model.get_parameter(own).detach() for name, own in names.items()}
+    changed = applied(state, load_file(file))
+    return {own: changed.get(name, state[name].double()) for name, own in names.items()}
+
+
+BESIDE = ["proj_out", "blocks.{0}.norm2", "blocks.{1}.scale_shift_table", "scale_shift_table"]
+BESIDE += ["patch_embedding", "condition_embedder.text_embedder.linear_1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "stored"), [({"dora": True}, False), ({"dora": True}, True), ({"kind": "loha"}, False)]
+)
+def test_what_is_trained_in_full_is_an_addition_in_the_file(kind, stored, origin, tmp_path):
+    adapters = [{"targets": ["to_q", "ffn"], "rank": 2, "alpha": 3.0, **kind}]
+    also = [f"predictor.{name}" for name in BESIDE]
+    task = runs.trained(config_of(tmp_path, origin, stored, adapters=adapters, also_train=also), origin)
+    (file,) = export_lora(tmp_path / "runs/t2v", tmp_path / "s.safetensors", "lora/comfyui")
+    names = set(load_file(file))
+    assert {"diffusion_model.head.head.diff", "diffusion_model.head.head.diff_b"} <= names
+    assert {"diffusion_model.blocks.1.modulation.diff", "diffusion_model.head.modulation.diff"} <= names
+    ours, theirs = after(task.double()), in_comfyui(origin, file)
+    base = dict(WanTransformer3DModel.from_pretrained(origin / "transformer").named_parameters())
+    assert ours.keys() == theirs.keys()
+    assert sum(not torch.equal(ours[name].float(), base[name]) for name in ours) == 8 + 10
+    for name, tensor in ours.items():
+        near(theirs[name], tensor, base[name].detach())
+    again = tmp_path / "again"
+    again.mkdir()
+    for name, tensor in after(begun_with(file, again, origin).double()).items():
+        near(tensor, ours[name], base[name].detach())
+
+
+@pytest.mark.slow
+def test_a_run_that_began_with_additions_writes_them_again(origin, tmp_path):
+    base = dict(WanTransformer3DModel.from_pretrained(origin / "transformer").named_parameters())
+    tensors = pair(base[f"{Q}.weight"].shape, theirs(Q))
+    added = {"self_attn.q.diff_b": "attn1.to_q.bias", "self_attn.norm_q.diff": "attn1.norm_q.weight"}
+    for name, own in added.items():
+        tensors[f"blocks.0.{name}"] = random(*base[f"blocks.0.{own}"].shape)
+    tensors = {f"diffusion_model.{name}": tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, tmp_path / "a.safetensors")
+    begun_with(tmp_path / "a.safetensors", tmp_path, origin)
+    (file,) = export_lora(tmp_path / "runs/t2v", tmp_path / "s.safetensors", "lora/comfyui")
+    written = load_file(file)
+    assert written.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        close(written[name], tensor)
+    with pytest.raises(MMError, match="also adds to 2 weights of the base"):
+        export_lora(tmp_path / "runs/t2v", tmp_path / "peft", "lora/peft")
+
+
+@pytest.mark.slow
+def test_a_base_that_has_changed_since_is_not_subtracted(origin, tmp_path):
+    place = tmp_path / "wan"
+    shutil.copytree(origin, place)
+    train = {"adapters": [{"targets": ["to_q"], "rank": 2}], "also_train": ["predictor.proj_out"]}
+    runs.trained(config_of(tmp_path, place, True, **train), place)
+    path = place / wan_frames.FILE
+    save_file({name: 2 * t for name, t in load_file(path).items()}, path, {"format": "pt"})
+    with pytest.raises(CheckpointError, match="its weights have changed since the run used them"):
+        export_lora(tmp_path / "runs/t2v", tmp_path / "s.safetensors", "lora/comfyui")
