@@ -10,10 +10,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
+import torch
 from torch import Tensor
 
 from mm_core.errors import some
-from mm_core.modules.adapter_layers import row_lengths
 from mm_core.weights.adapters.kinds import by_module
 from mm_core.weights.formats.format import StoredTensors
 
@@ -80,16 +80,23 @@ def product(stored: StoredTensors, keys: tuple[str, str], box: tuple[slice, ...]
 def dora_scale(magnitude: Tensor, weight: Tensor, change: Tensor) -> Tensor:
     """The `dora_scale` [out, 1] with which ComfyUI computes what a DoRA computes.
 
-    A DoRA is m (W + D) / |W + D|, by rows; ComfyUI multiplies W + D by dora_scale / |W|.
+    A DoRA is m (W + D) / |W + D|, by rows; ComfyUI multiplies W + D by dora_scale / (|W| + eps).
 
     Args:
         magnitude: m [out].
         weight: W [out, in].
         change: D [out, in], scaled.
     """
-    return (magnitude * row_lengths(weight) / row_lengths(weight + change))[:, None]
+    return (magnitude / _ratio(weight, change)).float()[:, None]
 
 
 def magnitude_of(scale: Tensor, weight: Tensor, change: Tensor) -> Tensor:
     """The inverse of `dora_scale`: a DoRA's magnitudes [out]."""
-    return scale[:, 0] * row_lengths(weight + change) / row_lengths(weight)
+    return (scale[:, 0] * _ratio(weight, change)).float()
+
+
+def _ratio(weight: Tensor, change: Tensor) -> Tensor:
+    """|W + D| / (|W| + eps) of each row [out], in float64: its rounding comes on top of the file's."""
+    whole = weight.double()
+    lengths = torch.linalg.vector_norm(whole, dim=1) + torch.finfo(torch.float32).eps
+    return torch.linalg.vector_norm(whole + change, dim=1) / lengths

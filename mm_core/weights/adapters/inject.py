@@ -385,6 +385,5 @@ def _compute(state: Mapping[str, Tensor], name: str, file: AdapterFile, module: 
         first, second = (file.read(module, f"lokr_w1_{end}") for end in "ab")
         share.copy_((first @ second)[box])
         return
-    weight = shard_of(state[f"{place[0]}.base_layer.weight"])[0].float()
-    scale = file.read(module, "dora_scale")[box[0]]
-    share.copy_(magnitude_of(scale, weight, file.change(module, box[0]).to(weight.device)))
+    weight = shard_of(state[f"{place[0]}.base_layer.weight"])[0].cpu()  # some devices have no float64
+    share.copy_(magnitude_of(file.read(module, "dora_scale")[box[0]], weight, file.change(module, box[0])))
