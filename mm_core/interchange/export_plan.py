@@ -332,7 +332,7 @@ def _only_merged(what: str) -> MMError:
 
 @dataclass(frozen=True)
 class _Computed:
-    """A tensor of a file that is no copy of one of the checkpoint's; `name` is that in the component."""
+    """A tensor of a file that differs from all of the checkpoint's; `name` is that in the component."""
 
     spec: TensorSpec
     make: Callable[[], Tensor]

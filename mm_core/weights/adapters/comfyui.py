@@ -45,7 +45,7 @@ def replaced(keys: Mapping[tuple[str, str], str], added: Iterable[str]) -> set[s
 
 
 def notes_on(left: Sequence[str], dropped: Iterable[str], added: Mapping[str, str]) -> tuple[str, ...]:
-    """Sentences for the log on what ComfyUI applies in another way than the file's names say."""
+    """Sentences for the log on what ComfyUI applies in another way than the file's names suggest."""
     found = {
         "left out {}, which ComfyUI does not load": (left, "bias of a factor", "biases of factors"),
         "{}: only the diff is applied, as in ComfyUI": (
@@ -99,4 +99,5 @@ def _ratio(weight: Tensor, change: Tensor) -> Tensor:
     """|W + D| / (|W| + eps) of each row [out], in float64: its rounding comes on top of the file's."""
     whole = weight.double()
     lengths = torch.linalg.vector_norm(whole, dim=1) + torch.finfo(torch.float32).eps
-    return torch.linalg.vector_norm(whole + change, dim=1) / lengths
+    changed: Tensor = torch.linalg.vector_norm(whole + change, dim=1)
+    return changed / lengths

@@ -85,7 +85,7 @@ class AdapterFile:
         added: stored path of a tensor of the model -> stored name of what the file adds to it; for the LoRA
             of a convolution, of its second factor.
         products: stored name of such a second factor -> that of the first, and the scale of their product.
-        notes: sentences for the log on tensors that are not applied as their names say.
+        notes: sentences for the log on tensors that are not applied as their names suggest.
     """
 
     stored: StoredTensors

@@ -282,7 +282,7 @@ class AdapterWeights:
         """What files hold in another form (ComfyUI's `dora_scale`, a first matrix of a LoKr as a product), by
         path in the task -> file and module there."""
         self.notes: list[str] = []
-        """Sentences for the log on what is not applied as its name says."""
+        """Sentences for the log on what is not applied as its name suggests."""
         self.added: dict[str, list[tuple[AdapterFile, str]]] = {}
         """Tensors of the base, by path in the task without adapters, and what adapters' files add to them."""
         roots = task.trainable

@@ -95,15 +95,7 @@ def locate(task: TaskModule, path: str, linear: Mapping[str, Sequence[str]], for
             if texts
             else "the adapter is for a different model: use one trained for this model",
         )
-    added_to = {key for _, key in best.added.values()}
-    if left := [key for file in files for key in file.added.values() if key not in added_to]:
-        raise CheckpointError(
-            f"this file also changes {plural(len(left), 'full tensor')} of another shape or form than"
-            f" {best.root}'s: {', '.join(left[:3])}",
-            where=path,
-            accepted="additions (diff, diff_b, diff_m) to tensors of the model, of the same shape",
-            hint="merge it into the weights with the program it was made for, and start from the result",
-        )
+    _check_added(best, files, best.root or " or ".join(linear), path)
     if len(alike) > 1:
         raise CheckpointError(
             f"this adapter fits several components equally well: {', '.join(alike)}",
@@ -111,6 +103,19 @@ def locate(task: TaskModule, path: str, linear: Mapping[str, Sequence[str]], for
             accepted="a file that fits only one of them, or a folder of files named as by mm export",
         )
     return best
+
+
+def _check_added(best: Located, files: Iterable[AdapterFile], root: str, path: str) -> None:
+    """CheckpointError for additions to no tensor of the component."""
+    added_to = {key for _, key in best.added.values()}
+    if left := [key for file in files for key in file.added.values() if key not in added_to]:
+        raise CheckpointError(
+            f"this file also changes {plural(len(left), 'full tensor')} of another shape or form than"
+            f" {root}'s: {', '.join(left[:3])}",
+            where=path,
+            accepted="additions (diff, diff_b, diff_m) to tensors of the model, of the same shape",
+            hint="merge it into the weights with the program it was made for, and start from the result",
+        )
 
 
 def _candidates(
@@ -188,7 +193,7 @@ def _fit(
     for name, shape in own.items() if file.added else ():
         stored = layout.keys.renamed(name) or ""
         module, _, end = stored.rpartition(".")
-        places = f"{module}.{end}", f"{stored}.weight"  # a parameter that is no module's weight: its own path
+        places = f"{module}.{end}", f"{stored}.weight"  # the second: a parameter outside of modules
         if file.flat:
             places = f"{module.replace('.', '_')}.{end}", f"{stored.replace('.', '_')}.weight"
         key = next((file.added[place] for place in places if place in file.added), None)

@@ -138,6 +138,7 @@ def in_comfyui(base: WanTransformer3DModel, file: Path) -> Changes:
     return {names[name].removesuffix(".weight"): after[name] - state[name].double() for name in after}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("variant", "kind", "ranks"), REST)
 @pytest.mark.filterwarnings("error:Found missing adapter keys")
 def test_all_other_kinds_and_ranks_of_all_models_too(variant, kind, ranks, bases, tmp_path, monkeypatch):
