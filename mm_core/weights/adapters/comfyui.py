@@ -98,6 +98,6 @@ def magnitude_of(scale: Tensor, weight: Tensor, change: Tensor) -> Tensor:
 def _ratio(weight: Tensor, change: Tensor) -> Tensor:
     """|W + D| / (|W| + eps) of each row [out], in float64: its rounding comes on top of the file's."""
     whole = weight.double()
-    lengths = torch.linalg.vector_norm(whole, dim=1) + torch.finfo(torch.float32).eps
+    lengths: Tensor = torch.linalg.vector_norm(whole, dim=1) + torch.finfo(torch.float32).eps
     changed: Tensor = torch.linalg.vector_norm(whole + change, dim=1)
     return changed / lengths
