@@ -1,6 +1,8 @@
-"""Measures the feature cache: opening a million keys, a build, a training step, and memory.
+"""Measures the feature cache: opening a million keys, reading, a build, a training step, and memory.
 
-    python benchmarks/data_cache.py [--only keys build step memory] [--rounds 20]
+    python benchmarks/data_cache.py [--only keys read build step memory] [--rounds 20]
+
+`read` reads entries of three sizes, in turn with and without verifying them; ratios are taken per round.
 
 `step` trains in one process, in turn from the cache and from the same batches kept in memory, with the same
 task and engine; ratios are taken per round, so a change of the machine's speed affects both. `memory`
@@ -23,7 +25,7 @@ from unittest.mock import patch
 import yaml
 
 KEYS, SHARD = 1_000_000, 128
-PARTS = ("keys", "build", "step", "memory")
+PARTS = ("keys", "read", "build", "step", "memory")
 
 
 def main() -> int:
@@ -103,6 +105,45 @@ def open_keys(place: Path) -> int:
     assert (store.find(keys) >= 0).all()
     print(opened - began, time.perf_counter() - opened, resident() - before)
     return 0
+
+
+# -- reading -------------------------------------------------------------------------------------------
+
+
+def measure_read(place: Path, rounds: int) -> list[tuple[str, str, str, str]]:
+    """Times the reading of entries, verified and not."""
+    import numpy as np
+    import torch
+
+    from mm_core.data.cache.shards import KEY, Shard
+    from mm_core.data.cache.store import Store
+
+    torch.set_num_threads(1)
+    found = []
+    for kib in (16, 256, 4096):
+        store, count = Store(place / f"{kib}", create=True), max(8, 16384 // kib)
+        keys = np.zeros(count, KEY)
+        keys["high"] = np.arange(1, count + 1)
+        store.add(keys, [{"moments": torch.randn(kib * 512).bfloat16()} for _ in range(count)])
+        store.refresh()
+
+        def seconds(store: Store = store, keys: np.ndarray = keys) -> float:
+            began = time.perf_counter()
+            store.get(keys)
+            return time.perf_counter() - began
+
+        seconds()
+        pairs = []
+        for _ in range(rounds):
+            with patch.object(Shard, "_fault", lambda *given: ""):
+                plain = seconds()
+            pairs.append((seconds(), plain))
+        own, ratio = statistics.median(v for v, _ in pairs), statistics.median(v / p for v, p in pairs)
+        print(
+            f"entries of {kib} KiB: verified {1e6 * own / count:.0f} us, {kib * count / own / 1e6:.2f} GB/s"
+        )
+        found.append(result(f"cache_read_ratio_{kib}_kib", ratio, 5))
+    return found
 
 
 # -- a build -------------------------------------------------------------------------------------------

@@ -28,11 +28,16 @@ __all__ = [
     "nearest",
     "plain_reason",
     "plural",
+    "printable",
+    "without_controls",
 ]
 
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 # Lone surrogates: no text file can hold them.
 _SPELT_OUT = _CONTROLS | {code: f"\\u{code:04x}" for code in range(0xD800, 0xE000)}
+# What ends a line, or reorders it (bidirectional text).
+_IN_LINE = {code: f"\\u{code:04x}" for code in (*range(0x2028, 0x202F), *range(0x2066, 0x206A))}
+_IN_LINE |= _SPELT_OUT | {9: "\\t", 10: "\\n"}
 
 
 class MMError(ValueError):
@@ -71,7 +76,7 @@ class MMError(ValueError):
             lines.append(f"  accepted: {self.accepted}")
         if self.hint:
             lines.append(f"  hint: {self.hint}")
-        return "\n".join(lines).translate(_SPELT_OUT)
+        return without_controls("\n".join(lines))
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions pickle by their args; these are keyword-only, and data workers send them to their rank.
@@ -159,6 +164,17 @@ class ForeignExit(Exception):
 
 class RunWarning(UserWarning):
     """A warning for the user who starts a run; the commands print it like their own messages."""
+
+
+def without_controls(text: str) -> str:
+    """Lines of text with escapes for lone surrogates and control characters, but tabs and ends of lines."""
+    return text.translate(_SPELT_OUT)
+
+
+def printable(name: str) -> str:
+    """A name or text from a file as part of a printed line: what would command the terminal, end the line or
+    reorder it is an escape."""
+    return name.translate(_IN_LINE)
 
 
 def nearest(word: str, known: Iterable[str], count: int = 3) -> list[str]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mm_core.cli.options import add_allow_code, count, print_json, print_table, whole, write_named
 from mm_core.cli.ranks import add_ranks, on_ranks
-from mm_core.errors import MMError, plural
+from mm_core.errors import MMError, plural, printable
 
 if TYPE_CHECKING:
     from mm_core.config.sections import RunConfig
@@ -128,7 +128,7 @@ def _record(args: argparse.Namespace) -> int:
 
     if environment_world().rank == 0:
         for note in notes:
-            print(note)
+            print(printable(note))
         print(f"{plural(args.steps, 'step')} recorded in {args.out}")
     return 0
 
@@ -157,7 +157,7 @@ def _compare(args: argparse.Namespace) -> int:
         print_json(render.document(result))
     else:
         print(render.text(result, _elements(result, one, two)))
-    return 1 if result.findings or not result.whole else 0
+    return 0 if result.same else 1
 
 
 def _elements(result: Comparison, one: Path, two: Path) -> str | None:

@@ -63,6 +63,10 @@ def _build(args: argparse.Namespace) -> int:
         if ranks.rank == 0:
             found = [f"{count:,} {part}" for part, count in built.encoded.items()]
             print(f"{folder}: encoded {', '.join(found) or 'nothing: everything was there'}")
+            if built.removed:
+                print(f"removed {plural(built.removed, 'entry')} whose features were damaged or not finite")
+            if built.summed:
+                print(f"gave {plural(built.summed, 'entry')} of before a checksum")
             if built.unreadable:
                 print(f"{plural(built.unreadable, 'sample')} cannot be read; `mm data check` lists them")
         if built.left_out:
@@ -70,7 +74,8 @@ def _build(args: argparse.Namespace) -> int:
             raise CacheError(
                 f"left out {plural(len(built.left_out), 'item')}: {'; '.join(why for why, _ in whys)}",
                 where=folder,
-                hint="run the command again: it encodes them",
+                hint="run the command again: it encodes them; what an encoder returns that is not finite it"
+                " returns again: check its weights, or set its dtype to fp32",
             )
     return 0
 
@@ -88,17 +93,26 @@ def _status(args: argparse.Namespace) -> int:
     from mm_core.plan import cache_of
 
     _, cache = cache_of(config_of(args))
-    rows, lines = cache.survey()
+    faults = cache.store.faults()
+    rows, lines = cache.survey(faults)
+    without = sum(len(shard.keys) for shard in cache.store.shards if shard.sums is None)
     unused = int((~cache.needed()).sum())
     size = sum(shard.path.stat().st_size for shard in cache.store.shards)
     lacking = any(row.missing or row.stale for row in rows)
     if args.json:
-        print_json({"parts": [row._asdict() for row in rows], "unused": unused, "bytes": size})
+        more = {"damaged": len(faults), "unverified": without, "unused": unused, "bytes": size}
+        print_json({"parts": [row._asdict() for row in rows], **more})
         return int(lacking)
     head = ("SPLIT", "FEATURES", "PRESENT", "STALE", "MISSING", "UNREADABLE")
     print_table([head, *((row.split, row.part, *(f"{number:,}" for number in row[2:])) for row in rows)])
     for line in lines:
         print(line)
+    if faults:
+        print(
+            f"{plural(len(faults), 'entry')} cannot be used: `mm cache build` removes or encodes them again"
+        )
+    if without:
+        print(f"{plural(without, 'entry')} of before have no checksum (unverified): `mm cache build` adds it")
     shards, entries = plural(len(cache.store.shards), "shard"), plural(unused, "entry")
     print(f"{human_size(size)} in {shards}; {entries} that this run does not need")
     return int(lacking)

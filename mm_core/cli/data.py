@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mm_core.cli.options import add_allow_code, config_of, count, print_json, print_table, write_named
-from mm_core.errors import DataError, MMError, plural
+from mm_core.errors import DataError, MMError, plural, printable
 
 if TYPE_CHECKING:
     from mm_core.config.sections import RunConfig
@@ -123,7 +123,8 @@ def _print_sources(found: Mapping[str, Sequence[Found]]) -> None:
     for split, sources in found.items():
         for source in sources:
             for reason, left_out in source.left_out.items():
-                print(f"data.{split}: {source.source}: {plural(left_out, 'row')} left out: {reason}")
+                left = f"{plural(left_out, 'row')} left out: {printable(reason)}"
+                print(f"data.{split}: {printable(source.source)}: {left}")
 
 
 def _print_buckets(buckets: Mapping[str, Bucketed]) -> None:
@@ -135,7 +136,7 @@ def _print_buckets(buckets: Mapping[str, Bucketed]) -> None:
         print_table([head, *((split, *row) for split, each in buckets.items() for row in each.table())])
     for split, each in buckets.items():
         for remark in each.remarks():
-            print(f"data.{split}: {remark}")
+            print(f"data.{split}: {printable(remark)}")
 
 
 def _sizes(sizes: Mapping[str, int]) -> str:
@@ -156,7 +157,7 @@ def _check(config: RunConfig, args: argparse.Namespace) -> int:
             if state.fault is not None:
                 bad.append({"split": split, "file": state.name, "reason": _reason(state.fault)})
                 if not args.json:
-                    print(f"{state.name}: {_reason(state.fault)}", flush=True)
+                    print(f"{printable(state.name)}: {printable(_reason(state.fault))}", flush=True)
             if state.differs:
                 differing.append({"split": split, "file": state.name, "declared": state.differs})
             if time.monotonic() - shown > _EVERY:
@@ -168,7 +169,8 @@ def _check(config: RunConfig, args: argparse.Namespace) -> int:
         return 1 if bad else 0
     if differing:
         what = f"the sizes in {plural(len(differing), 'row')} differ from the files, such as"
-        print(f"{what}\n" + "\n".join(f"  {each['file']}: {each['declared']}" for each in differing[:_SHOWN]))
+        lines = (f"  {printable(str(each['file']))}: {each['declared']}" for each in differing[:_SHOWN])
+        print(f"{what}\n" + "\n".join(lines))
         print("  the files decide what is read; `where` and buckets go by the rows")
     print(f"{plural(total, 'sample')} read, {len(bad):,} bad")
     return 1 if bad else 0

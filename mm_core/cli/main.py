@@ -17,7 +17,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NoReturn, TextIO
 
-from mm_core.errors import MMError, PeerError, RunWarning, did_you_mean
+from mm_core.errors import MMError, PeerError, RunWarning, did_you_mean, without_controls
 from mm_core.runtime.output import Aside, standard_streams
 
 COMMANDS = MappingProxyType(
@@ -121,7 +121,7 @@ def _guarded(arguments: list[str], program: str) -> int:
     # MM_DEVICE selects another: mm_core.device imports only the backend in use. Ranks inherit the setting.
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     required = asked not in COMMANDS or asked in PRINTING or _asks_for_output(asked, arguments)
-    with standard_streams(required=required):
+    with standard_streams(required=required, live=asked == "train"):
         try:
             with redirect_stdout(Aside(sys.stdout)) if _prints_json(arguments) else nullcontext():
                 code = _reported(arguments, program)
@@ -190,7 +190,7 @@ def _warnings_printed() -> Iterator[None]:
         if not issubclass(category, RunWarning):
             before(message, category, filename, lineno, file, line)
         elif os.environ.get("RANK", "0") == "0":
-            print(f"warning: {message}", file=sys.stderr)
+            print(f"warning: {without_controls(str(message))}", file=sys.stderr)
 
     warnings.showwarning = show
     try:

@@ -9,10 +9,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mm_core.errors import MMError
+from mm_core.errors import MMError, printable
 
 if TYPE_CHECKING:
     from mm_core.config.sections import RunConfig
+
+# JSON escapes the others itself, and inside strings only.
+_JSON_ESCAPES = {
+    code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), *range(0x2028, 0x202F), *range(0x2066, 0x206A))
+}
 
 
 def add_allow_code(parser: argparse.ArgumentParser) -> None:
@@ -68,12 +73,13 @@ def human_size(size: float, digits: int = 1) -> str:
 def print_json(value: Mapping[str, object], indent: int | None = 2) -> None:
     """Prints the JSON document of a command, alone on standard output (see `runtime.output.Aside`)."""
     stream = getattr(sys.stdout, "document", sys.stdout)
-    print(json.dumps(value, indent=indent, default=str, ensure_ascii=False), file=stream, flush=True)
+    text = json.dumps(value, indent=indent, default=str, ensure_ascii=False).translate(_JSON_ESCAPES)
+    print(text, file=stream, flush=True)
 
 
 def print_table(rows: Iterable[Sequence[str | None]], indent: str = "") -> None:
     """Prints rows as aligned columns, separated by two spaces."""
-    cells = [[cell or "" for cell in row] for row in rows]
+    cells = [[printable(cell or "") for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:
         padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))

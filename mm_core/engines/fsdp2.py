@@ -40,7 +40,7 @@ from mm_core.contracts import (
 from mm_core.engines.base import EngineBase
 from mm_core.engines.local_shards import skips
 from mm_core.engines.loss_scale import LossScale
-from mm_core.modules.casting import cast_inputs, check_dtypes, uncast_inputs
+from mm_core.modules.casting import cast_as_planned, check_dtypes, uncast_inputs
 from mm_core.modules.quantised import check_device, shard_codes
 from mm_core.modules.tying import tied_names
 from mm_core.parallel.activation_checkpointing import kept_by, offload_activations, recompute, selective
@@ -276,7 +276,7 @@ class FSDP2Engine(EngineBase):
         policy = MixedPrecisionPolicy(
             param_dtype,
             _dtype(config.reduce_dtype),
-            cast_forward_inputs=False,  # cast_inputs below leaves the timestep as it is
+            cast_forward_inputs=False,  # cast_as_planned below leaves the timestep as it is
         )
         ignored = {p for path in plan.ignored for p in task.get_submodule(path).parameters()}
         pins = config.pin_memory and self.device.type != "cpu"
@@ -297,9 +297,7 @@ class FSDP2Engine(EngineBase):
             group(task.get_submodule(path), path, policy)
         for path, root in self._trained.items():
             group(root, path, replace(policy, output_dtype=_dtype(config.output_dtype)))
-        for path in plan.cast_inputs:
-            assert param_dtype is not None
-            cast_inputs(task.get_submodule(path), param_dtype)
+        cast_as_planned(task, plan)
         self._roots = [root for root in self._trained.values() if isinstance(root, FSDPModule)]
         chain = [m for p in plan.wrapped if isinstance(m := task.get_submodule(p), FSDPModule)]
         average_by_sum(self.device, [*chain, *self._roots])

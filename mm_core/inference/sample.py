@@ -43,7 +43,7 @@ from mm_core.evaluation.sampled_clips import (
 from mm_core.loading.frozen import load_frozen_alone, load_frozen_of
 from mm_core.loading.initial_weights import CheckpointWeights
 from mm_core.loading.run_adapters import task_of
-from mm_core.modules.casting import cast_frozen, cast_inputs, quantise_frozen_values
+from mm_core.modules.casting import cast_as_planned, cast_frozen, quantise_frozen_values
 from mm_core.modules.initialise import initialise
 from mm_core.modules.quantised import fill_state, scale_names
 from mm_core.modules.tying import state_of, tie, tied_names
@@ -322,6 +322,4 @@ def compute_as_planned(task: TaskModule, plan: EnginePlan) -> None:
     """Casts parameters and inputs of a task that is not sharded to the plan's `compute_dtype`, as its engine
     does; tables and timesteps keep their precision."""
     _cast_parameters(task, plan)
-    if (dtype := _lowered(plan)) is not None:
-        for path in plan.cast_inputs:
-            cast_inputs(task.get_submodule(path), dtype)
+    cast_as_planned(task, plan)

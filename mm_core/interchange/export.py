@@ -61,7 +61,8 @@ def export(
         format: name of a weight format.
         weights: `ema` exports the average, and the model's tensors without one; `auto` where there is one.
         merge_adapters: write the weights with the adapters merged into them (computed in fp32) instead.
-        dtype: `bf16`, `fp16` or `fp32`, for all floating-point parameters; None keeps the checkpoint's.
+        dtype: `bf16`, `fp16` or `fp32`, for all floating-point parameters; None keeps the checkpoint's, and
+            at least fp32 for merged weights.
         max_shard: size of the largest file, as `5GB`.
         component: the only component to export, if the task trains several.
         pipeline: pipeline's folder to copy the remaining parts from; None: the one the run started from.

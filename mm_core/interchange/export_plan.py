@@ -18,10 +18,11 @@ from mm_core.modules.adapter_layers import adapter_of, base_name, part_name, wit
 from mm_core.modules.tying import tied_names
 from mm_core.plugin.registry import Registry
 from mm_core.weights.adapters.beside import BESIDE, trained_beside
-from mm_core.weights.adapters.files import AdapterScale, adapter_files
+from mm_core.weights.adapters.files import AdapterScale
 from mm_core.weights.adapters.inject import scales_of
 from mm_core.weights.adapters.pissa import joined, side_by_side, start_of
 from mm_core.weights.adapters.stored_names import addition_key, beside_key, module_key, stored_key
+from mm_core.weights.adapters.written import adapter_files
 from mm_core.weights.fitting import formats_of
 from mm_core.weights.formats.format import (
     AdapterLayout,
@@ -110,12 +111,12 @@ class Planner:
         label: qualified name of the format.
         form: the format.
         saved: the checkpoint.
-        dtype: dtype of all floating-point parameters; None keeps the checkpoint's.
+        dtype: dtype of all floating-point parameters; None keeps the checkpoint's, and at least float32 where
+            adapters are merged.
         limit: size of the largest file in bytes.
         tables: paths in the task of tensors that keep their dtype: buffers, which have the precision that
             their component needs.
-        quantised: path in the task of each weight of a quantised base -> its kind: merged weights have the
-            values that the run computes with.
+        quantised: path in the task of each weight of a quantised base -> its kind.
         averaged: whether the weights are the moving average.
         begun: the values that tensors which adapters' files add to had in the base; None without such.
     """
@@ -164,7 +165,7 @@ class Planner:
             limit: size of the largest file in bytes; None for one file.
         """
         shapes = {name: self.saved.shapes[f"{root}.{path}"] for name, path in own.items()}
-        dtypes = {name: self._cast(f"{root}.{path}") for name, path in own.items()}
+        dtypes = {name: self._cast(f"{root}.{path}", merged=bool(scales)) for name, path in own.items()}
         copies: dict[str, list[Copy]] = {}
         for copy in layout.keys.copies(shapes):
             copies.setdefault(copy.stored, []).append(copy)
@@ -262,7 +263,7 @@ class Planner:
             if scale.dora:
                 lengths = part_name(f"{root}.{path}", "lora_magnitude_vector", adapter)
                 shape = (self.saved.shapes[lengths][0], 1)
-                make = partial(dora_scale_of, self.saved, f"{root}.{path}", adapter, scale)
+                make = partial(dora_scale_of, self.saved, self.quantised, f"{root}.{path}", adapter, scale)
                 key = stored_key(layout, path, "lora_magnitude_vector")
                 found[key] = _Computed(TensorSpec(key, self._cast(lengths), shape), make, path)
         for name in added:
@@ -295,11 +296,12 @@ class Planner:
             return None
         return fetched(self.saved, path, self._cast(path))
 
-    def _cast(self, path: str) -> torch.dtype:
+    def _cast(self, path: str, merged: bool = False) -> torch.dtype:
         kind = self.saved.dtypes[path]
-        if self.dtype is None or kind not in _CASTABLE or path in self.tables:
+        if kind not in _CASTABLE or path in self.tables:
             return kind
-        return self.dtype
+        # A merged weight is not a number of the base's dtype.
+        return self.dtype or (torch.promote_types(kind, torch.float32) if merged else kind)
 
     def _cannot_hold(self, root: str, module: nn.Module, adapter: bool = False) -> MMError:
         with without_adapters(module):
@@ -340,22 +342,26 @@ class _Computed:
 
 
 def _alphas(part: Part, layout: AdapterLayout, scales: Mapping[str, AdapterScale]) -> dict[str, _Computed]:
-    """The tensors `alpha` of a layout; only kohya's needs those of scale 1."""
-    names = {spec.name for spec in part.tensors}
+    """The tensors `alpha` of a layout; only kohya's needs those of scale 1.
+
+    That of a whole LoKr is what LyCORIS and musubi-tuner take for its rank, so that they scale it by 1.
+    """
+    shapes = {spec.name: spec.shape for spec in part.tensors}
     alphas = {}
     for module, scale in scales.items() if layout.alphas else ():
         key = module_key(layout, module)
-        if f"{key}.lokr_w2" in names:
+        alpha = scale.factor * scale.rank
+        if whole := shapes.get(f"{key}.lokr_w2"):
             if scale.factor != 1:
                 raise ContractError(
                     f"the LoKr of {module} has two whole matrices, which other programs scale by 1, but its"
                     f" scale is {scale.factor:g}",
                     hint="train with a lower rank, or with alpha equal to rank; or export lora/peft",
                 )
-        elif layout.flat or scale.factor != 1:
-            alpha = torch.tensor(scale.factor * scale.rank)
+            alpha = float(max(whole))
+        if layout.flat or scale.factor != 1:
             spec = TensorSpec(f"{key}.alpha", torch.float32, ())
-            alphas[spec.name] = _Computed(spec, partial(torch.clone, alpha))
+            alphas[spec.name] = _Computed(spec, partial(torch.tensor, alpha))
     return alphas
 
 

@@ -48,14 +48,12 @@ class Reader:
         path, dtype = self.paths[name], self.dtypes[name]
         module = name.removesuffix(".weight")
         merged = [(a, held[module]) for a, held in self.scales.items() if module in held and module != name]
-        kind = self.quantised.get(f"{self.root}.{path}")
-        tensor = fetched(self.saved, f"{self.root}.{path}", torch.float32 if merged or kind else dtype)
-        if kind is not None:
-            tensor = rounded(tensor, kind).to(torch.float32 if merged else dtype)
+        tensor = value_in_run(self.saved, self.quantised, f"{self.root}.{path}")
         if merged:
             place = f"{self.root}.{module}"
             adapters = ((scale, adapter_parts(self.saved, place, adapter)) for adapter, scale in merged)
-            tensor = merge(tensor, adapters).to(dtype)
+            tensor = merge(tensor, adapters)
+        tensor = tensor.to(dtype)
         if dtype == torch.float16 and not bool(torch.isfinite(tensor).all()):
             raise MMError(
                 f"{self.root}.{name} contains values outside the range of fp16",
@@ -65,18 +63,20 @@ class Reader:
         return tensor
 
 
-def dora_scale_of(saved: CheckpointSource, module: str, adapter: str, scale: AdapterScale) -> Tensor:
+def dora_scale_of(
+    saved: CheckpointSource, quantised: Mapping[str, str], module: str, adapter: str, scale: AdapterScale
+) -> Tensor:
     """ComfyUI's `dora_scale` of a module (path in the task) with a DoRA."""
     parts = adapter_parts(saved, module, adapter)
-    weight = fetched(saved, f"{module}.base_layer.weight", torch.float32)
+    weight = value_in_run(saved, quantised, f"{module}.base_layer.weight")
     return dora_scale(parts.pop("lora_magnitude_vector"), weight, scale.factor * change_of(parts))
 
 
 def addition_of(saved: CheckpointSource, begun: WeightPlan, path: str) -> Tensor:
-    """What a checkpoint's tensor (path in the task) has more than the base."""
-    start = torch.empty(saved.shapes[path])
+    """What a checkpoint's tensor (path in the task) has more than the base as the run read it."""
+    start = torch.empty(saved.shapes[path], dtype=saved.dtypes[path])
     begun.fill({path: start})
-    return fetched(saved, path, torch.float32) - start
+    return fetched(saved, path, torch.float32) - start.float()
 
 
 def adapter_parts(saved: CheckpointSource, module: str, adapter: str) -> dict[str, Tensor]:
@@ -84,6 +84,13 @@ def adapter_parts(saved: CheckpointSource, module: str, adapter: str) -> dict[st
     paths = {part: part_name(module, part, adapter) for part in PARTS}
     held = {part: path for part, path in paths.items() if path in saved.shapes}
     return {part: fetched(saved, path, torch.float32) for part, path in held.items()}
+
+
+def value_in_run(saved: CheckpointSource, quantised: Mapping[str, str], path: str) -> Tensor:
+    """A checkpoint's tensor (path in the task) as the run computes with it: its base may be rounded."""
+    kind = quantised.get(path)
+    tensor = fetched(saved, path, torch.float32 if kind else saved.dtypes[path])
+    return tensor if kind is None else rounded(tensor, kind)
 
 
 def fetched(saved: CheckpointSource, path: str, dtype: torch.dtype) -> Tensor:

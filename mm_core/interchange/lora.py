@@ -5,9 +5,12 @@ Each file is loaded again before it gets its name, and compared with the checkpo
 
 from __future__ import annotations
 
+import json
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path, PurePath
 
 import torch
@@ -25,16 +28,23 @@ from mm_core.loading.provenance import given_weights, own_weights
 from mm_core.loading.run_adapters import task_of
 from mm_core.modules.adapter_layers import PARTS, adapter_of
 from mm_core.runtime.ranks import Ranks
-from mm_core.weights.adapters.files import AdapterFile, open_adapter
+from mm_core.weights.adapters.files import AdapterFile, AdapterScale, open_adapter
 from mm_core.weights.adapters.inject import linear_layers, scales_of
-from mm_core.weights.adapters.layouts import LAYOUTS, LoraFormat
+from mm_core.weights.adapters.kinds import factor_of
+from mm_core.weights.adapters.layouts import LAYOUTS, PUBLISHERS, LoraFormat
 from mm_core.weights.adapters.locate import modules_in
-from mm_core.weights.adapters.pissa import joined
 from mm_core.weights.fitting import formats_of
 from mm_core.weights.formats.format import AdapterLayout, divided, of_component
 from mm_core.weights.writing import parse_size
 
 _SHOWN = 5
+_SEVERAL = "Dynamic"
+# musubi-tuner 30c658c: its networks are made for the modules in a model's blocks (networks/lora_wan.py), but
+# generation merges the tensors of all linear layers (utils/lora_utils.py), as ComfyUI does (comfy/lora.py).
+_SKIPS = (
+    "musubi-tuner's training skips these (--network_weights, --base_weights); its generation and ComfyUI"
+    " apply them"
+)
 
 
 def export_lora(
@@ -85,8 +95,7 @@ def export_lora(
 
     def fill(stage: Path) -> None:
         for part in plan.parts:
-            write_part(stage, part)
-            for sentence in check_written(stage, part, plan.planner, task.get_submodule(part.root)):
+            for sentence in _write(stage, part, plan.planner, task.get_submodule(part.root)):
                 note(sentence)
 
     if layout == "lora/peft":
@@ -94,6 +103,19 @@ def export_lora(
             fill(stage)
         return sorted(path for path in out.rglob("*") if path.is_file())
     return _moved(out, fill)
+
+
+def _write(stage: Path, part: Part, planner: Planner, component: nn.Module) -> Iterator[str]:
+    """Writes and checks the file of one adapter; yields sentences on what it leaves out for some."""
+    ((adapter, scales),) = part.adapters.items()
+    metadata = {**part.layout.metadata, **network_texts(scales.values())}
+    write_part(stage, replace(part, layout=replace(part.layout, metadata=metadata)))
+    yield from check_written(stage, part, planner, component)
+    if planner.label in PUBLISHERS and (outside := outside_blocks(component, scales)):
+        yield (
+            f"{plural(len(outside), 'module')} of {adapter!r} outside the model's blocks"
+            f" ({', '.join(outside[:_SHOWN])}): {_SKIPS}"
+        )
 
 
 def _checked(out: Path, layout: str) -> Path:
@@ -132,22 +154,50 @@ def _moved(out: Path, fill: Callable[[Path], None]) -> list[Path]:
 
 
 def _texts(stored: StoredRun, task: TaskModule, root: str, trigger_words: Sequence[str]) -> dict[str, str]:
-    """Header texts by the names that programs for LoRAs read: base model, rank, alpha, trigger words."""
+    """Header texts by the names that programs for LoRAs read: base model, trigger words."""
     origin = (
         given_weights(stored.config, stored.checkpoint.facts) or own_weights(task.get_submodule(root)) or ""
     )
     hub = HUB.search(origin)
-    held = joined(scales_of(task.get_submodule(root))).values()
-    scales = [scale for modules in held for scale in modules.values()]
     return {
         "modelspec.title": stored.config.run.name,
         "modelspec.trigger_phrase": ", ".join(trigger_words),
         "ss_base_model_version": f"{hub[1]}/{hub[2]}" if hub else PurePath(origin).name,
-        "ss_network_module": "networks.lora",
-        "ss_network_dim": ", ".join(str(rank) for rank in sorted({scale.rank for scale in scales})),
-        "ss_network_alpha": ", ".join(f"{alpha:g}" for alpha in sorted({scale.alpha for scale in scales})),
         "mm_core.version": __version__,
     }
+
+
+def network_texts(scales: Iterable[AdapterScale]) -> dict[str, str]:
+    """Header texts on the adapter of one file, as kohya's scripts and LyCORIS write them.
+
+    `alpha / dim` is the factor of each module; where modules differ, kohya's scripts write "Dynamic"
+    (networks/resize_lora.py). LoKr, LoHa and DoRA are networks of LyCORIS there.
+    """
+    held = [*scales]
+    ranks = {str(scale.rank) for scale in held}
+    alphas = {f"{scale.factor * scale.rank:.9g}" for scale in held}
+    kind, args = held[0].kind, {"algo": held[0].kind}
+    if kind == "lokr":
+        with suppress(ValueError):
+            if (factor := factor_of(scale.blocks for scale in held if scale.blocks)) is not None:
+                args["factor"] = str(factor)
+    if held[0].dora:
+        args["dora_wd"] = "True"
+    own = {"ss_network_module": "networks.lora"}
+    if kind != "lora" or held[0].dora:
+        own = {"ss_network_module": "lycoris.kohya", "ss_network_args": json.dumps(args)}
+    return {
+        **own,
+        "ss_network_dim": ranks.pop() if len(ranks) == 1 else _SEVERAL,
+        "ss_network_alpha": alphas.pop() if len(alphas) == 1 else _SEVERAL,
+    }
+
+
+def outside_blocks(component: nn.Module, names: Iterable[str]) -> list[str]:
+    """The modules with these names that are in no list of modules of a component, such as its blocks."""
+    lists = (path for path, module in component.named_modules() if isinstance(module, nn.ModuleList))
+    starts = tuple(f"{path}." for path in lists)
+    return [name for name in names if not name.startswith(starts)]
 
 
 def check_written(stage: Path, part: Part, planner: Planner, module: nn.Module) -> list[str]:

@@ -22,7 +22,8 @@ from mm_core.data.cache.claims import Claims
 from mm_core.data.cache.reading import Read, Reading, Wanted
 from mm_core.data.cache.rows import keys_of_texts
 from mm_core.data.cache.samples import FAULT, on_host
-from mm_core.data.cache.shards import FAULTY, SHARD_BYTES, Keys, size_of
+from mm_core.data.cache.shards import FAULTY, SHARD_BYTES, Keys, finite, size_of
+from mm_core.data.cache.store import Store
 from mm_core.data.loading.loader import faults_raised
 from mm_core.data.loading.workers import StartWorker, read_by_workers, start_server
 from mm_core.device import current_device, set_numerics
@@ -44,7 +45,7 @@ class Progress:
     """How far a build of a cache is, over all ranks.
 
     Attributes:
-        what: `samples` or `texts`.
+        what: `samples` or `texts`; `entries` that are checked first.
         done: of `of`, with those that were there before.
         seconds: left, as far as this can be known.
     """
@@ -57,10 +58,13 @@ class Progress:
 
 @dataclass
 class Built:
-    """What one rank has encoded, by part; the samples that cannot be read, and why others were left out."""
+    """What one rank has encoded, by part; the samples that cannot be read, and why others were left out; how
+    many entries it has removed since they were damaged or not finite, and how many it has given checksums."""
 
     encoded: Counter[str] = field(default_factory=Counter)
     unreadable: int = 0
+    removed: int = 0
+    summed: int = 0
     left_out: dict[tuple[str, int], str] = field(default_factory=dict)
 
 
@@ -81,6 +85,7 @@ def build_cache(config: RunConfig, show: Callable[[Progress], None]) -> Built:
     cache.store.tidy()
     cache.record_facts()
     own, ranks = Built(), Ranks.current()
+    _mend(cache.store, own, show)
     for of in ("media", "text"):
         if any(part.of == of for part in cache.parts):
             _Build(config, task, cache, own, of, show).run()
@@ -88,10 +93,34 @@ def build_cache(config: RunConfig, show: Callable[[Progress], None]) -> Built:
     for one in ranks.gather(own):
         total.encoded += one.encoded
         total.unreadable += one.unreadable
+        total.removed += one.removed
+        total.summed += one.summed
         total.left_out |= one.left_out
     media = {split: keys for split, part, keys in cache.tables() if not cache.keyed[part].of_text}
     total.unreadable += sum(cache.without_keys(split, keys) for split, keys in media.items())
     return total
+
+
+def _mend(store: Store, built: Built, show: Callable[[Progress], None]) -> None:
+    """Removes a rank's share of the entries that cannot be used, and gives those of before checksums."""
+    ranks, claims, began, done = Ranks.current(), Claims(store.folder / "claims"), time.monotonic(), 0
+    own, shown = store.shards[ranks.rank :: ranks.count], began
+    total = sum(len(shard.keys) for shard in own)
+    for shard, faults in store.checked(own):
+        before = shard.sums is None
+        if (faults or before) and claims.take(shard.path.stem):
+            try:
+                if shard.path.exists():  # else another build has replaced it
+                    store.mend(shard, faults)
+                    built.removed += len(faults)
+                    built.summed += (len(shard.keys) - len(faults)) * before
+            finally:
+                claims.release_all()
+        done += len(shard.keys)
+        if not ranks.rank and (now := time.monotonic()) - shown > _EVERY:
+            shown = now
+            show(Progress("entries", done, total, (now - began) / done * (total - done)))
+    store.refresh()
 
 
 _Entry = tuple[Keys, Features]
@@ -255,15 +284,25 @@ class _Build:
             lacking = same[:, None] & (self.store.find(self.keys[numbers]) < 0)
             given = given.to(self.device) if isinstance(given, Batch) and lacking.any() else given
             for column in np.flatnonzero(lacking.any(0)).tolist():
-                rows, own = self._features(self.parts[column], given), np.flatnonzero(lacking[:, column])
-                self.built.encoded[self.cache.parts[self.parts[column]].name] += len(own)
-                entries += [(self.keys[numbers[n], column : column + 1], rows[n]) for n in own.tolist()]
+                number = self.parts[column]
+                rows, part = self._features(number, given), self.cache.parts[number].name
+                for n in np.flatnonzero(lacking[:, column]).tolist():
+                    if not finite(rows[n]):
+                        why = f"the {part} of {self._name(numbers[n])} are not finite"
+                        self._leave_out(int(numbers[n]), why)
+                        continue
+                    self.built.encoded[part] += 1
+                    entries.append((self.keys[numbers[n], column : column + 1], rows[n]))
         left, held = self._open[read.chunk]
         left -= len(read.faults) + sum(len(own) for _, own in read.batches)
         self._open[read.chunk] = (left, held := held + entries)
         self.claims.touch()
         if not left or sum(size_of(row) for _, row in held) >= SHARD_BYTES:
             self._write(read.chunk)
+
+    def _name(self, number: int) -> str:
+        split, row, variant = self.items[number].tolist()
+        return self.cache.name([*self.cache.splits, "texts"][split], row, variant)
 
     def _leave_out(self, number: int, why: str) -> None:
         self.left_out[number] = True

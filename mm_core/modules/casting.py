@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from mm_core.contracts import CLIP_CONDITIONS, TaskModule
+from mm_core.contracts import CLIP_CONDITIONS, EnginePlan, TaskModule, torch_dtype
 from mm_core.errors import ContractError, PlanError, first_line
 from mm_core.modules.adapter_layers import adapter_of
 from mm_core.modules.shards import local
@@ -95,14 +95,34 @@ def shards_mixed() -> bool:
 
 
 def main_dtype(module: nn.Module, known: dict[torch.dtype, torch.dtype]) -> torch.dtype:
-    """The dtype of most floating-point parameter elements; `known` keeps it by that of the first one."""
+    """The dtype of most floating-point parameter elements below adapters; `known` keeps it by that of the
+    first one."""
     first = next(module.parameters()).dtype
     if first not in known:
         sizes: Counter[torch.dtype] = Counter()
-        for parameter in module.parameters():
-            sizes[parameter.dtype] += parameter.numel() * parameter.is_floating_point()
+        for name, parameter in module.named_parameters():
+            sizes[parameter.dtype] += parameter.numel() * (
+                parameter.is_floating_point() and adapter_of(name) is None
+            )
         known[first] = sizes.most_common(1)[0][0]  # tables and norms may have a higher precision
     return known[first]
+
+
+def cast_as_planned(task: TaskModule, plan: EnginePlan) -> None:
+    """Gives a task's modules their inputs in the dtype in which an engine computes, however the weights are
+    stored.
+
+    Args:
+        task: its modules change in place, and its `input_dtype`.
+        plan: of the engine; without a `compute_dtype` nothing changes.
+    """
+    if plan.compute_dtype is None:
+        return
+    dtype = torch_dtype(plan.compute_dtype)
+    for path in plan.cast_inputs:
+        cast_inputs(task.get_submodule(path), dtype)
+    # A model that casts its inputs itself gets them in full precision.
+    task.input_dtype = dtype if plan.cast_inputs else torch.float32
 
 
 def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:

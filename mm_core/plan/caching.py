@@ -208,6 +208,8 @@ def in_cache(
         assert isinstance(task, SupportsCache)
         task.use_texts(partial(_text_features, cache.store, cache.keyed[cache.text_part]))
     notes = [f"features are read from {cache.section.dir}; not loaded: {', '.join(spared) or 'nothing'}"]
+    for name, split in cache.splits.items():
+        notes += [f"data.{name}: {note}" for note in split.rows.drawn_otherwise(repeats=name == "train")]
     return found, notes, cache if filling else None
 
 

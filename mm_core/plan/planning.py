@@ -50,6 +50,7 @@ from mm_core.plan.bucketing import (
 )
 from mm_core.plan.length import check_schedule, profile_notes
 from mm_core.plan.model_states import StageBytes, model_states
+from mm_core.plan.padding import padding_notes
 from mm_core.plan.run_plan import ComponentFact, MissingFile, ModuleFact, RunPlan
 from mm_core.plugin.checks.places import place_of_object
 from mm_core.plugin.checks.values import returned
@@ -182,7 +183,7 @@ def make_plan(
     order = _buckets(config, task, size, accumulation, train)
     steps = _steps(config, size, order, train)
     check_schedule(config, steps)
-    notes = (*untested_torch(), *_notes(task), *profile_notes(config, steps))
+    notes = (*untested_torch(), *_notes(task), *padding_notes(config, task), *profile_notes(config, steps))
     modules = _modules(task)
     return RunPlan(
         name=config.run.name,

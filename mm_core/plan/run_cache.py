@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,8 +16,9 @@ import numpy as np
 from mm_core.config.sections import CacheSection
 from mm_core.contracts import CachePart
 from mm_core.data.cache.hashes import FILES, FileHashes
+from mm_core.data.cache.keys import digest_of
 from mm_core.data.cache.rows import CacheRows, PartKey
-from mm_core.data.cache.shards import FAULTY, Keys
+from mm_core.data.cache.shards import DAMAGED, FAULTY, NOT_FINITE, Keys
 from mm_core.data.cache.store import Store
 from mm_core.errors import CacheError, DataError
 from mm_core.files import os_reason, replace_text
@@ -139,28 +140,35 @@ class RunCache:
     def _encoder_change(self, part: int, before: int) -> str:
         """What is different in the components of a part from those that an entry was encoded by."""
         names = " and ".join(self.parts[part].components)
-        old: object = None
-        with suppress(OSError, ValueError):
-            old = json.loads((self.store.folder / "facts" / f"{before:016x}.json").read_bytes())
-        changes = [*_changes(old, json.loads(json.dumps(self.facts[part])))] if isinstance(old, dict) else []
+        old = self._recorded(before)
+        changes = [*_changes(old, json.loads(json.dumps(self.facts[part])))] if old else []
         shown = f" ({'; '.join(changes[:3])})" if changes else ""
         return f"the {names} has changed{shown}"
 
-    def survey(self) -> tuple[list[PartStatus], list[str]]:
+    def survey(self, faults: Mapping[int, str] | None = None) -> tuple[list[PartStatus], list[str]]:
         """What is there of each part of each split; and of what is not, a line for each part and reason with
-        the number, and the first samples by name."""
+        the number, and the first samples by name.
+
+        Args:
+            faults: of entries that are not there since they cannot be used, from `Store.faults`.
+        """
+        faults = faults or {}
         rows: list[PartStatus] = []
         counts: Counter[tuple[str, str]] = Counter()
         named: dict[tuple[str, str], list[str]] = {}
         for split, part, keys in self.tables():
             name, places, wanted = self.keyed[part].name, self.store.find(keys), keys["high"] != 0
-            there = self.store.keys[places[wanted & (places >= 0)]]
+            usable = (places >= 0) & ~np.isin(places, [*faults])
+            there = self.store.keys[places[wanted & usable]]
             bad = unreadable = int((there["encoder"] == FAULTY).sum())
             if not self.keyed[part].of_text:
                 unreadable += self.without_keys(split, keys)
-            lacking = np.argwhere(wanted & (places < 0))
-            reasons = self.reasons(part, keys[tuple(lacking.T)])
-            new = sum(reason in (NEW, VARIANT) for reason in reasons)
+            lacking = np.argwhere(wanted & ~usable)
+            found = zip(
+                places[tuple(lacking.T)].tolist(), self.reasons(part, keys[tuple(lacking.T)]), strict=True
+            )
+            reasons = [faults.get(place, why) for place, why in found]
+            new = sum(reason in (NEW, VARIANT, DAMAGED, NOT_FINITE) for reason in reasons)
             rows.append(PartStatus(split, name, len(there) - bad, len(reasons) - new, new, unreadable))
             for (row, variant), reason in zip(lacking.tolist(), reasons, strict=True):
                 counts[name, reason] += 1
@@ -184,13 +192,25 @@ class RunCache:
     def record_facts(self) -> None:
         """Writes what the digests are made of, so that later changes can be named."""
         for part, facts in zip(self.keyed, self.facts, strict=True):
-            path = self.store.folder / "facts" / f"{int.from_bytes(part.digest[:8], 'little'):016x}.json"
-            if not path.exists():
+            number = int.from_bytes(part.digest[:8], "little")
+            if self._recorded(number) is None:
+                path = self._facts_file(number)
                 try:
                     replace_text(path, json.dumps(facts, indent=1, sort_keys=True))
                 except OSError as error:
                     what = f"the cache cannot be written: {os_reason(error)}"
                     raise CacheError(what, where=str(path.parent)) from None
+
+    def _facts_file(self, number: int) -> Path:
+        return self.store.folder / "facts" / f"{number:016x}.json"
+
+    def _recorded(self, number: int) -> dict[str, Any] | None:
+        """What a digest that begins with this number is made of; None without a whole file of it."""
+        with suppress(OSError, ValueError):
+            found: dict[str, Any] = json.loads(self._facts_file(number).read_bytes())
+            if int.from_bytes(digest_of(found)[:8], "little") == number:
+                return found
+        return None
 
 
 def _alike(keys: Keys, known: Keys, *fields: str) -> np.ndarray[Any, np.dtype[np.bool_]]:

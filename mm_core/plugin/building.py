@@ -8,7 +8,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from mm_core.errors import ConfigError, ContractError, foreign_code
-from mm_core.plugin.checks.contract import call_fault, check_object
+from mm_core.plugin.checks.calls import call_fault
+from mm_core.plugin.checks.contract import check_object
 from mm_core.schema.fields import ComponentConfig
 from mm_core.schema.nodes import rebuilt
 

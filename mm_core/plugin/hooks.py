@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from types import FunctionType, ModuleType
 
 from mm_core.errors import did_you_mean
-from mm_core.plugin.checks.contract import call_fault
+from mm_core.plugin.checks.calls import call_fault
 from mm_core.plugin.component import Component
 from mm_core.plugin.hookspecs import KINDS
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from mm_core.errors import MMError
+from mm_core.errors import MMError, without_controls
 
 
 class BestEffort(io.TextIOBase):
@@ -17,21 +17,27 @@ class BestEffort(io.TextIOBase):
 
     Once a write has failed (a closed pipe, a full disk), the stream's descriptor is redirected to /dev/null,
     so that neither child processes nor the interpreter's last flush fail.
+
+    Args:
+        stream: the stream.
+        live: control characters are written as they are, for a progress bar; otherwise as escapes, so that
+            no name in a file commands the terminal.
     """
 
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
+    def __init__(self, stream: Any, live: bool = True) -> None:
+        self.stream, self._live = stream, live
 
     def write(self, text: str) -> int:
         """Writes text to the standard stream; text that cannot be written is dropped (`Required`: an error).
 
         Characters that the stream's encoding lacks are written as escapes.
         """
+        shown = text if self._live else without_controls(text)
         try:
-            self._try(self.stream.write, text)
+            self._try(self.stream.write, shown)
         except UnicodeError:
             encoding = self.encoding or "ascii"
-            self._try(self.stream.write, text.encode(encoding, "backslashreplace").decode(encoding))
+            self._try(self.stream.write, shown.encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
 
     def flush(self) -> None:
@@ -117,15 +123,16 @@ class Aside(BestEffort):
 
 
 @contextmanager
-def standard_streams(*, required: bool) -> Iterator[None]:
+def standard_streams(*, required: bool, live: bool = False) -> Iterator[None]:
     """Replaces standard output and standard error for the duration of a command.
 
     Args:
         required: output that cannot be written is an error, since the output is the command's purpose.
+        live: a progress bar may be drawn on standard output.
     """
     _open_closed(required)
     before = sys.stdout, sys.stderr
-    out = Required(sys.stdout) if required else BestEffort(sys.stdout)
+    out = (Required if required else BestEffort)(sys.stdout, live)
     sys.stdout, sys.stderr = out, BestEffort(sys.stderr)
     try:
         yield

@@ -17,9 +17,9 @@ _STEPS = 64
 class BinnedLoss:
     """Sums the training loss and gradient norm in bins of a scale, such as the noise level.
 
-    Nothing is fetched from the device until `flush`. A step has one gradient norm: each bin gets it with the
-    share of the step's samples (of this rank) in the bin as weight, so that the norm of a bin is a weighted
-    mean over steps. With one sample per step it is exact.
+    Nothing is fetched from the device until `flush`. A step has one gradient norm: each bin gets it with its
+    share of the step's sample weight over all ranks, so that the norm of a bin is a weighted mean over steps.
+    With one sample per step it is exact.
 
     Args:
         bins: the scale and its bins.
@@ -30,7 +30,7 @@ class BinnedLoss:
         self._bins, self._gather = bins, gather
         self._labels = [f"{low:g}-{high:g}" for low, high in zip(bins.edges, bins.edges[1:], strict=False)]
         self._step: Tensor | None = None
-        self._taken: list[tuple[Tensor, float]] = []
+        self._taken: list[tuple[Tensor, float, float | None]] = []
         self._losses: Tensor | None = None
         self._norms: Tensor | None = None
 
@@ -38,16 +38,17 @@ class BinnedLoss:
         """Adds a micro-batch: [2, n] sums of the loss and of the sample weights in each bin."""
         self._step = bins.clone() if self._step is None else self._step + bins
 
-    def step(self, grad_norm: float) -> None:
+    def step(self, grad_norm: float, weight: float | None = None) -> None:
         """Ends a training step; a step whose gradient is not finite is excluded from the means of its bins.
 
         Args:
             grad_norm: global gradient norm of the step.
+            weight: total sample weight of the step over all ranks; None: this rank is the only one.
         """
         if self._step is None or not math.isfinite(grad_norm):
             self._step = None
             return
-        self._taken.append((self._step, grad_norm))
+        self._taken.append((self._step, grad_norm, weight))
         self._step = None
         if len(self._taken) == _STEPS:
             self._fold()
@@ -56,10 +57,17 @@ class BinnedLoss:
         """Sums many steps in one operation: an operation on few numbers costs as much as on many."""
         if not self._taken:
             return
-        steps = torch.stack([step for step, _ in self._taken])
-        grad_norms = torch.tensor([norm for _, norm in self._taken], device=steps.device)
-        shares = steps[:, 1] / steps[:, 1].sum(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-        norms = torch.stack([(shares * grad_norms[:, None]).sum(0), shares.sum(0)])
+        tables, grad_norms, weights = zip(*self._taken, strict=True)
+        steps = torch.stack(tables)
+        # NaN stands for a weight that only this rank's samples make up.
+        given = [
+            [norm, math.nan if weight is None else weight]
+            for norm, weight in zip(grad_norms, weights, strict=True)
+        ]
+        norm, total = torch.tensor(given, device=steps.device).T[..., None]
+        total = torch.where(total.isnan(), steps[:, 1].sum(1, keepdim=True), total)
+        shares = steps[:, 1] / total.clamp_min(torch.finfo(torch.float32).tiny)
+        norms = torch.stack([(shares * norm).sum(0), shares.sum(0)])
         losses = steps.sum(0)
         self._losses = losses if self._losses is None else self._losses + losses
         self._norms = norms if self._norms is None else self._norms + norms

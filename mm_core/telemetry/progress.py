@@ -6,6 +6,8 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TextIO
 
+from mm_core.errors import without_controls
+
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
@@ -49,7 +51,7 @@ class Progress:
     def note(self, text: str) -> None:
         """Shows a message in the progress display."""
         if self._stream is not None:
-            self._stream.write(text + "\n")
+            self._stream.write(without_controls(text) + "\n")
             self._stream.flush()
 
     def close(self) -> None:
@@ -78,7 +80,7 @@ class LiveProgress(Progress):
 
     def note(self, text: str) -> None:
         """Writes a message above the progress bar."""
-        self._open().console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._open().console.print(without_controls(text), markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Stops the progress bar and restores the terminal."""

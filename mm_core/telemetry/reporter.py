@@ -91,7 +91,7 @@ class RunReporter:
         self.window.micro(loss)
 
     def step(
-        self, step: int, *, lr: float, grad_norm: float, data_wait: float, samples: float
+        self, step: int, *, lr: float, grad_norm: float, data_wait: float, samples: float, weight: float
     ) -> Mapping[str, float] | None:
         """Ends a training step and reports its metrics every `log.every` steps.
 
@@ -101,11 +101,12 @@ class RunReporter:
             grad_norm: global gradient norm before clipping.
             data_wait: seconds that this rank waited for its samples.
             samples: samples of the step, over all ranks.
+            weight: total weight of the step, over all ranks.
 
         Returns:
             the reported metrics, equal on all ranks; None if the step is not logged.
         """
-        self.window.step(grad_norm=grad_norm, data_wait=data_wait, samples=samples)
+        self.window.step(grad_norm=grad_norm, data_wait=data_wait, samples=samples, weight=weight)
         if not self._steps:
             self.window.step_flops = self._flops.of_step(self._accumulation) or 0.0
         self._steps += 1

@@ -88,13 +88,16 @@ class MetricsWindow:
             value = value.detach().to(loss.total.device, torch.float32)
             add(self._step_sums, name, value)
 
-    def step(self, *, grad_norm: float, data_wait: float, samples: float) -> None:
+    def step(
+        self, *, grad_norm: float, data_wait: float, samples: float, weight: float | None = None
+    ) -> None:
         """Ends a training step: adds its time, gradient norm and samples to the metrics of the window.
 
         Args:
             grad_norm: global gradient norm before clipping.
             data_wait: seconds that this rank waited for its samples.
             samples: samples of the step, over all ranks.
+            weight: total weight of the step, over all ranks; None: this rank is the only one.
         """
         now = self._clock()
         self._step_time += now - self._mark
@@ -105,7 +108,7 @@ class MetricsWindow:
         self._samples += samples
         self.samples_seen += samples
         if self._bins is not None:
-            self._bins.step(grad_norm)
+            self._bins.step(grad_norm, weight)
 
     def _end_step(self, grad_norm: float) -> None:
         if math.isfinite(grad_norm):

@@ -85,6 +85,7 @@ class LateSteps:
             grad_norm=grad_norm,
             data_wait=issued.data_wait,
             samples=issued.agreed.samples,
+            weight=issued.agreed.weight,
         )
         ends = between.after_step(step + 1, logged, stop=issued.agreed.stop, save=issued.agreed.save)
         return refused is not None, ends

@@ -107,7 +107,12 @@ def run_steps(training: Training, start: int) -> int:
         training.between.updated(step + 1, refused)
         reporter.enter("log")
         logged = reporter.step(
-            step + 1, lr=lr, grad_norm=grad_norm, data_wait=data_wait, samples=agreed.samples
+            step + 1,
+            lr=lr,
+            grad_norm=grad_norm,
+            data_wait=data_wait,
+            samples=agreed.samples,
+            weight=agreed.weight,
         )
         if training.between.after_step(step + 1, logged, stop=agreed.stop, save=agreed.save):
             return step + 1

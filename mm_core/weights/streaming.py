@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from mm_core.errors import CheckpointError
 from mm_core.weights.formats.format import StoredTensors
 from mm_core.weights.formats.key_map import Box, Copy, box_of
 
@@ -33,6 +35,7 @@ def stream(
     """
     shards = {name: shard_of(tensor) for name, tensor in targets.items()}
     for copy, stored in copies:
+        _check_numbers(copy, stored, targets[copy.component])
         local, place = shards[copy.component]
         region = overlap(copy, place)
         if region is None:
@@ -42,6 +45,19 @@ def stream(
             inside = [slice(p.start - o.start, p.stop - o.start) for p, o in zip(piece, place, strict=True)]
             local[tuple(inside)] = read
             advance(read.numel() * read.dtype.itemsize)
+
+
+def _check_numbers(copy: Copy, stored: StoredTensors, target: Tensor) -> None:
+    """CheckpointError if a weight's stored numbers are codes of it, or complex: a cast would not give it."""
+    kind = stored.dtypes[copy.stored]
+    matrix = len(copy.stored_shape) > 1 and not kind.is_floating_point and kind != torch.bool
+    if target.is_floating_point() and (kind.is_complex or matrix):
+        raise CheckpointError(
+            f"{copy.stored} is stored as {str(kind).removeprefix('torch.')}, which is not the weight itself",
+            where=copy.component,
+            accepted="floating-point weights",
+            hint="dequantise the file with the library that wrote it",
+        )
 
 
 def read_box(copy: Copy, stored: StoredTensors, box: Box) -> Tensor:

@@ -140,6 +140,31 @@ def test_check_lists_the_bad_files_and_exits_with_1(run: Path, capsys: pytest.Ca
     assert [row["file"] for row in json.loads(capsys.readouterr().out)["bad"]] == [str(bad)]
 
 
+@pytest.mark.parametrize("command", ["check", "inspect"])
+def test_names_and_texts_of_files_command_no_terminal(run: Path, capsys, command: str) -> None:
+    """File names and reasons with control characters are printed as escapes, in text and in JSON."""
+    wild = "x\x1b[2J\x9b1m\nforged.png"
+    folder = run.parent / "wild"
+    folder.mkdir()
+    (folder / wild).write_bytes(b"no image")
+    rows = [
+        {"path": str(folder / wild), "text": "a \x1b]0;title\x07 caption"},
+        {"path": "absent\x1b[1m\r.mp4"},
+    ]
+    (folder / "rows\x1b[7m.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    document = yaml.safe_load(run.read_text())
+    document["data"]["train"]["sources"] = [{"annotations": str(folder / "rows\x1b[7m.jsonl")}]
+    run.write_text(yaml.safe_dump(document))
+    for more in ([], ["--json"]):
+        main(["data", command, "--config", str(run), *more])
+        printed = capsys.readouterr()
+        for text in printed:
+            assert not any(mark in text for mark in ("\x1b", "\x9b", "\r", "\nforged")), repr(text)
+        assert "\\x1b[" in printed.out + printed.err or "\\u001b[" in printed.out
+        if more and printed.out:
+            json.loads(printed.out)
+
+
 def test_a_split_that_is_missing_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "check", "--config", str(run), "--split", "test"]) == 1
     assert "the config has no data.test" in capsys.readouterr().err

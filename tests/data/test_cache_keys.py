@@ -181,6 +181,23 @@ def rows(tmp_path, monkeypatch) -> CacheRows:
     return CacheRows(MediaTextDataset([MediaSource(str(tmp_path / "rows.jsonl"))], 1, 8, 8), None, 2, 0)
 
 
+@pytest.mark.parametrize(
+    ("captions", "weight", "found"),
+    [(1, 2.0, []), (3, 1.0, ["from epoch 2 on"]), (3, 0.5, ["from epoch 2 on", "weight is not 1"])],
+)
+def test_what_is_drawn_otherwise_than_without_a_cache_is_noted(tmp_path, captions, weight, found):
+    texts = [f"caption {number}" for number in range(captions)]
+    listed = [{"path": f"{number}.png", "cap": texts} for number in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in listed))
+    sources = [MediaSource(str(tmp_path / "rows.jsonl"), weight=weight)]
+    rows = CacheRows(MediaTextDataset(sources, 1, 8, 8), None, 2, 0)
+    notes = rows.drawn_otherwise(repeats=True)
+    assert len(notes) == len(found) and all(
+        part in note for part, note in zip(found, sorted(notes), strict=True)
+    )
+    assert rows.drawn_otherwise(repeats=False) == [note for note in notes if "repeats" not in note]
+
+
 def filled(rows: CacheRows, folder: Path, *shares: tuple[int, int]) -> np.ndarray:
     table = np.zeros((40, 2, 2), KEY)
     for share in shares:

@@ -24,7 +24,7 @@ from mm_core.data.datasets.video_text import VideoTextDataset
 from mm_core.data.loading.loader import CodeError, MicroBatchLoader
 from mm_core.data.loading.sampler import BatchPlan, Order, SlotSpec
 from mm_core.data.loading.skipped import SkipLedger, UnreadableError
-from mm_core.errors import ContractError, DataError, PartsError
+from mm_core.errors import ContractError, DataError, PartsError, RunWarning
 from mm_core.plugin.local import import_file, module_name, read_local
 from support import ranks, warm
 from support.validation import Clips
@@ -323,6 +323,29 @@ def test_pixels_outside_their_range_are_an_error_of_the_dataset(
     line = inspect.getsourcelines(Scaled)[1]
     assert caught.value.where == f"Scaled, {__file__}, line {line}"
     assert "/ 127.5 - 1" in str(caught.value.hint)
+
+
+class Unit(Clips):
+    """Clips from 0 to 1, but for `dark`."""
+
+    dark = -1
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = super().__getitem__(index)
+        return sample if index == self.dark else sample | {"pixels": sample["pixels"].add(1).div(2)}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_clips_from_0_to_1_are_a_warning_that_names_the_range(workers: int) -> None:
+    plan = BatchPlan(8, 1, 2, 0, "sequential", True)
+    with pytest.warns(RunWarning, match="the pixels of its first clips are from 0 to 1: -1 is black") as seen:
+        assert len(list(loader(Unit(8), plan, workers=workers))) == 12
+    assert len(seen) == 1
+    assert str(seen[0].message).startswith(f"Unit, {__file__}, line {inspect.getsourcelines(Unit)[1]}: ")
+    for dark in (0, 1):  # one bright clip is no sign
+        dataset = Unit(8)
+        dataset.dark = dark
+        assert len(list(loader(dataset, plan, workers=workers))) == 12
 
 
 def test_a_worker_that_dies_is_a_readable_error() -> None:

@@ -174,6 +174,41 @@ def test_an_mp4_copied_from_avi_has_times_of_decoding(tmp_path: Path, encode) ->
         assert levels(PyAVReader().read(file, [(k + 0.5) / 24 for k in wanted])) == wanted
 
 
+@pytest.mark.parametrize("copied", ["avi", "mp4"])
+@pytest.mark.parametrize("held", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("codec", "options"), [("mpeg4", {"bf": "2", "b": "4000000"}), ("libx264", {"bf": "3"})]
+)
+def test_what_an_encoder_holds_back_does_not_repeat_the_first_frame_of_an_avi(
+    tmp_path: Path, encode, codec: str, options: dict[str, str], held: int, copied: str
+) -> None:
+    """As XviD with B-frames is written: its packets have the times 0, 3, 4, 5, ..."""
+    source, file = encode(tmp_path / "a.avi", codec=codec, options=options), tmp_path / "held.avi"
+    for suffix in dict.fromkeys(("avi", copied)):
+        file = tmp_path / f"held.{suffix}"
+        with av.open(str(source)) as old, av.open(str(file), "w") as new:
+            stream = new.add_stream_from_template(old.streams.video[0])
+            step = old.streams.video[0].time_base.denominator / (
+                24 * old.streams.video[0].time_base.numerator
+            )
+            for number, packet in enumerate(packet for packet in old.demux(video=0) if packet.size):
+                moved = packet.dts + (round(held * step) if number and source.name == "a.avi" else 0)
+                packet.pts = packet.dts = moved
+                packet.stream = stream
+                new.mux(packet)
+        source = file
+    reader = PyAVReader()
+    info = reader.probe(file)
+    assert info.num_frames == 40
+    if copied == "avi":
+        assert (info.fps, info.duration) == pytest.approx((24, 40 / 24), rel=1e-3)
+    middles = [(k + 0.5) / 24 for k in range(40)]
+    assert levels(reader.read(file, middles)) == [*range(40)]
+    assert levels(reader.read(file, middles[28:31])) == [28, 29, 30]
+    streamed = [levels(frame[None]) for _, frame in reader.stream(file, lambda info: middles[:12])]
+    assert streamed == [[k] for k in range(12)]
+
+
 @pytest.mark.parametrize("begins", ["whole", "cut"])
 @pytest.mark.parametrize("options", ["open-gop=1:bframes=3:b-adapt=0", "intra-refresh=1:bframes=0"])
 @pytest.mark.parametrize("suffix", ["mp4", "mkv", "ts", "avi"])

@@ -132,23 +132,23 @@ def test_checkpoints_that_hold_the_base_are_resumed_across_both_forms_too(tiny, 
     assert one == two and len(one) == 4
 
 
-def test_samples_and_merged_weights_have_the_values_of_the_base(run, base, tmp_path, mm, same_clips):
+@pytest.mark.parametrize("options", [(), ("--dtype", "fp32")])
+def test_samples_and_merged_weights_have_the_values_of_the_base(options, run, base, tmp_path, mm, same_clips):
     run("run", "train.base_dtype=int8", steps=4)
-    done = mm("export", "--run", tmp_path / "run", "--to", "safetensors", "--merge-lora",
-              "--dtype", "fp32", "--out", tmp_path / "merged")  # fmt: skip
+    done = mm("export", "--run", tmp_path / "run", "--to", "safetensors", "--merge-lora", *options,
+              "--out", tmp_path / "merged")  # fmt: skip
     assert done.code == 0, done.err
     merged, stored = load_file(tmp_path / "merged/model.safetensors"), load_file(base)
     adapters = trained(tmp_path / "run")
     for name, tensor in stored.items():
         own = name.removesuffix(".weight")
-        expected = tensor
+        expected = tensor.bfloat16().float()
         if "blocks" in name and tensor.dim() == 2 and "scale_shift" not in name:
             expected = rounded(tensor, "int8")
         if (first := adapters.get(f"{own}.lora_A.default.weight")) is not None:
             expected = expected + adapters[f"{own}.lora_B.default.weight"] @ first
-        near = 0 if "blocks" in name else 1e-2  # other weights are in bf16
         found = merged[name.removeprefix("predictor.")]
-        torch.testing.assert_close(found, expected, rtol=near, atol=1e-6)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
     clips = []
     for name, options in (("one", ()), ("two", ("--nproc", 2)), ("streamed", STREAM)):
         out = tmp_path / name
@@ -159,14 +159,13 @@ def test_samples_and_merged_weights_have_the_values_of_the_base(run, base, tmp_p
     assert same_clips(clips[0], clips[1]) and same_clips(clips[0], clips[2])
 
 
-def test_evaluations_and_samples_are_those_of_the_merged_weights(run, tiny, base, tmp_path, mm):
+@pytest.mark.parametrize("kind", ["bf16", "nf4"])
+def test_evaluations_and_samples_are_those_of_the_merged_weights(kind, run, tiny, base, tmp_path, mm):
     clips = "data.validation={type: shapes, num_frames: 8, height: 16, width: 16, clips: 4}"
-    exact = tmp_path / "exact.safetensors"  # what is not quantised is bf16 in the run, not in the export
-    save_file({name: tensor.bfloat16().float() for name, tensor in load_file(base).items()}, exact)
-    kept = ("train.base_dtype=nf4", "validation={every: 4}", clips, f"init_from.path={exact}")
+    kept = (f"train.base_dtype={kind}", "validation={every: 4}", clips)
     run("run", *kept, steps=4)
     done = mm("export", "--run", tmp_path / "run", "--to", "safetensors", "--merge-lora",
-              "--dtype", "fp32", "--out", tmp_path / "merged")  # fmt: skip
+              "--out", tmp_path / "merged")  # fmt: skip
     assert done.code == 0, done.err
     plain = ("train.adapters=[]", "train.base_dtype=null", "init_from=null")
     words = command(tiny, base, tmp_path, "whole", 4, *kept, *plain)[1:]
@@ -184,7 +183,8 @@ def test_evaluations_and_samples_are_those_of_the_merged_weights(run, tiny, base
             sheets.append(np.asarray(image).astype(int))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert np.abs(sheets[0] - sheets[1]).max() <= 1
-    done = mm("eval", "--run", tmp_path / "run", "--json", "train.base_dtype=bf16")
+    other = "bf16" if kind == "nf4" else "int8"
+    done = mm("eval", "--run", tmp_path / "run", "--json", f"train.base_dtype={other}")
     assert abs(json.loads(done.out)["metrics"]["loss"] - losses[0]) > 1e-4 * losses[0], "another base"
 
 

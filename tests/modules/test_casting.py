@@ -8,7 +8,13 @@ from torch import nn
 
 from mm_core.errors import ContractError, PlanError
 from mm_core.modules import casting
-from mm_core.modules.casting import cast_inputs, check_dtypes, quantise_frozen_values, uncast_inputs
+from mm_core.modules.casting import (
+    cast_inputs,
+    check_dtypes,
+    main_dtype,
+    quantise_frozen_values,
+    uncast_inputs,
+)
 from mm_core.parallel.activation_checkpointing import recompute
 
 
@@ -95,3 +101,11 @@ def test_two_floating_dtypes_are_a_matter_of_casting(product):
 def test_integers_are_none(product):
     with pytest.raises(RuntimeError), uncast_inputs("bf16"):
         product()
+
+
+def test_adapters_do_not_decide_in_which_dtype_a_model_takes_its_inputs():
+    model = nn.Module()
+    model.to_q = nn.Module()
+    model.to_q.base_layer = nn.Linear(4, 4).bfloat16()
+    model.to_q.lora_A = nn.ModuleDict({"default": nn.Linear(4, 64)})
+    assert main_dtype(model, {}) == torch.bfloat16

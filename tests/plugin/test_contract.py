@@ -231,6 +231,80 @@ def test_a_base_class_has_honest_defaults_of_a_predictor() -> None:
     assert made.out_channels == 5
 
 
+class Rows:
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> dict[str, object]:
+        return {}
+
+    def collate(self, samples):
+        return samples
+
+
+def rows(**members: object) -> type:
+    return type("Mine", (Rows,), members)
+
+
+def never(name: str, meant: str) -> str:
+    return f"its method {name} is never used: did you mean {meant}?"
+
+
+@pytest.mark.parametrize(
+    ("kind", "cls", "found"),
+    [
+        ("dataset", rows(lenghts=lambda self: None), [never("lenghts", "lengths")]),
+        ("dataset", rows(class_name=lambda self: ()), [never("class_name", "class_names")]),
+        ("dataset", rows(sample_ad=lambda self, index, rng: {}), [never("sample_ad", "sample_at")]),
+        ("dataset", rows(lenght=lambda self, index: 3), []),  # a helper with other arguments
+        ("dataset", rows(size=lambda self: 3, columns=lambda self: ()), []),
+        (
+            "dataset",
+            rows(source_of=lambda self, row, size, rng: None),
+            ["its source_of is never used: SupportsSources also needs num_sources()"],
+        ),
+        (
+            "dataset",
+            rows(row_sizes=lambda self: None, epoch_rows=lambda self, epoch: None),
+            [
+                "its row_sizes and epoch_rows are never used:"
+                " SupportsRowSizes also needs sample_of(row, size, rng)"
+            ],
+        ),
+        ("predictor", like(shard_plans=lambda self: None), [never("shard_plans", "shard_plan")]),
+        (
+            "predictor",
+            like(max_frame=8),
+            ["its attribute max_frame is never used: did you mean max_frames?"],
+        ),
+        ("predictor", like(max_frame="8"), []),  # another type
+        (
+            "predictor",
+            like(image_dim=16),
+            ["its image_dim is never used: SupportsFrames also needs frame_choices"],
+        ),
+    ],
+)
+def test_what_resembles_a_capability_or_is_half_of_one_is_never_used(kind, cls, found) -> None:
+    """Where it switches the capability off in silence."""
+    faults = without_lines(object_faults(kind, cls()))
+    assert faults == [] if not found else faults[0].startswith(found[0]) and len(faults) == 1, faults
+
+
+def test_an_authors_own_members_are_not_held_against_the_capabilities() -> None:
+    class Mine(Rows):
+        def lengt(self):
+            return 3
+
+        def num_sources(self):
+            return 2
+
+        def __getitem__(self, index):
+            return {"length": self.lengt(), "sources": self.num_sources()}
+
+    assert class_faults("dataset", Mine) == object_faults("dataset", Mine()) == []
+
+
 def test_names_that_resemble_an_event_are_misspelt() -> None:
     class Mine(Callback):
         def step_end(self, step, metrics): ...

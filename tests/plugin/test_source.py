@@ -103,6 +103,18 @@ def test_a_method_that_resembles_one_of_the_base_class_is_never_called(faults: A
     assert len(faults(helper)) == 1, "a helper with other arguments"
 
 
+def test_misspelt_and_half_capabilities_are_found_by_the_file(faults: Any) -> None:
+    optional = BASED.replace("init_weight(", "shard_plane(").replace("helper(self)", "complete(self, device)")
+    optional = optional.replace("text_dim: int", "text_dim: int = 8\n    max_framed = 4")
+    assert faults(optional) == [
+        "its method shard_plane (line 14) is never used: did you mean shard_plan?",
+        "its attribute max_framed is never used: did you mean max_frames?",
+        "its complete is never used: SupportsExperts also needs experts (Sequence[Expert])",
+    ]
+    used = "self.in_channels = channels, self.shard_plane(), self.complete(0), self.max_framed"
+    assert faults(optional.replace("self.in_channels = channels", used)) == []
+
+
 def test_the_members_in_the_source_are_those_of_the_contract() -> None:
     for kind, contract in CONTRACTS.items():
         for each in (contract, *(type(contract)(path) for path in contract.optional)):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 
 import mm_core
 from mm_core.cli.main import main
@@ -18,7 +19,7 @@ from mm_core.data.loading.plain import PlainBatches, PlainSamples
 from mm_core.data.loading.sampler import BatchPlan
 from mm_core.data.loading.seeding import build_split
 from mm_core.data.loading.streams import BatchStream, TrainingStream, ended, held_out
-from mm_core.errors import ConfigError, ContractError, DataError, MMError, PlanError
+from mm_core.errors import ConfigError, ContractError, DataError, MMError, PlanError, RunWarning
 from mm_core.evaluation.batches import StreamedEvaluation
 from mm_core.plugin.registry import get_registry
 from mm_core.schema.checking import check_component
@@ -356,3 +357,20 @@ def test_a_loader_that_ends_early_on_one_rank_ends_the_run_by_one_sentence(tiny,
         "lr_schedule={type: constant}",
     )
     assert done.code == 0 and done.err.count("warning: ranks 0 and 1 read the same rows of data.train") == 1
+
+
+class UnitStream(IterableDataset):
+    """Clips scaled by `/ 255`."""
+
+    def __iter__(self) -> Any:
+        inner = ShapesDataset(8, 16, 16, clips=4)
+        return (
+            {"video": (one["pixels"] + 1) / 2, "caption": one["caption"]}
+            for one in map(inner.__getitem__, range(4))
+        )
+
+
+def test_a_stream_of_clips_from_0_to_1_is_a_warning() -> None:
+    stream = stream_of(PlainBatches(lambda *_: UnitStream(), "data.train"))
+    with pytest.warns(RunWarning, match="from 0 to 1: -1 is black and 1 is white"):
+        assert len(list(stream.epoch(0))) == 2

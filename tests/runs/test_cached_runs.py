@@ -144,6 +144,26 @@ def test_buckets_variants_and_dropout_give_the_losses_without_a_cache(place):
     assert len(losses(cached, of)) == 1
 
 
+def test_the_plan_notes_that_the_uses_of_a_row_share_what_is_drawn_for_it(place, capsys):
+    """With a weight, the uncached run draws a caption for each use: the losses differ."""
+    for row in place.rows:
+        row["cap"] = [row["cap"], f"the {row['cap']}, which has a longer caption"]
+    place.config("written")
+    sources = [{"annotations": f"{place.folder}/clips.jsonl", "weight": 2}]
+    build_cache(place.config("built", *place.cached(), sources=sources), note)
+    online, cached = (
+        train(place.config(name, *more, sources=sources))
+        for name, more in (("online", []), ("cached", place.cached()))
+    )
+    assert cached != pytest.approx(online, abs=1e-6)
+    command = ["train", "--config", f"{place.folder}/cached.yaml", *place.cached(), "--dry-run"]
+    capsys.readouterr()
+    assert main(command) == 0
+    told = capsys.readouterr().out
+    assert "data.train: the cache draws starts, crops, captions and tags for each row" in told
+    assert "from epoch 1 on, what is drawn for a row" in told
+
+
 def test_two_ranks_with_workers_read_one_cache(place):
     build_cache(place.config("built", *place.cached()), note)
     found = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -31,14 +32,14 @@ def close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
         )
 
 
-def compare(two: Path, pairs: Path) -> list[dict]:
+def compare(two: Path, pairs: Path, rel: float = 1e-6) -> list[dict]:
     """Asserts that the lines of both logs are equal; returns them."""
     rows, others = log_of(two), log_of(pairs)
     for row, other in zip(rows, others, strict=True):
         timed = {name for name in row if name.startswith(TIMES) or name.endswith(TIMES)}
         assert row.keys() == other.keys()
         for name in row.keys() - timed - {"time"}:
-            assert other[name] == pytest.approx(row[name], rel=1e-6), name
+            assert other[name] == pytest.approx(row[name], rel=rel), name
         if "tokens_per_second" in row:  # one step in each line
             one, four = (line["tokens_per_second"] * line["step_time"] for line in (row, other))
             assert four == pytest.approx(one) and one == pytest.approx(round(one))
@@ -101,6 +102,23 @@ def test_clips_with_dropout_and_samples(tiny, tmp_path, mm):
         assert done.code == 0, done.err
     one, four = (sorted(path.name for path in (tmp_path / f"out_{world}").iterdir()) for world in (1, 4))
     assert one == four
+
+
+@pytest.mark.slow
+def test_one_rank_and_two_log_the_same_of_steps_whose_samples_are_uneven(tiny, tmp_path, mm):
+    """Every third step has 16 samples in micro-batches of 12, so that a rank of two has 12 or 4 of them."""
+    held_out = yaml.safe_load(tiny.read_text(encoding="utf-8"))["data"]["train"]
+    more = ("train.micro_batch_size=12", "train.global_batch_size=24", "data.loader.drop_last=false")
+    more += ("train.steps=6", "log.every=1", "log.detail_every=3", f"data.validation={json.dumps(held_out)}")
+    more += ("validation={every: 3, rows: 17, metrics: [{type: latent_psnr}]}", "ema={decay: 0.9}")
+    for world in (1, 2):
+        own = (f"run.dir={tmp_path}", f"run.name=world_{world}")
+        done = mm("train", "--config", tiny, "--nproc", world, *own, *more)
+        assert done.code == 0, done.out + done.err
+    rows = compare(tmp_path / "world_1", tmp_path / "world_2", rel=2e-5)
+    assert [row["samples"] for row in rows if "samples" in row] == [24, 48, 64, 88, 112, 128]
+    assert sum(any(name.startswith("grad_norm_by_sigma/") for name in row) for row in rows) == 2
+    assert sum("validation_ema/latent_psnr" in row for row in rows) == 2
 
 
 def test_an_engine_that_gives_no_shares_is_refused(tiny, tmp_path, monkeypatch):

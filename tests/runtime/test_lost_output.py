@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 
 from mm_core.cli.main import main
 from mm_core.cli.options import print_json
-from mm_core.errors import MMError
+from mm_core.errors import MMError, printable
 from mm_core.runtime.launch.rank_logs import log_path, rank_log
 from mm_core.runtime.output import BestEffort, Required
 
@@ -144,3 +145,28 @@ def test_a_run_whose_output_is_lost_goes_on_to_its_end(tiny, tmp_path, where, ra
     assert (tmp_path / "tiny/checkpoints/step_00000004").is_dir()
     text = log_path(tmp_path / "tiny", 0).read_text()
     assert all(f"step {step}/4" in text for step in (1, 2, 3, 4)) and "ended by" not in text
+
+
+@pytest.mark.parametrize("kind", [BestEffort, Required])
+def test_a_stream_without_a_progress_bar_passes_no_control_characters(kind):
+    """What a command prints anywhere, such as a name that no one thought of, commands no terminal."""
+    stream = io.StringIO()
+    text = "a\tb\x1b[2J\x9b\x7f\r \u3000\u202fä\n"
+    assert kind(stream, live=False).write(text) == len(text)
+    assert stream.getvalue() == "a\tb\\x1b[2J\\x9b\\x7f\\x0d \u3000\u202fä\n"
+    kind(stream).write("\x1b[2K")
+    assert stream.getvalue().endswith("\x1b[2K")
+
+
+def test_a_name_in_a_line_neither_ends_nor_reorders_it():
+    assert printable("a\nb\t\u202ec\u2028\ud800\x1b") == "a\\nb\\t\\u202ec\\u2028\\ud800\\x1b"
+    assert printable("plain \u3000 \U0001f600 \\n") == "plain \u3000 \U0001f600 \\n"
+    assert MMError("\x1b[1m", hint="two\nlines\x9b").render() == "\\x1b[1m\n  hint: two\nlines\\x9b"
+
+
+def test_json_with_control_characters_is_json_without_them(capsys):
+    held = {"name": "\x1b\x7f\x9b\u2028\u202e\n"}
+    print_json(held)
+    printed = capsys.readouterr().out
+    assert json.loads(printed) == held
+    assert not any(mark in printed for mark in "\x1b\x7f\x9b\u2028\u202e")

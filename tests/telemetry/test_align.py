@@ -215,8 +215,9 @@ def other_names(setting: Setting) -> None:
     class Theirs(nn.Module):
         def __init__(self, model):
             super().__init__()
-            self.layers, self.x_in, self.t_in, self.turn = model.blocks, model.embed, model.time, model.rope
-            self.proj = model.head
+            # In the model's own order: the norm of all gradients is a sum, whose rounding depends on it.
+            self.x_in, self.t_in, self.turn = model.embed, model.time, model.rope
+            self.layers, self.proj = model.blocks, model.head
 
         def forward(self, x, t):
             hidden = self.x_in(x) + self.t_in(t[:, None])[:, None]

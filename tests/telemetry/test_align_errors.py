@@ -100,3 +100,78 @@ def test_patterns_of_modules_must_fit_one():
     with pytest.raises(MMError, match="no module of this run has the name") as error:
         attaching.check_patterns(task, ["predictor.1"])
     assert "predictor, predictor.0" in str(error.value)
+
+
+def recorded(folder, model):
+    """The record of one forward and backward; names as in the model."""
+    recorder = Recorder(folder, {"net": model})
+    recorder.inputs(latents=(latents := torch.ones(2, 4)))
+    recorder.loss(loss := model(latents).square().mean())
+    loss.backward()
+    recorder.before_update(1.0)
+    recorder.after_update({})
+    recorder.close()
+    return folder
+
+
+class Net(nn.Module):
+    """A layer and a weight of its own, under names that a test chooses."""
+
+    def __init__(self, layer="first", weight="scale"):
+        super().__init__()
+        torch.manual_seed(0)
+        self.names = (layer, weight)
+        self.add_module(layer, nn.Linear(4, 4))
+        self.register_parameter(weight, nn.Parameter(torch.ones(4)))
+
+    def forward(self, x):
+        layer, weight = self.names
+        return self.get_submodule(layer)(x) * self.get_parameter(weight)
+
+
+@pytest.mark.parametrize(
+    ("names", "sentence"),
+    [
+        ({"layer": "last"}, "1 name of modules and weights: net.last"),
+        ({"weight": "gain"}, "1 name of modules and weights: net.gain"),
+    ],
+)
+def test_a_renamed_module_or_weight_is_a_difference(names, sentence, tmp_path, capsys):
+    """It is compared with nothing, so that equal numbers elsewhere do not make the records equal."""
+    one, same, two = (recorded(tmp_path / n, Net(**n_)) for n, n_ in (("a", {}), ("b", {}), ("c", names)))
+    assert main(["align", "compare", str(one), str(same)]) == 0
+    capsys.readouterr()
+    assert main(["align", "compare", str(one), str(two)]) == 1
+    printed = capsys.readouterr().out
+    assert " 0 different" in printed and f"only the second record has {sentence}" in printed
+    renamed = [
+        f"--map=net.{theirs}=net.{ours}"
+        for ours, theirs in zip(("first", "scale"), Net(**names).names, strict=True)
+    ]
+    assert main(["align", "compare", str(one), str(two), *renamed]) == 0
+
+
+def test_names_in_a_record_command_no_terminal(tmp_path, capsys):
+    """Names, classes and settings of a record, in text, page, chart and JSON."""
+    wild = "x\x1b[2J\x9b1m\nforged\u202e"
+    one, two = (recorded(tmp_path / n, Net(layer)) for n, layer in (("a", f"one{wild}"), ("b", f"two{wild}")))
+    changed = recorded(tmp_path / "c", Net(f"one{wild}").requires_grad_(False).requires_grad_())
+    rows = (changed / "rows_0.jsonl").read_text().replace('"class": "Linear"', '"class": "L\\u001b[1m"')
+    (changed / "rows_0.jsonl").write_text(rows.replace('"l2": ', '"l2": 1'))
+    for folder, value in ((one, "a"), (changed, wild)):
+        (folder / "record.json").write_text(json.dumps({"config": {"key": value}}))
+    for other in (two, changed):
+        for more in ([], ["--json"]):
+            files = (
+                [f"--html={tmp_path}/page.html", f"--svg={tmp_path}/chart.svg"] if other is changed else []
+            )
+            assert main(["align", "compare", str(one), str(other), *files, *more]) == 1
+            printed = capsys.readouterr().out
+            assert not any(mark in printed for mark in ("\x1b", "\x9b", "\u202e", "\nforged")), repr(printed)
+            assert "x\\x1b[2J\\x9b1m\\nforged\\u202e" in printed or json.loads(printed)
+    assert main(["align", "checklist", str(one), str(changed)]) == 1
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed and "x\\x1b[2J" in printed
+    for name in ("page.html", "chart.svg"):
+        text = (tmp_path / name).read_text()
+        assert "\x1b" not in text and "x\\x1b[2J" in text

@@ -112,6 +112,31 @@ def test_bins_are_summed_over_ranks_before_they_are_divided():
     assert found["grad_norm_by_sigma/0-0.25"] == found["grad_norm_by_sigma/0.25-0.5"] == 2.0
 
 
+def test_the_norm_by_bin_is_that_of_one_rank_however_the_samples_are_divided():
+    """Ranks of uneven weights, of one sample and of none, over more steps than are summed at once."""
+    draw = torch.Generator().manual_seed(0)
+    steps = [(torch.rand(2, 2, 3, generator=draw), float(step % 7 + 1)) for step in range(70)]
+    for number, (tables, _) in enumerate(steps):
+        tables[1] *= (0.0, 0.01, 1.0)[number % 3]
+    rows: list[torch.Tensor] = []
+
+    def gather(vector: torch.Tensor) -> list[torch.Tensor]:
+        rows.append(vector)
+        return list(rows)
+
+    def flushed(ranks: list[int], gather: Callable) -> dict[str, float]:
+        binned = BinnedLoss(SIGMA, gather)
+        for tables, norm in steps:
+            for rank in ranks:
+                binned.micro(tables[rank])
+            binned.step(norm, float(tables[:, 1].sum()))
+        return binned.flush()
+
+    whole = flushed([0, 1], alone)
+    flushed([0], gather)
+    assert flushed([1], gather) == pytest.approx(whole, rel=1e-5)
+
+
 class Syncs(TorchDispatchMode):
     """Counts the operations that make the host wait for a device."""
 

@@ -6,7 +6,9 @@ import peft
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
+from lycoris.modules import get_module, make_module
 from safetensors.torch import load_file
+from torch import nn
 
 from mm_core.builtin.configs.adapters import AdapterConfig
 from mm_core.errors import ContractError, PlanError
@@ -25,6 +27,7 @@ WAN |= {key: runs.DIT[key] for key in ("num_layers", "text_dim", "freq_dim", "ff
 ADAPTERS = {
     "lokr": {"kind": "lokr", "rank": 2, "alpha": 1.0},
     "lokr, whole": {"kind": "lokr", "rank": 16},
+    "lokr, factor 2": {"kind": "lokr", "rank": 2, "alpha": 1.0, "decompose_factor": 2},
     "loha": {"kind": "loha", "rank": 3, "alpha": 6.0},
 }
 
@@ -85,6 +88,20 @@ def test_peft_loads_the_folder(run, tmp_path):
     inputs = torch.randn(1, 12, 4, 8, 8), torch.tensor([500.0]), torch.randn(1, 5, 32)
     with torch.no_grad():
         close(model.eval()(*inputs).sample, task.predictor(*inputs, torch.ones(1, 5, dtype=torch.bool)))
+
+
+def test_lycoris_computes_the_same_with_the_file_of_kohya(run, tmp_path):
+    folder, _, task = run
+    (path,) = export_lora(folder / "runs/tuned", tmp_path / "style.safetensors", "lora/kohya")
+    tensors = load_file(path)
+    for module, layer in adapted_layers(task.predictor).items():
+        name = f"lora_unet_{module.replace('.', '_')}"
+        plain = nn.Linear(layer.in_features, layer.out_features)
+        with torch.no_grad():
+            theirs = make_module(*get_module(tensors, name), name, plain)
+            before = plain(x := torch.randn(3, layer.in_features))
+            theirs.apply_to()
+            close(plain(x) - before, x @ layer.get_delta_weight("default").T)
 
 
 def test_diffusers_has_no_such_files(run, tmp_path):

@@ -90,6 +90,30 @@ def test_a_transposed_weight_is_nothing_to_a_linear_layer(tmp_path):
     assert [scale.rank for scale in open_adapter(folder).scales.values()] == [2]
 
 
+@pytest.mark.parametrize("wrapper", ["_orig_mod.", "_fsdp_wrapped_module.", "module."])
+@pytest.mark.parametrize("pattern", ["^{}q", "{}q", "^q"])
+def test_a_pattern_of_a_wrapped_model_means_the_module_in_it(wrapper, pattern, tmp_path):
+    folder = lora(tmp_path, alpha_pattern={pattern.format(wrapper): 2, pattern.format(wrapper)[:-1] + "z": 9})
+    path = folder / "adapter_model.safetensors"
+    start = "base_model.model."
+    tensors = {start + wrapper + name.removeprefix(start): t for name, t in load_file(path).items()}
+    save_file(tensors, path)
+    found = {name.rpartition(".")[2]: scale.alpha for name, scale in open_adapter(folder).scales.items()}
+    assert found == {"q": 2.0 if pattern != "^q" or wrapper != "module." else 8.0, "k": 8.0}
+
+
+@pytest.mark.parametrize(("start", "alpha"), [("transformer.", 4.0), ("text_encoder.", 6.0)])
+def test_of_the_settings_of_two_components_those_of_the_file_s_own_apply(start, alpha, tmp_path):
+    header = json.dumps({"transformer.lora_alpha": 4, "text_encoder.lora_alpha": 6})
+    tensors = {f"{start}q.lora_A.weight": torch.ones(2, 16), f"{start}q.lora_B.weight": torch.ones(24, 2)}
+    path = tmp_path / "pytorch_lora_weights.safetensors"
+    save_file(tensors, path, {"lora_adapter_metadata": header})
+    if start == "transformer.":
+        assert open_adapter(path).scales["q"].alpha == alpha
+    else:
+        assert "not a JSON object with the settings of one component" in refusal(path)
+
+
 # -- other computations --------------------------------------------------------------------------
 
 

@@ -27,6 +27,9 @@ class AdapterConfig:
     alphas: Mapping[str, Annotated[float, Range(gt=0)]] = field(
         default_factory=dict  # other alphas: module, as in targets -> alpha; the last that matches applies
     )
+    decompose_factor: Annotated[int, Range(ge=1)] | None = (
+        None  # of LoKr: one of the two sizes that rows and columns are split into; null: the nearest two
+    )
     b_lr_scale: Annotated[float, Range(ge=0)] = (
         1.0  # factor of the learning rate of the second factor (LoRA+, https://arxiv.org/abs/2402.12354)
     )
@@ -53,11 +56,14 @@ class AdapterConfig:
             raise ValueError(
                 f"dora, rslora, dropout and init do not work with kind: {self.kind}; remove them"
             )
+        if self.kind != "lokr" and self.decompose_factor is not None:
+            raise ValueError("decompose_factor works only with kind: lokr; remove it")
         if self.init.startswith("pissa") and (self.dora or self.from_ is not None):
             raise ValueError(f"init: {self.init} does not work with dora or from; remove one of them")
-        if self.from_ is not None and (self.exclude or self.ranks or self.alphas):
+        if self.from_ is not None and (self.exclude or self.ranks or self.alphas or self.decompose_factor):
             raise ValueError(
-                "exclude, ranks and alphas do not work with from: the adapter's files contain the modules"
+                "exclude, ranks, alphas and decompose_factor do not work with from: the adapter's files"
+                " contain the modules"
             )
         if not self.train and self.from_ is None:
             raise ValueError(

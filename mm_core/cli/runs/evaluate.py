@@ -15,7 +15,7 @@ import yaml
 from mm_core.cli.options import count, print_json
 from mm_core.cli.ranks import add_ranks, on_ranks
 from mm_core.cli.runs.stored_run import add_run, check_place, root_of, run_folder
-from mm_core.errors import MMError
+from mm_core.errors import MMError, printable
 
 if TYPE_CHECKING:
     from mm_core.inference.evaluate import EvaluationResult
@@ -92,7 +92,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         predictions=args.predictions is not None,
         overrides=args.overrides,
         allow_code=args.allow_code,
-        note=lambda sentence: print(f"mm: {sentence}", file=sys.stderr),
+        note=lambda sentence: print(f"mm: {printable(sentence)}", file=sys.stderr),
     )
     if os.environ.get("RANK", "0") != "0":
         return 0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mm_core.cli.options import add_allow_code, human_size
 from mm_core.cli.runs.stored_run import root_of, run_folder, unused
-from mm_core.errors import plural
+from mm_core.errors import plural, printable
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +74,7 @@ def execute(args: argparse.Namespace) -> int:
         pipeline=args.pipeline,
         overrides=args.overrides,
         allow_code=args.allow_code,
-        note=lambda sentence: print(f"mm: {sentence}", file=sys.stderr),
+        note=lambda sentence: print(f"mm: {printable(sentence)}", file=sys.stderr),
     )
     sizes = {path.relative_to(out): path.stat().st_size for path in sorted(out.rglob("*")) if path.is_file()}
     for path, size in sizes.items():
@@ -100,7 +100,7 @@ def _lora(args: argparse.Namespace, source: Path) -> int:
         trigger_words=args.trigger_words,
         overrides=args.overrides,
         allow_code=args.allow_code,
-        note=lambda sentence: print(f"mm: {sentence}", file=sys.stderr),
+        note=lambda sentence: print(f"mm: {printable(sentence)}", file=sys.stderr),
     )
     for path in files:
         print(f"  {human_size(path.stat().st_size):>9}  {path}")

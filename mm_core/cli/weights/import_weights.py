@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mm_core.cli.options import add_allow_code, config_of
 from mm_core.cli.ranks import add_ranks, on_ranks
-from mm_core.errors import MMError
+from mm_core.errors import MMError, printable
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +43,7 @@ def _import(args: argparse.Namespace) -> int:
     saved, notes = import_weights(config_of(args), Path(vars(args)["from"]), args.format)
     if os.environ.get("RANK", "0") == "0":
         for note in notes:
-            print(f"mm: {note}", file=sys.stderr)
+            print(f"mm: {printable(note)}", file=sys.stderr)
         command = " ".join(["mm-train", "--config", args.config, *args.overrides])
         print(f"{saved}: `{command}` starts from this checkpoint", flush=True)
     return 0

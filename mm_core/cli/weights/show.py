@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mm_core.cli.options import add_allow_code, human_size, print_json
-from mm_core.errors import plural
+from mm_core.errors import plural, printable
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +60,7 @@ def _show(args: argparse.Namespace) -> int:
         }
         print_json(document)
         return 0
-    rows = [(_printable(name), tensor, times) for name, tensor, times in rows]
+    rows = [(printable(name), tensor, times) for name, tensor, times in rows]
     width = max((len(name) for name, _, _ in rows), default=0)
     for name, tensor, times in rows:
         shape = "x".join(map(str, tensor.shape)) or "scalar"
@@ -69,9 +69,9 @@ def _show(args: argparse.Namespace) -> int:
     print(f"{plural(len(found.tensors), 'tensor')}, {plural(count, 'number')}, {human_size(total, 2)}")
     print(f"format: {', '.join(found.formats) or 'unknown (no installed format recognises it)'}")
     for line in found.fits:
-        print(f"fits {line}")
+        print(f"fits {printable(line)}")
     for line in found.absent:
-        print(f"missing: {line}")
+        print(f"missing: {printable(line)}")
     return 0
 
 
@@ -81,29 +81,24 @@ def _diff(args: argparse.Namespace) -> int:
     found = differences(Path(args.first), Path(args.second))
     for letter, names in zip("AB", found.only, strict=True):
         for name in names:
-            print(f"only in {letter}: {_printable(name)}")
+            print(f"only in {letter}: {printable(name)}")
     for name, *shapes in found.shaped:
-        print(f"{_printable(name)}: shapes differ, {' and '.join(str(list(shape)) for shape in shapes)}")
+        print(f"{printable(name)}: shapes differ, {' and '.join(str(list(shape)) for shape in shapes)}")
     for change in found.changed:
         place, ours, theirs = change.at
         print(
-            f"{_printable(change.name)}: norms {change.norms[0]:.6g} and {change.norms[1]:.6g}, differs by"
+            f"{printable(change.name)}: norms {change.norms[0]:.6g} and {change.norms[1]:.6g}, differs by"
             f" up to {change.largest:.3g}; first at {list(place)}: {ours:.9g} and {theirs:.9g}"
         )
     if found.dtypes:
         name, first, second = found.dtypes[0]
         print(
-            f"{plural(len(found.dtypes), 'tensor')} with different dtypes: {_printable(name)} is"
+            f"{plural(len(found.dtypes), 'tensor')} with different dtypes: {printable(name)} is"
             f" {_dtype(first)} in A and {_dtype(second)} in B"
         )
     differing = len(found.only[0]) + len(found.only[1]) + len(found.shaped) + len(found.changed)
     print(f"{plural(len(found.same), 'tensor')} equal, {differing} different")
     return 0 if found.none else 1
-
-
-def _printable(name: str) -> str:
-    """A tensor name without control characters: a name from an untrusted file could command the terminal."""
-    return name if name.isprintable() else name.encode("unicode_escape").decode()
 
 
 def _dtype(dtype: torch.dtype) -> str:

@@ -15,7 +15,7 @@ from mm_core.contracts.components import Frozen
 from mm_core.contracts.randomness import Randomness, seeded
 from mm_core.contracts.running import Task
 from mm_core.errors import ContractError, plural
-from mm_core.plugin.checks.contract import call_fault, call_text
+from mm_core.plugin.checks.calls import call_fault, call_text
 from mm_core.plugin.checks.places import file_of, line_of, place_of
 
 
@@ -42,7 +42,13 @@ class TaskModule(nn.Module, Task):
     those with `requires_grad_(False)`. A `Frozen` component (an autoencoder, a text encoder) has its own
     weights and is never trained. Parameters belong in modules, not in the task itself, and modules are called
     (`self.net(x)`), since sharded weights are complete only during a call.
+
+    Attributes:
+        input_dtype: dtype of the floating-point inputs of trained modules. The engine sets it: that in which
+            it computes, whatever their weights are stored in. None: that of the weights.
     """
+
+    input_dtype: torch.dtype | None = None
 
     @property
     def trainable(self) -> tuple[str, ...]:

@@ -30,6 +30,14 @@ from mm_core.errors import DataError, PlanError, RunWarning, plural
 Size = tuple[int, int, int]
 
 _BLOCK = 1 << 10
+_COMPARED = 1000
+_REUSED = (
+    "the cache draws starts, crops, captions and tags for each row, and training without it for each use of a"
+    " row: with a source whose weight is not 1, the two train on other draws"
+)
+_REPEATED = (
+    "from epoch {} on, what is drawn for a row (start, crop, caption, tags) repeats: data.cache.variants"
+)
 _EVERY = 10.0
 """Seconds between two messages about files that are hashed."""
 
@@ -90,6 +98,33 @@ class CacheRows:
         """What decides a sample. DataError if it is known that the sample cannot be read."""
         source: Source = self.dataset.source_of(row, self.size_of(row), self._rng(row, variant))
         return source
+
+    def drawn_otherwise(self, repeats: bool) -> list[str]:
+        """Notes about starts, crops, captions or tags that are others than what is drawn without the cache.
+
+        Up to 1,000 samples of an epoch are compared.
+
+        Args:
+            repeats: whether there are epochs after the cached ones.
+        """
+        if not isinstance(self.dataset, SupportsSampleAt):
+            return []
+        rows, used, found = self.rows_of(0), self.used(), dict[str, None]()
+        for place in range(0, len(rows), -(-len(rows) // _COMPARED) or 1):
+            row = int(rows[place])
+            drawn = (0, row), (0, place), (self.variants, row)
+            with suppress(DataError):
+                cached, online, later = (self._drawn(row, *at) for at in drawn) if used[row] else (None,) * 3
+                if cached != online:
+                    found[_REUSED] = None
+                if repeats and cached != later:
+                    found[_REPEATED.format(self.variants)] = None
+        return [*found]
+
+    def _drawn(self, row: int, epoch: int, place: int) -> tuple[str | None, object]:
+        rng = Randomness(self.seed).at("data", epoch, place)
+        source: Source = self.dataset.source_of(row, self.size_of(row), rng)
+        return source.caption, source.drawn
 
     def read(self, row: int, variant: int) -> dict[str, Any]:
         """Reads and decodes a sample, as training without the cache does. DataError if it cannot be read."""

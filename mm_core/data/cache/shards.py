@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,11 @@ FAULTY = int.from_bytes(b"a fault.", "little")
 SHARD_BYTES = 256 * 2**20
 """Features of more bytes are not collected for a shard."""
 
-_VERSION = "mm_core feature cache 1"
+DAMAGED = "its entry in the cache is damaged: the checksum is another one than when it was written"
+NOT_FINITE = "its entry in the cache has numbers that are not finite"
+
+_VERSION = "mm_core feature cache 2"
+_WITHOUT_SUMS = "mm_core feature cache 1"
 _INDEX = "index"
 
 
@@ -42,11 +47,13 @@ class Shard:
         path: of the file.
         keys: of the entries, group after group; the last ones may have no features.
         groups: number of entries, and the names of their tensors in the entry and in the file.
+        sums: checksums of the entries; None in a file that was written before there were any.
     """
 
     path: Path
     keys: Keys
     groups: tuple[tuple[int, Mapping[str, str]], ...]
+    sums: np.ndarray[Any, np.dtype[np.int64]] | None
 
     def mapped(self) -> Any:
         """The file, mapped into memory.
@@ -63,12 +70,66 @@ class Shard:
         Args:
             data: from `mapped`.
             place: number of the entry in the shard.
+
+        Raises:
+            CacheError: the entry is damaged, or not finite.
         """
+        features = self._features(data, place)
+        if fault := self._fault(place, features):
+            raise CacheError(
+                f"a sample's features cannot be used: {fault}",
+                where=f"{self.path}, key {self.keys[place].tobytes()[:16].hex()}",
+                hint="run `mm cache build` with this run's config: it encodes them again",
+            )
+        return features
+
+    def faults(self) -> dict[int, str]:
+        """Reads all entries: why those that cannot be used cannot, by place.
+
+        Raises:
+            CacheError: the file cannot be read.
+        """
+        try:
+            data = self.mapped()
+        except FileNotFoundError:  # another process has removed it
+            return {}
+        found = {place: self._fault(place, self._features(data, place)) for place in range(len(self.keys))}
+        return {place: fault for place, fault in found.items() if fault}
+
+    def _features(self, data: Any, place: int) -> Features:
         for count, names in self.groups:
             if place < count:
-                return {name: data.get_slice(stored)[place].clone() for name, stored in names.items()}
+                try:
+                    return {name: data.get_slice(stored)[place].clone() for name, stored in names.items()}
+                except (IndexError, SafetensorError) as error:  # damaged since it was opened
+                    raise _unreadable(self.path, str(error)) from None
             place -= count
         return {}
+
+    def _fault(self, place: int, features: Features) -> str:
+        if self.sums is not None and self.sums[place] != _checksum(self.keys[place], features):
+            return DAMAGED
+        return "" if finite(features) else NOT_FINITE
+
+
+def finite(features: Mapping[str, Tensor]) -> bool:
+    """Whether all numbers of an entry are finite."""
+    for tensor in features.values():
+        if tensor.is_floating_point() and tensor.numel():
+            # NaN is the minimum of what has any; 10 times as fast as `isfinite` of each element
+            ends = (tensor.float() if tensor.itemsize == 1 else tensor).aminmax()
+            if not (ends.min.isfinite() & ends.max.isfinite()):
+                return False
+    return True
+
+
+def _checksum(key: np.void, features: Mapping[str, Tensor]) -> int:
+    """The crc32 of an entry: its key, and the name, dtype, shape and bytes of each of its features."""
+    found = zlib.crc32(key.tobytes())
+    for name, tensor in sorted(features.items()):
+        found = zlib.crc32(f"{name}: {tensor.dtype} {[*tensor.shape]}".encode(), found)
+        found = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data, found)
+    return found
 
 
 def _mapped(path: Path) -> Any:
@@ -88,11 +149,13 @@ def open_shard(path: Path) -> Shard:
         CacheError: the file is damaged, or none of a feature cache of this version.
     """
     data = _mapped(path)
-    if (found := (data.metadata() or {}).get("format")) != _VERSION:
+    found = (data.metadata() or {}).get("format")
+    if found not in (_VERSION, _WITHOUT_SUMS):
         raise _unreadable(path, f"it is of another version: {str(found)[:40]}")
     names = [*data.keys()]
     index = data.get_tensor(_INDEX) if _INDEX in names else torch.empty(0)
-    if index.dtype is not torch.int64 or index.shape[1:] != (KEY.itemsize // 8,):
+    fields = KEY.itemsize // 8
+    if index.dtype is not torch.int64 or index.shape[1:] != (fields + (found == _VERSION),):
         raise _unreadable(path, "it has no index")
     named: dict[int, dict[str, str]] = {}
     counts: dict[int, int] = {}
@@ -105,8 +168,9 @@ def open_shard(path: Path) -> Shard:
             named.setdefault(number, {})[own] = name
     if sum(counts.values()) > len(index):
         raise _unreadable(path, "its index is too short")
-    keys = index.numpy().view(KEY)[:, 0].copy()
-    return Shard(path, keys, tuple((counts[n], named[n]) for n in sorted(named)))
+    keys = index[:, :fields].contiguous().numpy().view(KEY)[:, 0].copy()
+    sums = index[:, fields].numpy().copy() if found == _VERSION else None
+    return Shard(path, keys, tuple((counts[n], named[n]) for n in sorted(named)), sums)
 
 
 def size_of(features: Mapping[str, Tensor]) -> int:
@@ -133,13 +197,16 @@ def write_shard(folder: Path, keys: Keys, entries: Sequence[Mapping[str, Tensor]
     Raises:
         CacheError: the folder is read-only, or the disk is full.
     """
+    entries = [{name: tensor.detach().cpu() for name, tensor in entry.items()} for entry in entries]
     groups: dict[tuple[tuple[str, torch.dtype, torch.Size], ...], list[int]] = {}
     for place, entry in enumerate(entries):
         form = tuple((name, tensor.dtype, tensor.shape) for name, tensor in sorted(entry.items()))
         groups.setdefault(form, []).append(place)
     bare = groups.pop((), [])
     order = [place for places in groups.values() for place in places] + bare
-    tensors: dict[str, Tensor] = {_INDEX: torch.from_numpy(keys[order].view("<i8").reshape(len(order), -1))}
+    sums = np.array([_checksum(keys[place], entries[place]) for place in order], "<i8")
+    index = np.column_stack([keys[order].view("<i8").reshape(len(order), -1), sums])
+    tensors: dict[str, Tensor] = {_INDEX: torch.from_numpy(index)}
     for number, (form, places) in enumerate(groups.items()):
         for name, dtype, _ in form:
             try:
@@ -151,9 +218,7 @@ def write_shard(folder: Path, keys: Keys, entries: Sequence[Mapping[str, Tensor]
                     accepted="the dtypes of safetensors",
                     hint="let the task's `features` return another dtype",
                 ) from None
-            tensors[f"{number}/{name}"] = torch.stack(
-                [entries[place][name].detach().cpu() for place in places]
-            )
+            tensors[f"{number}/{name}"] = torch.stack([entries[place][name] for place in places])
     path = folder / f"{secrets.token_hex(8)}.safetensors"
     staged = path.with_name(stage_name(f".{path.stem}"))
     try:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ _MOST_OPEN = 512
 _ABANDONED = 24 * 3600.0
 
 _PATIENCE = 10.0  # seconds between two looks for entries that other processes have added
+
+_THREADS = 4  # that read shards to check them
 
 _FORMAT = "mm_core feature cache, format 1\n"
 
@@ -167,7 +170,12 @@ class Store:
         return [None] * len(keys)
 
     def read(self, place: int) -> Features:
-        """The features of the entry at a place. FileNotFoundError: another process has removed its shard."""
+        """The features of the entry at a place.
+
+        Raises:
+            FileNotFoundError: another process has removed its shard.
+            CacheError: the entry is damaged, or not finite.
+        """
         number = int(np.searchsorted(self._ends, place, side="right"))
         shard = self._list[number]
         data = self._open.get(shard.path.name)
@@ -198,16 +206,50 @@ class Store:
             if own.all():
                 continue
             with suppress(FileNotFoundError):  # another process has removed it
-                freed += shard.path.stat().st_size
-                if own.any():
-                    data, kept = shard.mapped(), np.flatnonzero(own)
-                    entries = [shard.entry(data, place) for place in kept.tolist()]
-                    written = write_shard(shard.path.parent, shard.keys[kept], entries)
-                    freed -= written.stat().st_size
-                remove_shard(shard.path)
+                freed += shard.path.stat().st_size - _reduce(shard, own)
         self.refresh()
         return freed
+
+    def checked(self, shards: Sequence[Shard]) -> Iterator[tuple[Shard, dict[int, str]]]:
+        """Reads all entries of shards: why those that cannot be used cannot, by their place in the shard.
+
+        Raises:
+            CacheError: a shard cannot be read.
+        """
+        with ThreadPoolExecutor(_THREADS) as pool:
+            yield from zip(shards, pool.map(Shard.faults, shards), strict=True)
+
+    def faults(self) -> dict[int, str]:
+        """Reads all entries: why those that cannot be used cannot, by place; see `checked`."""
+        starts = [0, *self._ends.tolist()]
+        checked = zip(starts, self.checked(self._list), strict=False)
+        return {start + place: why for start, (_, faults) in checked for place, why in faults.items()}
+
+    def mend(self, shard: Shard, faults: Mapping[int, str]) -> None:
+        """Removes a shard's entries that cannot be used, and gives the others checksums; see `refresh`.
+
+        Raises:
+            CacheError: the cache cannot be written.
+        """
+        usable = np.ones(len(shard.keys), bool)
+        usable[[*faults]] = False
+        with suppress(FileNotFoundError):  # another process has removed it
+            _reduce(shard, usable)
 
     def tidy(self) -> None:
         """Removes what killed processes were writing."""
         remove_stale_stages(self.folder / "shards", ".*.tmp-*", patience=_ABANDONED)
+
+
+def _reduce(shard: Shard, kept: np.ndarray[Any, np.dtype[np.bool_]]) -> int:
+    """Replaces a shard by one of the entries that are kept, or by none; returns the bytes of the new one.
+
+    After a kill both are there, with the same entries.
+    """
+    written = 0
+    if kept.any():
+        data, places = shard.mapped(), np.flatnonzero(kept)
+        entries = [shard.entry(data, place) for place in places.tolist()]
+        written = write_shard(shard.path.parent, shard.keys[places], entries).stat().st_size
+    remove_shard(shard.path)
+    return written

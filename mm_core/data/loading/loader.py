@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from mm_core.data.loading.plain import PlainSamples
 from mm_core.data.loading.sampler import Order, SlotSpec
 from mm_core.data.loading.skipped import UnreadableError
 from mm_core.data.loading.workers import StartWorker, read_by_workers, start_server
-from mm_core.errors import DataError, MMError, PartsError
+from mm_core.errors import DataError, MMError, PartsError, RunWarning
 from mm_core.plugin.authors import author_line
 from mm_core.plugin.checks.places import place_of
 from mm_core.plugin.local import LocalFile, import_again, imported_files
@@ -44,6 +45,7 @@ T = TypeVar("T")
 Transform = Callable[[Batch], Batch]
 """A task's batch transform."""
 
+_FIRST = 2  # clips whose range is looked at: one alone may be bright
 _MOST = 1.001  # the largest value of a pixel, with what rounding adds
 
 
@@ -69,15 +71,51 @@ class Fault:
         return cls(error, "\n" + "".join(traceback.format_exception(cause)))
 
 
-def faults_raised(items: Iterator[T | Fault]) -> Iterator[T]:
-    """What workers send; an error that they send is raised."""
+def faults_raised(items: Iterator[T | Fault], seen: Callable[[T], None] = lambda _: None) -> Iterator[T]:
+    """What workers send; an error that they send is raised.
+
+    Args:
+        items: what they send.
+        seen: is given each item.
+    """
     try:
         for item in items:
             if isinstance(item, Fault):
                 raise item.error from WorkerTraceback(item.trace)
+            seen(item)
             yield item
     finally:
         del items  # a traceback may keep this frame alive, and with it the workers
+
+
+class PixelRange:
+    """Warns if the first clips of a dataset are from 0 to 1, as if scaled by `/ 255`: training would go on.
+
+    It reads the host's copy of the first batches, and nothing of later ones.
+
+    Args:
+        place: names the dataset.
+    """
+
+    def __init__(self, place: str) -> None:
+        self.place, self.left = place, _FIRST
+
+    def __call__(self, batch: object) -> None:
+        if self.left <= 0 or not isinstance(batch, VideoTextBatch) or batch.pixels is None:
+            return
+        if not batch.pixels.is_floating_point() or not batch.pixels.numel():
+            self.left = 0
+            return
+        least, most = map(float, batch.pixels.aminmax())
+        # A clip of one colour shows no range.
+        self.left = 0 if least < 0 else self.left - len(batch.pixels) * (most > least)
+        if self.left <= 0 <= least:
+            warnings.warn(
+                f"{self.place}: the pixels of its first clips are from 0 to 1: -1 is black and 1 is white, "
+                "so black would be mid-grey; if they were divided by 255, add `* 2 - 1`, or return uint8",
+                RunWarning,
+                stacklevel=2,
+            )
 
 
 class MicroBatchLoader:
@@ -148,7 +186,8 @@ class MicroBatchLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Starts the data workers, then yields micro-batches. The workers end with the iterator."""
-        return faults_raised(read_by_workers(self._loader, self._sent))
+        place = AuthorCode(self._sent[0], None, self._sent[-1]).place
+        return faults_raised(read_by_workers(self._loader, self._sent), PixelRange(place))
 
 
 class _Slots:

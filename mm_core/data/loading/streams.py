@@ -22,7 +22,7 @@ from mm_core.contracts import (
     seed_generators,
     seeded,
 )
-from mm_core.data.loading.loader import AuthorCode, CodeError, Fault, WorkerTraceback
+from mm_core.data.loading.loader import AuthorCode, CodeError, Fault, PixelRange, WorkerTraceback
 from mm_core.data.loading.plain import PlainBatches, PlainSamples
 from mm_core.data.loading.workers import StartWorker, deaths_explained, read_by_workers, start_server
 from mm_core.errors import DataError, MMError, PeerError, plural
@@ -88,7 +88,7 @@ class BatchStream:
     def epoch(self, number: int) -> Iterator[Batch]:
         """The batches of an epoch, from 0. Workers end with the iterator."""
         self._begin(number)
-        rng = self._code.rng
+        rng, seen = self._code.rng, PixelRange(self._code.place)
         with seeded(rng.at("stream", number)):
             reading = self._start()
             batch = self._read(reading, number, 0)
@@ -96,6 +96,7 @@ class BatchStream:
             for place in count(1):
                 if batch is None:
                     return
+                seen(batch)
                 yield batch
                 with seeded(rng.at("stream", number, place)):
                     batch = self._read(reading, number, place)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import statistics
 from collections.abc import Iterable, Iterator
-from itertools import chain, dropwhile, pairwise
+from itertools import chain, dropwhile, islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -19,6 +19,7 @@ AGAIN = "copy the file again, encode the video again, or remove it from the data
 """Hint for a file that is probably damaged."""
 
 _PEEKED = 32  # packets; where a decoder changes the order of frames at all, it does so earlier
+_HELD = 16  # frames that an encoder may hold back to change their order; H.264 allows no more
 _EVEN = 0.9  # share of the gaps between frames that are equal in a video of one rate, cut or not
 
 
@@ -111,6 +112,8 @@ def timeline(
     begin = None if first is None else _ticks(first, presented)
     if every:
         spans = sorted(spans)[:decoded]
+        held = _held(start for start, _ in spans)
+        spans = [(start + held * (place == 0), lasts) for place, (start, lasts) in enumerate(spans)]
     elif begin is not None:
         # What precedes the first frame refers to frames that were cut off.
         spans = [span for span in spans if span[0] >= begin]
@@ -172,6 +175,14 @@ def peek(
     return chain(head, packets), own or (_presented(container) and alone)
 
 
+def _held(ticks: Iterable[int]) -> int:
+    """By how much the first time of decoding is too early: an encoder that holds frames back to change their
+    order writes the first one at once, and AVI has a gap behind it."""
+    first, second, third = [*islice(ticks, 3), 0, 0, 0][:3]
+    gap = second - first - (third - second)
+    return gap if 0 < gap <= _HELD * (third - second) else 0
+
+
 def open_groups(container: InputContainer, stream: VideoStream) -> bool:
     """Whether frames that follow a keyframe are shown before it: they refer to what precedes it."""
     key: int | None = None
@@ -205,6 +216,12 @@ def timed(
     """
     presented = _presented(container)
     waiting: list[int] = []
+    held = 0
+    if not own:
+        packets = iter(packets)
+        head = list(islice(packets, _PEEKED))
+        held = _held(sorted(t for p in head if p.size and (t := _ticks(p, presented)) is not None))
+        packets = chain(head, packets)
     before: int | None = None
     for packet in packets:
         ticks = _ticks(packet, presented)
@@ -212,6 +229,8 @@ def timed(
             heapq.heappush(waiting, ticks)
         for frame in sound(packet.decode(), packet.stream, path, seeked=seeked and before is None):
             ticks = _ticks(frame, presented) if own else heapq.heappop(waiting) if waiting else None
+            if ticks is not None and before is None:
+                ticks += held
             if ticks is None:
                 raise _untimed(path)
             if before is not None and ticks < before:

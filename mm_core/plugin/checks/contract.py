@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -13,6 +14,8 @@ from types import MappingProxyType
 from typing import Any, Protocol, get_type_hints
 
 from mm_core.errors import ContractError, plural
+from mm_core.plugin.checks.calls import method_fault
+from mm_core.plugin.checks.optional import authored, optional_faults, uses
 from mm_core.plugin.checks.places import file_of, line_of, place_of
 from mm_core.plugin.checks.values import fits, type_text
 
@@ -171,7 +174,7 @@ def class_faults(kind: str, cls: type) -> list[str]:
     if fault := _base_fault(kind, cls):
         return fault
     members = asked_members(contract, members_of, partial(hasattr, cls))
-    return [*_method_faults(contract, members, cls), *_author_faults(cls)]
+    return [*_method_faults(contract, members, cls), *_author_faults(cls), *_unused(contract, cls)]
 
 
 def object_faults(kind: str, found: object) -> list[str]:
@@ -193,7 +196,43 @@ def object_faults(kind: str, found: object) -> list[str]:
             len(found)  # type: ignore[arg-type]
         except (TypeError, ValueError) as error:
             wrong.append(f"its length is no whole number of 0 or more: {error}")
-    return [*faults, *lacking("attribute", missing), *wrong]
+    return [*faults, *lacking("attribute", missing), *wrong, *_unused(CONTRACTS[kind], type(found), found)]
+
+
+def _unused(contract: Contract, cls: type, found: object | None = None) -> Iterator[str]:
+    """What a class, or an object of it, has of the kind's capabilities without having one."""
+    parents = [resolve_name(path) for path in (contract.protocol, contract.base) if path is not None]
+    capabilities, shared = capabilities_of(contract, members_of)
+    # What an object is given when it is made is not known before.
+    given = {n for each in capabilities.values() for n, one in each.items() if one.signature is None}
+    own, file = authored(cls, parents, getattr(found, "__dict__", {})), file_of(cls)
+
+    def has(name: str) -> bool:
+        return hasattr(cls, name) or (name in given if found is None else hasattr(found, name))
+
+    used = partial(uses, file, "." in cls.__module__)
+    yield from optional_faults(capabilities, shared, own, has, used, file)
+
+
+def capabilities_of(
+    contract: Contract, members_of: Callable[[Contract], dict[str, Member]]
+) -> tuple[dict[str, dict[str, Member]], Callable[[], set[str]]]:
+    """The capabilities of a kind with the members that its contract lacks, and what finds those of several.
+
+    Args:
+        contract: of the kind.
+        members_of: the members that a contract requires.
+    """
+
+    def shared() -> set[str]:
+        paths = {path for each in CONTRACTS.values() for path in each.optional}
+        times = Counter(name for path in paths for name in members_of(Contract(path)))
+        return {name for name, count in times.items() if count > 1}
+
+    required = members_of(contract)
+    found = {path.partition(":")[2]: members_of(Contract(path)) for path in contract.optional}
+    own = {path: {n: each for n, each in all_.items() if n not in required} for path, all_ in found.items()}
+    return own, shared
 
 
 def lacking(what: str, missing: Sequence[str]) -> list[str]:
@@ -286,83 +325,6 @@ def hint_of(kind: str) -> str:
     protocol = CONTRACTS[kind].protocol.replace(":", ".")
     plain = "; data.loader.mode: base reads torch's own as it is" if kind == "dataset" else ""
     return f"`python -m pydoc {protocol}` or docs/kinds/{kind}.md explains each member{plain}"
-
-
-def call_fault(
-    target: Callable[..., object], args: Sequence[object], fields: Mapping[str, object]
-) -> tuple[str, TypeError] | None:
-    """The signature of a target or method that a call does not match, and why; None if it matches."""
-    try:
-        signature = inspect.signature(target)
-    except (TypeError, ValueError):
-        return None  # some built-in callables have no signature
-    try:
-        signature.bind(*args, **fields)
-    except TypeError as error:
-        return str(signature), error
-    return None
-
-
-def method_fault(
-    name: str,
-    method: Callable[..., object],
-    called: inspect.Signature,
-    by_name: bool,
-    bound: bool,
-    beside: str | None,
-) -> str | None:
-    """Why a method cannot be called as its contract requires; None if it can.
-
-    Args:
-        name: the method's name.
-        method: the method.
-        called: the signature that the contract requires.
-        by_name: arguments are passed by name.
-        bound: the method takes no `self`.
-        beside: the file of its class.
-    """
-    words: list[None] = [] if bound else [None]
-    named: dict[str, None] = {}
-    for parameter in called.parameters.values():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            continue
-        if by_name or parameter.kind is parameter.KEYWORD_ONLY:
-            named[parameter.name] = None
-        elif parameter.default is parameter.empty:
-            words.append(None)
-    fault = call_fault(method, words, named)
-    if fault and any(each.kind is each.VAR_KEYWORD for each in called.parameters.values()):
-        # Conditions are parameters that each author names; the plan checks that something gives them.
-        own = [*inspect.signature(method).parameters.values()][len(words) :]
-        conditions = {each.name: None for each in own if each.default is each.empty}
-        if call_fault(method, words, {**conditions, **named}) is None:
-            return None
-    if fault is None:
-        return None
-    takes = [*inspect.signature(method).parameters.values()][0 if bound else 1 :]
-    return call_text(name, takes, [*called.parameters.values()], by_name, line_of(method, beside))
-
-
-def call_text(
-    name: str,
-    takes: Iterable[inspect.Parameter],
-    given: Iterable[inspect.Parameter],
-    by_name: bool,
-    line: str,
-) -> str:
-    """The fault of a method that takes other arguments than the core gives."""
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    passed = [
-        f"{each.name}=" if by_name or each.kind is each.KEYWORD_ONLY else each.name
-        for each in given
-        if each.kind not in variable
-    ]
-    plain = [str(each.replace(annotation=each.empty)) for each in takes]
-    where = f" ({line})" if line else ""
-    return (
-        f"its method {name}({', '.join(plain)}){where} cannot be called as {name}({', '.join(passed)}),"
-        " as the core calls it"
-    )
 
 
 def misspelt(

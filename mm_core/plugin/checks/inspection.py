@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from mm_core.errors import ContractError, MMError, PluginError
-from mm_core.plugin.checks.contract import call_fault, class_faults, hint_of, sentence
+from mm_core.plugin.checks.calls import call_fault
+from mm_core.plugin.checks.contract import class_faults, hint_of, sentence
 from mm_core.plugin.checks.places import place_of
 from mm_core.plugin.checks.source import source_faults
 from mm_core.plugin.records import PluginRecord, Registered, one_line

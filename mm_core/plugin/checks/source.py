@@ -13,23 +13,25 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from importlib.util import resolve_name
 from pathlib import Path
 from types import MappingProxyType
 
+from mm_core.plugin.checks.calls import method_fault
 from mm_core.plugin.checks.contract import (
     CONTRACTS,
     SPECIAL,
     Contract,
     Member,
     asked_members,
+    capabilities_of,
     lacking,
-    method_fault,
     method_name,
     misspelt,
 )
 from mm_core.plugin.checks.locate import bound_names, find_module
+from mm_core.plugin.checks.optional import optional_faults, uses
 from mm_core.plugin.checks.places import line_of
 
 PLAIN_BASES: Mapping[str, frozenset[str]] = MappingProxyType(
@@ -159,6 +161,12 @@ def _faults(kind: str, cls: _Class, own: str) -> Iterator[str]:
         yield from misspelt(events, view.methods if view.complete else members, members, cls.module.file)
     else:
         yield from _unused(cls, own, members, view)
+        capabilities, shared = capabilities_of(contract, source_members)
+        written = _written(cls, own, view)
+        used = partial(uses, cls.module.file, "." in cls.module.name)
+        # What a base that is not in view may have is not missing.
+        has = view.names.__contains__ if view.complete else lambda name: True
+        yield from optional_faults(capabilities, shared, written, has, used, cls.module.file)
 
 
 def _unused(cls: _Class, own: str, members: Mapping[str, Member], view: _View) -> Iterator[str]:
@@ -182,6 +190,28 @@ def _unused(cls: _Class, own: str, members: Mapping[str, Member], view: _View) -
         if wanted and method_fault(name, takes, wanted, False, False, None) is None:
             line = line_of(takes, cls.module.file)
             yield f"its method {name} ({line}) is never called: did you mean {near[0]}?"
+
+
+def _written(cls: _Class, own: str, view: _View) -> dict[str, object]:
+    """The public methods and attributes that an author has written; a value in view is not known."""
+    found: dict[str, object] = {
+        name: _standing_for(*nodes[0]) if nodes else None for name, nodes in view.methods.items()
+    }
+    for each in [cls, *_ancestors(cls, own)]:
+        if isinstance(each, str) or each.module.name.partition(".")[0] != own:
+            continue
+        for node in ast.walk(each.node):
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Store)
+                and _dotted(node.value) == "self"
+            ):
+                found.setdefault(node.attr, None)
+        for node in each.node.body:
+            for target in getattr(node, "targets", [getattr(node, "target", None)]):
+                if isinstance(target, ast.Name):
+                    found.setdefault(target.id, None)
+    return {name: value for name, value in found.items() if not name.startswith("_")}
 
 
 def _viewed(cls: _Class, own: str, skipped: str | tuple[str, str] | None) -> _View:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import groupby
 
-from mm_core.errors import MMError
+from mm_core.errors import MMError, printable
 from mm_core.report.align.compare import Pair
 
 WIDTH, TOP, BOTTOM, LEFT, RIGHT = 720, 28, 250, 52, 708
@@ -46,7 +46,8 @@ def chart(pairs: Sequence[Pair]) -> str:
             _text(x + 5 if left else x - 5, BOTTOM - 22, name, "start" if left else "end", "#c62828")
         )
     for x, pair in zip(xs, pairs, strict=True):
-        title = f"<title>{escape(f'{pair.row.module} ({pair.row.class_name}): {pair.error:.2g}')}</title>"
+        named = printable(f"{pair.row.module} ({pair.row.class_name}): {pair.error:.2g}")
+        title = f"<title>{escape(named)}</title>"
         colour = "#2e7d32" if pair.agrees else "#c62828"
         parts.append(
             f'<circle cx="{x:.1f}" cy="{_y(pair.error):.1f}" r="3.5" fill="{colour}">{title}</circle>'
@@ -99,4 +100,5 @@ def _group(module: str) -> str:
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start", colour: str = "#1c2733") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}">{escape(text)}</text>'
+    shown = escape(printable(text))
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}">{shown}</text>'

@@ -85,7 +85,8 @@ class Comparison:
     Attributes:
         findings: in the order of execution; the first is the cause to look at.
         pairs: every tensor in both records, in order.
-        unmatched: modules of the first record that the second one lacks, and the reverse.
+        unmatched: modules of the first record that the second one lacks, and the reverse; also weights that
+            only one of them has, outside these modules.
         settings: facts that differ: key -> (first, second).
         laid_otherwise: steps whose samples are in rows of other shapes (packed, padded), and whose gradients
             agree; of these only what is of the step as a whole is compared.
@@ -101,6 +102,11 @@ class Comparison:
     notes: list[str] = field(default_factory=list)
     whole: bool = True
 
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs, and nothing is in one record only."""
+        return self.whole and not self.findings and not any(self.unmatched)
+
 
 def compare(a: Record, b: Record, tolerance: float | None = None) -> Comparison:
     """Compares two records.
@@ -112,8 +118,7 @@ def compare(a: Record, b: Record, tolerance: float | None = None) -> Comparison:
     """
     result = Comparison(settings=settings_that_differ(a.facts, b.facts), whole=a.closed and b.closed)
     a, b, result.notes = common(a, b)
-    here, there = ({row.module for row in record.rows if row.module} for record in (a, b))
-    result.unmatched = (sorted(here - there), sorted(there - here))
+    result.unmatched = (_alone(a, b), _alone(b, a))
     result.pairs = _pairs(a, b, tolerance)
     calls: dict[Call, dict[str, list[Pair]]] = {}
     for pair in result.pairs:
@@ -129,6 +134,15 @@ def compare(a: Record, b: Record, tolerance: float | None = None) -> Comparison:
         if result.findings:
             break  # what follows is its consequence
     return result
+
+
+def _alone(record: Record, other: Record) -> list[str]:
+    """Modules that the other record lacks, and weights that it lacks and that are not of these modules."""
+    modules, others = ({row.module for row in each.rows if row.module} for each in (record, other))
+    alone = modules - others
+    names, known = ({row.name for row in each.rows if row.kind == "parameter"} for each in (record, other))
+    weights = [name for name in names - known if name.rpartition(".")[0] not in alone]
+    return sorted(alone | set(weights))
 
 
 def _findings(pairs: Sequence[Pair], calls: Mapping[Call, Mapping[str, Sequence[Pair]]]) -> list[Finding]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from mm_core.errors import plural
+from mm_core.errors import plural, printable, some
 from mm_core.report.align.chart import chart
 from mm_core.report.align.compare import Comparison, Finding, Pair
 
@@ -30,7 +30,8 @@ def label(pair: Pair) -> str:
         "parameter": "weight",
         "gradient": "gradient of",
     }
-    return f"{at}: {kinds.get(row.kind, row.kind)} {row.name}" + f" of {row.module}" * bool(row.module)
+    named = f"{kinds.get(row.kind, row.kind)} {row.name}" + f" of {row.module}" * bool(row.module)
+    return f"{at}: {printable(named)}"
 
 
 def shown(pair: Pair) -> str:
@@ -50,10 +51,8 @@ def shown(pair: Pair) -> str:
 def finding_text(finding: Finding) -> str:
     """What a finding is, where, and its numbers."""
     kind = finding.pair.row.class_name
-    return (
-        f"{finding.where}{f' ({kind})' if kind else ''}: {finding.what}\n    {label(finding.pair)}\n    "
-        + shown(finding.pair)
-    )
+    place = printable(finding.where + f" ({kind})" * bool(kind))
+    return f"{place}: {finding.what}\n    {label(finding.pair)}\n    {shown(finding.pair)}"
 
 
 def growth(result: Comparison) -> list[Pair]:
@@ -84,10 +83,8 @@ def text(result: Comparison, elements: str | None = None) -> str:
     lines = [f"{plural(len(result.pairs), 'tensor')} compared: {counts}"]
     for names, which in zip(result.unmatched, ("first", "second"), strict=True):
         if names:
-            more = ", ..." * (len(names) > 3)
-            lines.append(
-                f"only the {which} record has {plural(len(names), 'module')}: {', '.join(names[:3])}{more}"
-            )
+            count = f"{plural(len(names), 'name')} of modules and weights"
+            lines.append(f"only the {which} record has {count}: {printable(some(names, 3))}")
     lines += result.notes
     if result.laid_otherwise:
         lines.append(
@@ -101,7 +98,10 @@ def text(result: Comparison, elements: str | None = None) -> str:
         lines += ["", "then"] * bool(later) + [f"  {label(each.pair)}: {each.what}" for each in later]
         if result.settings:
             lines += ["", "settings that differ"]
-            lines += [f"  {key}: {one} | {two}" for key, (one, two) in list(result.settings.items())[:_MOST]]
+            lines += [
+                printable(f"  {key}: {one} | {two}")
+                for key, (one, two) in list(result.settings.items())[:_MOST]
+            ]
     return "\n".join(lines)
 
 
@@ -139,8 +139,9 @@ def page(result: Comparison, names: Sequence[str]) -> str:
     """
     pairs = growth(result)
     rows = [
-        f'<tr style="color:{"#2e7d32" if pair.agrees else "#c62828"}"><td>{escape(pair.row.module)}</td>'
-        f"<td>{escape(pair.row.class_name)}</td><td>{pair.error:.2g}</td></tr>"
+        f'<tr style="color:{"#2e7d32" if pair.agrees else "#c62828"}">'
+        f"<td>{escape(printable(pair.row.module))}</td>"
+        f"<td>{escape(printable(pair.row.class_name))}</td><td>{pair.error:.2g}</td></tr>"
         for pair in pairs
     ]
     title = f"{escape(names[0])} and {escape(names[1])}"

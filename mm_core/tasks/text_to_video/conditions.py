@@ -21,7 +21,7 @@ from mm_core.contracts import (
 )
 from mm_core.errors import ContractError, did_you_mean, plural
 from mm_core.modules.casting import KEEP
-from mm_core.plugin.checks.contract import call_fault
+from mm_core.plugin.checks.calls import call_fault
 from mm_core.plugin.checks.places import place_of_method, place_of_object
 
 T = TypeVar("T")

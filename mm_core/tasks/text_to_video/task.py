@@ -237,8 +237,7 @@ class TextToVideo(TaskModule):
             ContractError: a condition that the predictor needs is missing.
         """
         self.conditions.check(given.conditions, shapes_of(self.text_encoder))
-        # The engine casts sharded float32 parameters; an unsharded bf16 predictor needs this cast.
-        dtype = main_dtype(self.get_submodule("predictor"), self._dtypes)
+        dtype = self.input_dtype or main_dtype(self.get_submodule("predictor"), self._dtypes)
         routed: dict[str, Any] = {} if expert is None else {"expert": expert}
         return self.predictor(
             latents=given.latents.to(dtype),

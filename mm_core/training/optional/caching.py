@@ -19,7 +19,7 @@ from mm_core.contracts import (
     TaskModule,
 )
 from mm_core.data.cache.samples import PartlyCached, joined, on_host, stacked
-from mm_core.data.cache.shards import SHARD_BYTES, Keys, size_of
+from mm_core.data.cache.shards import SHARD_BYTES, Keys, finite, size_of
 from mm_core.errors import CacheError, PlanError
 from mm_core.plan import RunCache
 
@@ -95,7 +95,7 @@ class FilledBatches(Iterator[FeatureBatch], Callback):
             encoded = dict(zip(lacking if part.of == "text" else batch.places, found, strict=True))
             for place in lacking:
                 rows[place][part.name] = features = on_host(encoded[place])
-                self._add(batch.keys_of[place, number : number + 1], features)
+                self._add(batch.keys_of[place, number : number + 1], features, batch.ids[place])
         return joined(batch.keys, batch.sample_weights, batch.ids, rows, batch.texts, batch.failures)
 
     @torch.no_grad()
@@ -106,11 +106,14 @@ class FilledBatches(Iterator[FeatureBatch], Callback):
             assert number is not None
             name = self._cache.parts[number].name
             features = on_host(self._task.features(name, [text])[0])
-            self._add(self._cache.texts[text], features)
+            self._add(self._cache.texts[text], features, repr(text))
             self._texts[text] = stacked([{name: features}])
         return self._texts[text]
 
-    def _add(self, key: Keys, features: Features) -> None:
+    def _add(self, key: Keys, features: Features, name: str) -> None:
+        if not finite(features):  # trained on as without a cache: the guard decides
+            self._note(f"warning: features of {name} are not finite: they are not added to the cache")
+            return
         if key["high"].all():  # else the sample has changed since the run started
             self._new[key.tobytes()] = (key, features)
         self._bytes += size_of(features)

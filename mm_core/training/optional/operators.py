@@ -30,7 +30,7 @@ from mm_core.contracts.bases.task_module import loss_of
 from mm_core.data.loading.seeding import build_split
 from mm_core.errors import MMError
 from mm_core.loading.run_adapters import task_of
-from mm_core.modules.casting import cast_inputs
+from mm_core.modules.casting import cast_as_planned
 from mm_core.parallel import recompute
 from mm_core.parallel.layout import ShardedPlan
 from mm_core.plan import build_frozen, check_data, in_buckets, in_cache, make_plan
@@ -91,8 +91,7 @@ def _as_engine(task: TaskModule, plan: EnginePlan) -> Callable[[str, Tensor], to
     if isinstance(plan, ShardedPlan):
         for path in plan.recomputed:
             recompute(task.get_submodule(path), use_reentrant=False)
-        for path in plan.cast_inputs:
-            cast_inputs(task.get_submodule(path), lower or torch.float32)
+    cast_as_planned(task, plan)
     roots = tuple(f"{root}." for root in task.trainable)
 
     def dtype(path: str, tensor: Tensor) -> torch.dtype:

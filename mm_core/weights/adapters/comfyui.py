@@ -14,34 +14,32 @@ import torch
 from torch import Tensor
 
 from mm_core.errors import some
-from mm_core.weights.adapters.kinds import by_module
 from mm_core.weights.formats.format import StoredTensors
 
 ADDED = re.compile(r"(?P<module>.+)\.(?P<part>diff|diff_b|diff_m|w_norm|b_norm)\Z")
 TARGETS = {"diff": "weight", "w_norm": "weight", "diff_b": "bias", "b_norm": "bias", "diff_m": "modulation"}
 """Additions to a module's own tensors, also in LyCORIS's names of those to norms."""
 _BIAS = re.compile(r".+\.(lora_B|lora_up)(\.(?!bias\Z)[\w-]+)?\.bias\Z")
-_APPLY_BIAS = ("base_model.model.", "transformer.")  # names of PEFT and Diffusers, which compute with it
+_APPLY_BIAS = ("base_model.model.", "transformer")  # names of PEFT and Diffusers, which compute with it
 
 
 def leaves_out(name: str, start: str) -> bool:
     """Whether a stored tensor is the bias of a second factor, which ComfyUI does not load."""
-    return start not in _APPLY_BIAS and _BIAS.match(name) is not None
+    return not start.startswith(_APPLY_BIAS) and _BIAS.match(name) is not None
 
 
-def is_pair(keys: Mapping[tuple[str, str], str], module: str, shapes: Mapping[str, Sequence[int]]) -> bool:
-    """Whether a module has two factors of a convolution, [rank, in, *kernel] and [out, rank, 1, ...]."""
-    pair = [tuple(shapes[keys[key]]) for part in ("lora_A", "lora_B") if (key := (module, part)) in keys]
-    if len(pair) != 2 or len(pair[0]) < 3 or len([m for m, _ in keys if m == module]) > 2:
+def is_pair(parts: Mapping[str, Sequence[int]]) -> bool:
+    """Whether a module's parts are factors of a convolution, [rank, in, *kernel] and [out, rank, 1, ...]."""
+    if parts.keys() != {"lora_A", "lora_B"} or len(parts["lora_A"]) < 3:
         return False
-    first, second = pair
+    first, second = parts["lora_A"], parts["lora_B"]
     return second[1] == first[0] and prod(second) == second[0] * second[1]
 
 
-def replaced(keys: Mapping[tuple[str, str], str], added: Iterable[str]) -> set[str]:
+def replaced(keys: Iterable[tuple[str, str]], added: Iterable[str]) -> set[str]:
     """The modules with an adapter and an addition to the same weight: ComfyUI applies the addition only."""
     held = set(added)
-    return {module for module in by_module(keys) if f"{module}.weight" in held}
+    return {module for module, _ in keys if f"{module}.weight" in held}
 
 
 def notes_on(left: Sequence[str], dropped: Iterable[str], added: Mapping[str, str]) -> tuple[str, ...]:

@@ -2,46 +2,57 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
-from pathlib import Path, PurePath
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from mm_core.errors import CheckpointError, ContractError
+from mm_core.errors import CheckpointError
 from mm_core.modules.adapter_layers import row_lengths
 from mm_core.weights.adapters.comfyui import (
     ADDED,
     TARGETS,
     is_pair,
     leaves_out,
+    magnitude_of,
     notes_on,
     product,
     replaced,
 )
-from mm_core.weights.adapters.kinds import PEFT_TYPES, by_module, change_of, is_whole, kind_of, rank_of
+from mm_core.weights.adapters.kinds import (
+    Blocks,
+    blocks_in,
+    by_module,
+    change_of,
+    is_whole,
+    kind_of,
+    rank_of,
+    weight_of,
+)
 from mm_core.weights.adapters.settings import (
     alpha_in,
     check_doras,
     check_settings,
     config_beside,
     header_settings,
+    plain_name,
     rank_in,
 )
-from mm_core.weights.adapters.stored_names import stored_module
-from mm_core.weights.formats.format import AdapterLayout, Layout, StoredTensors
-from mm_core.weights.formats.key_map import Copy, KeyMap
+from mm_core.weights.formats.format import StoredTensors
+from mm_core.weights.formats.key_map import Shape
 from mm_core.weights.formats.libraries import PEFT_ADAPTER
 from mm_core.weights.stored import SafetensorsFiles
 
 DIFFUSERS_ADAPTER = "pytorch_lora_weights.safetensors"
 PART = "mm_core.part"
 """Header text of an adapter's file: the part of the component (an expert) that it belongs to."""
-_FLAT = ("lora_unet__", "lora_unet_", "lora_transformer_")  # kohya's scripts: then dots are underscores
+# kohya's scripts and LyCORIS: then dots are underscores
+_FLAT = ("lora_unet__", "lora_unet_", "lora_transformer_", "lycoris_")
 TEXT_ENCODER = "lora_te"  # kohya's scripts: a text encoder's modules, beside those of the model
 _DOTTED = ("base_model.model.", "transformer.", "diffusion_model.", "model.diffusion_model.", "pipe.dit.")
 _PREFIXES = (*_DOTTED, *_FLAT, "")
@@ -59,13 +70,17 @@ _ALPHA = re.compile(r"(?P<module>.+)\.alpha\Z")
 
 @dataclass(frozen=True)
 class AdapterScale:
-    """Rank and scale of a module's adapter, as in PEFT's configs; its kind: lora, lokr or loha."""
+    """Rank and scale of a module's adapter, as in PEFT's configs; its kind: lora, lokr or loha.
+
+    `blocks` are the sizes of a LoKr's matrices; None: the nearest factors.
+    """
 
     rank: int
     alpha: float
     dora: bool = False
     rslora: bool = False
     kind: str = "lora"
+    blocks: Blocks | None = None
 
     @property
     def factor(self) -> float:
@@ -113,41 +128,55 @@ class AdapterFile:
         key = self.keys[module, part]
         return self.stored.read(key, tuple(slice(0, size) for size in self.stored.shapes[key])).float()
 
-    def change(self, module: str, rows: slice) -> Tensor:
-        """Rows of the scaled change [out, in] of a module's weight by its LoRA."""
+    def magnitude(self, module: str, weight: Tensor, rows: slice) -> Tensor:
+        """Rows of a DoRA's magnitudes by the module's `dora_scale`, of these rows of its weight."""
         pair = self.keys[module, "lora_A"], self.keys[module, "lora_B"]
         columns = slice(0, self.stored.shapes[pair[0]][1])
-        return self.scales[module].factor * product(self.stored, pair, (rows, columns))
+        change = self.scales[module].factor * product(self.stored, pair, (rows, columns))
+        return magnitude_of(self.read(module, "dora_scale")[rows], weight, change)
+
+    def computed_shape(self, module: str) -> Shape:
+        """The shape of the magnitudes, or of the first matrix of a LoKr that is a product."""
+        shapes = self.sizes[module]
+        return (shapes["dora_scale"][0],) if "dora_scale" in shapes else blocks_in(shapes)[:2]
+
+    @cached_property
+    def sizes(self) -> dict[str, dict[str, Shape]]:
+        """The shapes of each module's parts."""
+        return by_module(self.keys, self.stored.shapes)
+
+    def weights(self) -> dict[str, Shape]:
+        """The shapes of the weights that the file changes, by stored name."""
+        return {f"{module}.weight": weight_of(parts) for module, parts in self.sizes.items()}
 
 
-def open_adapter(path: Path, beside: Collection[str] = ()) -> AdapterFile:
+def open_adapter(path: Path, beside: Collection[str] = (), within: str = "") -> AdapterFile:
     """Opens an adapter (LoRA, DoRA) file or folder of PEFT, Diffusers, ComfyUI or kohya's scripts.
 
     PEFT: adapter_model.safetensors with adapter_config.json. Diffusers: pytorch_lora_weights.safetensors,
     with its settings in the header. Others: any safetensors file with such keys, or with `lora_down`,
     `lora_up` and `alpha`, which takes precedence over all settings. Without any setting, the scale is 1.
-    Tensors with the stored names `beside` are left out.
+    Tensors with the stored names `beside` are left out, and those whose names do not begin with `within`.
 
     Raises:
         CheckpointError: no such file, a pickle, a different kind of adapter, keys that are not a LoRA's.
     """
     file, settings = _find(path)
     stored = SafetensorsFiles(file, [file])
+    held = {n: shape for n, shape in stored.shapes.items() if plain_name(n).startswith(within)}
+    start = within + start_of_keys(plain_name(name).removeprefix(within) for name in held)
     texts = stored.metadata()
     if not settings and "lora_adapter_metadata" in texts:
-        settings = header_settings(texts["lora_adapter_metadata"], file)
+        settings = header_settings(texts["lora_adapter_metadata"], file, start)
     check_settings(settings, path, bool(beside))
-    start = next(p for p in _PREFIXES if all(name.startswith((p, TEXT_ENCODER)) for name in stored.shapes))
-    shapes = {name: shape for name, shape in stored.shapes.items() if name not in beside}
+    shapes = {name: shape for name, shape in held.items() if name not in beside}
     keys, alphas, added, notes = _keys(stored, shapes, start, file)
-    sizes = {m: {p: stored.shapes[keys[m, p]] for p in parts} for m, parts in by_module(keys).items()}
-    scales: dict[str, AdapterScale] = {}
-    for module, parts in sizes.items():
-        scales[module] = _scale(module, parts, settings, alphas, file)
+    sizes = by_module(keys, shapes)
+    scales = {module: _scale(module, parts, settings, alphas, file) for module, parts in sizes.items()}
     own = {module: "lora_magnitude_vector" in parts for module, parts in sizes.items()}
     check_doras(settings, own, file)
     products = {}
-    for module in [module for module in scales if is_pair(keys, module, stored.shapes)]:
+    for module in [module for module, parts in sizes.items() if is_pair(parts)]:
         first, second = keys.pop((module, "lora_A")), keys.pop((module, "lora_B"))
         products[second] = first, scales.pop(module).factor
         added[f"{module}.weight"] = second
@@ -172,11 +201,19 @@ def _scale(
     alpha = alpha_in(module, settings, over, alphas, file)
     alpha = alpha if over == rank else alpha * rank / over
     dora = not {"lora_magnitude_vector", "dora_scale"}.isdisjoint(shapes)
-    return AdapterScale(rank, alpha, dora, bool(settings.get("use_rslora")), kind_of(shapes) or "")
+    kind = kind_of(shapes) or ""
+    blocks = blocks_in(shapes) if kind == "lokr" else None
+    return AdapterScale(rank, alpha, dora, bool(settings.get("use_rslora")), kind, blocks)
+
+
+def start_of_keys(names: Iterable[str]) -> str:
+    """What a program puts before the model's names in all keys of a file."""
+    known = [*names]
+    return next(p for p in _PREFIXES if all(name.startswith((p, TEXT_ENCODER)) for name in known))
 
 
 def _keys(
-    stored: StoredTensors, shapes: Mapping[str, Sequence[int]], start: str, file: Path
+    stored: StoredTensors, shapes: Mapping[str, Shape], start: str, file: Path
 ) -> tuple[dict[tuple[str, str], str], dict[str, float], dict[str, str], tuple[str, ...]]:
     """(module, part) -> stored name; the alphas in the file, its additions to the model's tensors, and notes.
 
@@ -188,7 +225,7 @@ def _keys(
     strange, left = [], []
     _check_dtypes({name: stored.dtypes[name] for name in shapes}, file)
     for name, shape in shapes.items():
-        bare = name.removeprefix(start)
+        bare = plain_name(name).removeprefix(start)
         if start in _FLAT:  # some programs leave the dots behind the block's number
             module, *end = re.split(r"\.(?=(?:lora_|lokr_|hada_|alpha\Z|diff|[wb]_norm))", bare, maxsplit=1)
             bare = ".".join([module.replace(".", "_"), *end])
@@ -203,10 +240,9 @@ def _keys(
             keys[place] = name
         else:
             strange.append(name)
-    modules = by_module(keys)
+    modules = by_module(keys, shapes)
     strange += [f"{start}{module}.alpha" for module in alphas if module not in modules]
-    pairs = {module for module in modules if is_pair(keys, module, shapes)}
-    strange += [name for (m, part), name in keys.items() if m not in pairs and len(shapes[name]) > 2]
+    strange += [n for (m, _), n in keys.items() if len(shapes[n]) > 2 and not is_pair(modules[m])]
     lone = [module for module, parts in modules.items() if kind_of(parts) is None]
     if strange or lone or not (modules or added):
         odd = strange or [f"{module} (one of its two matrices)" for module in lone] or ["nothing"]
@@ -267,96 +303,9 @@ def _find(path: Path) -> tuple[Path, Mapping[str, object]]:
     )
 
 
-# -- out -----------------------------------------------------------------------------------------
-
-
 def is_adapter(path: Path) -> bool:
     """Whether a path is an adapter file (LoRA) or a folder with one, by file names only."""
     return any((path / name).is_file() or path.name == name for name in (PEFT_ADAPTER, DIFFUSERS_ADAPTER))
-
-
-def adapter_files(
-    layout: AdapterLayout,
-    placed: Mapping[str, tuple[Copy, ...]],
-    scales: Mapping[str, AdapterScale],
-    beside: Sequence[str],
-    folder: str,
-) -> Layout:
-    """The layout of one adapter's file, for an export.
-
-    Args:
-        layout: the format's layout of the component's adapters.
-        placed: the file's tensors, by name.
-        scales: rank and scale of the adapted modules.
-        beside: modules that the file contains in full.
-        folder: folder that contains `layout.file`.
-    """
-    if len({scale.dora for scale in scales.values()}) > 1 and not layout.additions:
-        raise ContractError(
-            "some modules of this adapter have a DoRA and some have not, which this layout cannot express",
-            accepted="lora/comfyui",
-            hint="export merged weights (--merge-lora)",
-        )
-    settings = peft_settings(layout, scales, beside)
-    texts, metadata = {}, {"format": "pt", **layout.texts}
-    if layout.config is not None:
-        texts[layout.config] = json.dumps(settings, indent=2) + "\n"
-    if layout.metadata_key is not None:
-        held = {f"{layout.module_prefix}{key}": settings[key] for key in scale_settings(scales)}
-        metadata[layout.metadata_key] = json.dumps(held, indent=2, sort_keys=True)
-    file = PurePath(folder, layout.file)
-    keys, stem = KeyMap(placed=placed), file.name.removesuffix(".safetensors")
-    about = (layout.library, layout.loading, layout.part)
-    return Layout(keys, str(file.parent), stem, texts, metadata, *about)
-
-
-def peft_settings(
-    layout: AdapterLayout, scales: Mapping[str, AdapterScale], beside: Sequence[str] = ()
-) -> dict[str, object]:
-    """The content of an adapter's adapter_config.json: PEFT's LoraConfig.
-
-    Args:
-        layout: the format's layout of the component's adapters.
-        scales: rank and scale of the adapted modules, by path in the component.
-        beside: modules that the file contains in full.
-    """
-    names = {stored_module(layout, module): scale for module, scale in scales.items()}
-    kind = next(iter(scales.values())).kind
-    only_lora = {"bias": "none", "fan_in_fan_out": False, "init_lora_weights": True, "lora_dropout": 0.0}
-    return {
-        "peft_type": PEFT_TYPES[kind],
-        "base_model_name_or_path": None,
-        "task_type": None,
-        "inference_mode": True,
-        **(only_lora if kind == "lora" else {"init_weights": True}),
-        "modules_to_save": [stored_module(layout, module) for module in beside] or None,
-        **scale_settings(names),
-    }
-
-
-def scale_settings(scales: Mapping[str, AdapterScale]) -> dict[str, object]:
-    """The fields of PEFT's config for an adapter's modules, ranks and scales."""
-    first = next(iter(scales.values()))
-    ranks = {_whole_pattern(name): s.rank for name, s in scales.items() if s.rank != first.rank}
-    alphas = {_whole_pattern(name): _plain(s.alpha) for name, s in scales.items() if s.alpha != first.alpha}
-    only_lora = {"use_dora": first.dora, "use_rslora": first.rslora}
-    return {
-        "r": first.rank,
-        "lora_alpha" if first.kind == "lora" else "alpha": _plain(first.alpha),
-        "rank_pattern": ranks,
-        "alpha_pattern": alphas,
-        **(only_lora if first.kind == "lora" else {}),
-        "target_modules": sorted(scales),
-    }
-
-
-def _whole_pattern(name: str) -> str:
-    """A PEFT pattern for this module only: without the `^` it would also match the end of other paths."""
-    return f"^{re.escape(name)}"
-
-
-def _plain(number: float) -> float:
-    return int(number) if number == int(number) else number
 
 
 def merge(weight: Tensor, adapters: Iterable[tuple[AdapterScale, Mapping[str, Tensor]]]) -> Tensor:

@@ -30,11 +30,12 @@ from mm_core.modules.adapter_layers import (
 from mm_core.modules.patterns import select_parameters
 from mm_core.modules.tying import tied_names
 from mm_core.weights.adapters.beside import BESIDE
-from mm_core.weights.adapters.comfyui import magnitude_of
-from mm_core.weights.adapters.files import AdapterFile, AdapterScale, scale_settings
+from mm_core.weights.adapters.files import AdapterFile, AdapterScale
+from mm_core.weights.adapters.kinds import Blocks
 from mm_core.weights.adapters.locate import locate
 from mm_core.weights.adapters.pissa import fill_start, start_of, starts_as_part, starts_in
 from mm_core.weights.adapters.targets import KEY, scales_by_layer
+from mm_core.weights.adapters.written import scale_settings
 from mm_core.weights.fitting import Formats
 from mm_core.weights.formats.format import StoredTensors
 from mm_core.weights.formats.key_map import Copy, whole
@@ -232,6 +233,8 @@ def _inject(
     layers = adapted_layers(component)
     for name, scale in scales.items():
         layer = layers[name]
+        if scale.blocks is not None:
+            _split(name, layer, adapter, scale.rank, scale.blocks)
         if layer.scaling[adapter] != scale.factor or layer.r[adapter] != scale.rank:
             raise ContractError(
                 f"PEFT has given the adapter of {name} rank {layer.r[adapter]} and scale"
@@ -243,6 +246,23 @@ def _inject(
         known = dict(layer.__dict__)
         layer.adapter_scales = {**known.get("adapter_scales", {}), adapter: scale}
         layer.adapter_inits = {**known.get("adapter_inits", {}), adapter: init}
+
+
+def _split(module: str, layer: Any, adapter: str, rank: int, blocks: Blocks) -> None:
+    """Gives a LoKr in PEFT's layer matrices of other sizes than those of PEFT's one factor for all layers."""
+    a, b, c, d = blocks
+    if (layer.out_features, layer.in_features) != (a * c, b * d):
+        raise CheckpointError(
+            f"the LoKr of {module} is for a weight of {a * c} x {b * d}, but this one has"
+            f" {layer.out_features} x {layer.in_features}",
+            where=f"{KEY}: {adapter}",
+            hint="the adapter is for a different model: use one trained for this model",
+        )
+    for held in (layer.get_submodule(part) for part in PARTS if part.startswith("lokr_")):
+        if adapter in held:
+            del held[adapter]
+    with torch.device("meta"):
+        layer.create_adapter_parameters(adapter, rank, ((a, c), (b, d)), True, rank >= max(c, d) / 2, False)
 
 
 def _peft() -> ModuleType:
@@ -306,21 +326,16 @@ class AdapterWeights:
                         self._computed[name] = file, stored
         self.names = {copy.component for copy, _ in self._pieces}.union(self._computed)
         """The adapters' tensors that are in files, by path in the task."""
-        for copy, held in self._pieces:
-            own = task.get_parameter(copy.component).shape
-            if tuple(own) != copy.stored_shape:
-                raise CheckpointError(
-                    f"{copy.stored} has shape {list(copy.stored_shape)}, but {copy.component} has"
-                    f" {list(own)}",
-                    where=str(held.where),
-                    hint="the adapter is for a different model: use one trained for this model",
-                )
+        known = {name: list(parameter.shape) for name, parameter in task.named_parameters()}
+        given = [(copy.component, copy.stored, copy.stored_shape, held) for copy, held in self._pieces]
         for name, (file, module) in self._computed.items():
-            shape, given = _shape_of(file, module), tuple(task.get_parameter(name).shape)
-            if given != shape:
+            given.append((name, module, file.computed_shape(module), file.stored))
+        for name, key, shape, held in given:
+            own = known.get(name)  # None: a LoKr of two factors and so high a rank is whole
+            if own != list(shape):
                 raise CheckpointError(
-                    f"{module} here gives a tensor of shape {list(shape)}, but {name} has {list(given)}",
-                    where=str(file.stored.where),
+                    f"{key} has shape {list(shape)}, but {name} has {own or 'none'}",
+                    where=str(held.where),
                     hint="the adapter is for a different model: use one trained for this model",
                 )
 
@@ -368,22 +383,13 @@ class AdapterWeights:
                     _compute(state, name, file, module)
 
 
-def _shape_of(file: AdapterFile, module: str) -> tuple[int, ...]:
-    """The shape of what is computed from a module's tensors in a file."""
-    shapes = {part: file.stored.shapes[key] for (stored, part), key in file.keys.items() if stored == module}
-    if "dora_scale" in shapes:
-        return (shapes["dora_scale"][0],)
-    return shapes["lokr_w1_a"][0], shapes["lokr_w1_b"][1]
-
-
 def _compute(state: Mapping[str, Tensor], name: str, file: AdapterFile, module: str) -> None:
     """Fills a tensor that is computed from a file's, and from the weight below it."""
     place = adapter_of(name)
     assert place is not None
     share, box = shard_of(state[name])
     if place[1] == "lokr_w1":
-        first, second = (file.read(module, f"lokr_w1_{end}") for end in "ab")
-        share.copy_((first @ second)[box])
+        share.copy_((file.read(module, "lokr_w1_a") @ file.read(module, "lokr_w1_b"))[box])
         return
     weight = shard_of(state[f"{place[0]}.base_layer.weight"])[0].cpu()  # some devices have no float64
-    share.copy_(magnitude_of(file.read(module, "dora_scale")[box[0]], weight, file.change(module, box[0])))
+    share.copy_(file.magnitude(module, weight, box[0]))

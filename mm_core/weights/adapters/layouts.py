@@ -22,7 +22,7 @@ LAYOUTS: Mapping[str, AdapterLayout] = {
 }
 """Name after `--to` -> the layout, without the file's name and the names of a model's modules."""
 
-_PUBLISHERS = ("lora/comfyui", "lora/kohya")
+PUBLISHERS = ("lora/comfyui", "lora/kohya")
 """The layouts that use the names of the model's publisher."""
 
 
@@ -50,7 +50,7 @@ class LoraFormat(Safetensors):
         return [self._laid_out(one) for one in ((own,) if isinstance(own, AdapterLayout) else own)]
 
     def _laid_out(self, own: AdapterLayout) -> AdapterLayout:
-        keys = own.others[0] if own.others and self.label in _PUBLISHERS else own.keys
+        keys = own.others[0] if own.others and self.label in PUBLISHERS else own.keys
         stem = PurePath(self.file).stem
         file = f"{stem}_{own.part}.safetensors" if own.part else f"{stem}.safetensors"
         if self.label == "lora/peft":

@@ -26,8 +26,9 @@ def record_of(task: TaskModule, adapters: Sequence[AdapterConfig]) -> list[dict[
         adapters: adapter sections of the config.
 
     Returns:
-        Rows with name, train, dropout, and `layers`: rank, alpha, dora, rslora, kind (LoRA if absent) and the
-        `modules` (paths in the task) that share these.
+        Rows with name, train, dropout, and `layers`: rank, alpha, dora, rslora, kind (LoRA if absent),
+        blocks (sizes of a LoKr's matrices; the nearest factors if absent) and the `modules` (paths in the
+        task) that share these.
     """
     roots = task.trainable
     found = {root: scales_of(task.get_submodule(root)) for root in roots}
@@ -47,6 +48,8 @@ def _values(scale: AdapterScale) -> dict[str, object]:
     values = asdict(scale)
     if scale.kind == "lora":
         del values["kind"]  # as in older checkpoints, which a resume compares with this
+    if scale.blocks is None:
+        del values["blocks"]
     return values
 
 
@@ -65,7 +68,12 @@ def structure_in(rows: Any, where: Path) -> Structure:
                 kind = layer.get("kind", "lora")  # older checkpoints have LoRAs only
                 if kind not in PEFT_TYPES:
                     raise ValueError(f"{kind!r} is no kind of adapter")
-                scale = AdapterScale(rank, alpha, layer["dora"] is True, layer["rslora"] is True, kind)
+                sizes = layer.get("blocks")
+                a, b, c, d = map(_whole, sizes or (1, 1, 1, 1))
+                blocks = None if sizes is None else (a, b, c, d)
+                scale = AdapterScale(
+                    rank, alpha, layer["dora"] is True, layer["rslora"] is True, kind, blocks
+                )
                 held |= dict.fromkeys(map(str, layer["modules"]), scale)
             found[str(row["name"])] = held
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):

@@ -26,7 +26,16 @@ _ABOUT |= {"inference_mode", "runtime_config", "megatron_core", "qalora_group_si
 _OF_OTHER_LAYERS = {"fan_in_fan_out", "use_effective_conv2d", "ensure_weight_tying"}
 _KNOWN = _READ | _IN_TENSORS | _OF_TRAINING | _ABOUT | _OF_OTHER_LAYERS
 """The fields of PEFT's configs (0.21) that leave the change as its tensors, ranks and alphas have it."""
+_WRAPPERS = re.compile(
+    r"\A(module\.)+|(?<![^._^(])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\\?[._]"
+)
+"""What torch's wrappers (DDP; compile, FSDP1, recomputation, also in flat paths) add to names."""
 _LOOPS = 3  # most repetitions in a pattern of an untrusted file: matching more can take forever
+
+
+def plain_name(name: str) -> str:
+    """A stored name, or a pattern of names, without what torch's wrappers of modules add."""
+    return _WRAPPERS.sub("", name)
 
 
 def config_beside(file: Path) -> Mapping[str, object]:
@@ -53,14 +62,18 @@ def config_beside(file: Path) -> Mapping[str, object]:
     return found
 
 
-def header_settings(text: str, file: Path) -> Mapping[str, object]:
-    """Diffusers' settings, without the component's name at the start of the keys."""
+def header_settings(text: str, file: Path, start: str = "") -> Mapping[str, object]:
+    """Diffusers' settings of the component at the `start` of keys, without its name."""
     try:
         found = json.loads(text)
+        found = {key: value for key, value in found.items() if key.startswith(start)} or found
+        if len({key.rpartition(".")[0] for key in found}) > 1:
+            raise ValueError("of several components")
         return {key.rpartition(".")[2]: value for key, value in found.items()}
     except (ValueError, AttributeError, RecursionError):
         raise CheckpointError(
-            "the lora_adapter_metadata in this file's header is not a JSON object",
+            "the lora_adapter_metadata in this file's header is not a JSON object with the settings of one"
+            " component",
             where=str(file),
             hint="download or save the adapter again",
         ) from None
@@ -151,7 +164,8 @@ def _pattern(
     for key, value in table.items():
         loops = len(re.findall(r"[*+{]", key))
         try:
-            found = None if loops > _LOOPS or re.search(r"\)[*+{]", key) else re.compile(rf"(.*\.)?({key})$")
+            bare = plain_name(key)
+            found = None if loops > _LOOPS or re.search(r"\)[*+{]", key) else re.compile(rf"(.*\.)?({bare})$")
         except (re.error, OverflowError, RecursionError):
             found = None
         if found is None:

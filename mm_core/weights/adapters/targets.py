@@ -15,6 +15,7 @@ from mm_core.errors import PlanError, nearest
 from mm_core.modules.adapter_layers import adapter_of
 from mm_core.modules.patterns import match
 from mm_core.weights.adapters.files import AdapterScale
+from mm_core.weights.adapters.kinds import blocks_of
 
 KEY = "train.adapters"
 
@@ -45,7 +46,11 @@ def scales_by_layer(
     for path in (path for path in layers if path in chosen):
         rank = int(ranks.get(path, adapter.rank))
         alpha = alphas.get(path, adapter.alpha or rank)
-        found[path] = AdapterScale(rank, alpha, adapter.dora, adapter.rslora, adapter.kind)
+        blocks = None
+        if adapter.decompose_factor is not None:
+            weight = task.get_parameter(f"{path}.weight")
+            blocks = blocks_of(weight.shape[0], weight.shape[1], adapter.decompose_factor)
+        found[path] = AdapterScale(rank, alpha, adapter.dora, adapter.rslora, adapter.kind, blocks)
     return found
 
 

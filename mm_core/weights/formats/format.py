@@ -102,6 +102,11 @@ class AdapterLayout:
         additions: whether the file is ComfyUI's: it may add to tensors of the model (`diff`, `diff_b`), and a
             DoRA has `dora_scale`.
         texts: texts in the header of `file`.
+        names: every part of the component, built or not -> what other programs call it: at the start of keys
+            where one file contains several parts. Names that contain the part's mark its file as well.
+        reading: returns a further map for files, of the shapes of the weights that they change by stored
+            name; used for reading only. Its prefix is that of `keys`. Raises ContractError for files it
+            cannot map.
     """
 
     file: str
@@ -118,6 +123,8 @@ class AdapterLayout:
     alphas: bool = False
     additions: bool = False
     texts: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    reading: Callable[[Mapping[str, Shape]], KeyMap] | None = None
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import copy
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +14,11 @@ from torch import nn
 
 from mm_core.contracts import SupportsWeightsFrom, TaskModule
 from mm_core.errors import CheckpointError
+from mm_core.modules.adapter_layers import without_adapters
 from mm_core.weights.formats.format import AdapterLayout, Companions, Layout, StoredTensors, Written
-from mm_core.weights.formats.key_map import KeyMap
+from mm_core.weights.formats.key_map import KeyMap, Shape
 from mm_core.weights.formats.known_class import difference, known_class
-from mm_core.weights.formats.transformers_names import keys_as_loaded, keys_as_saved
+from mm_core.weights.formats.transformers_names import keys_as_loaded, keys_as_saved, keys_of
 from mm_core.weights.stored import INDEX, open_stored
 
 if TYPE_CHECKING:
@@ -184,7 +186,16 @@ class Transformers:
     def adapter(self, name: str, component: nn.Module) -> AdapterLayout | None:
         """The layout of an adapter of a Transformers model: PEFT's, with the tensor names in memory."""
         found = wrapped_model(component, "transformers", "PreTrainedModel")
-        return None if found is None else peft_layout(KeyMap(prefix=found[0]))
+        if found is None:
+            return None
+        prefix, model = found
+
+        def reading(shapes: Mapping[str, Shape]) -> KeyMap:
+            """By the names of other versions of the library."""
+            with without_adapters(component):
+                return keys_of(model, shapes)
+
+        return replace(peft_layout(KeyMap(prefix=prefix)), reading=reading)
 
     def companions(self, task: TaskModule, written: Sequence[Written]) -> Companions:
         """Tokenizer and processor files to copy from the folders of the trained Transformers models.

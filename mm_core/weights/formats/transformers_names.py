@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from mm_core.errors import ContractError
 from mm_core.weights.formats.format import StoredTensors
-from mm_core.weights.formats.key_map import Copy, KeyMap, whole
+from mm_core.weights.formats.key_map import Copy, KeyMap, Shape, whole
 from mm_core.weights.formats.traced import Probe, Untraceable, component_from, stored_from
 
 if TYPE_CHECKING:
@@ -69,7 +69,12 @@ def keys_as_saved(model: PreTrainedModel, prefix: str = "") -> KeyMap:
 
 
 def keys_as_loaded(model: PreTrainedModel, stored: StoredTensors) -> KeyMap:
-    """The key map that `from_pretrained` applies to stored tensors of a Transformers model.
+    """The key map that `from_pretrained` applies to stored tensors of a Transformers model: see `keys_of`."""
+    return keys_of(model, stored.shapes)
+
+
+def keys_of(model: PreTrainedModel, shapes: Mapping[str, Shape]) -> KeyMap:
+    """The key map that `from_pretrained` applies to tensors of these names and shapes.
 
     Files of other versions of the library, and of models with the same body, have names different from those
     that the model saves. Tensors that the library does not need are not in the map.
@@ -78,7 +83,7 @@ def keys_as_loaded(model: PreTrainedModel, stored: StoredTensors) -> KeyMap:
         ContractError: while loading, the library does more to a tensor than slicing, joining and permuting.
     """
     own = model.state_dict()
-    probes = {name: Probe.of(name, shape) for name, shape in stored.shapes.items()}
+    probes = {name: Probe.of(name, shape) for name, shape in shapes.items()}
     placed = {}
     with _own_classes(model):
         if loading := _loading_room():
@@ -88,7 +93,7 @@ def keys_as_loaded(model: PreTrainedModel, stored: StoredTensors) -> KeyMap:
             found = {_replaced(table.items(), name): probe for name, probe in reversed(probes.items())}
         for name in (name for name in own if name in found):
             try:
-                placed[name] = tuple(component_from(name, found[name], stored.shapes))
+                placed[name] = tuple(component_from(name, found[name], shapes))
             except Untraceable as fault:
                 raise _beyond(model, name, fault) from None
     return KeyMap(placed=placed)

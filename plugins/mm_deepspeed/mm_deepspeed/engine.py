@@ -33,12 +33,13 @@ from mm_core.contracts import (
 )
 from mm_core.engines import EngineBase, FSDP2Engine
 from mm_core.errors import ConfigError, PlanError
-from mm_core.modules import FlatShard, cast_inputs, tied_names
+from mm_core.modules import FlatShard, cast_as_planned, tied_names
 from mm_core.parallel import place, recompute
 from mm_core.plugin import ComponentConfig
 from mm_deepspeed import library, zero
 from mm_deepspeed.building import Root, handed_over, plan_of, split_rows, whole
 from mm_deepspeed.config import DeepSpeedConfig
+from mm_deepspeed.json_file import place_of
 from mm_deepspeed.settings import Settings, completed
 
 _SHAPED = {
@@ -136,7 +137,7 @@ class DeepSpeedEngine(EngineBase):
         """
         if optimizer is None:
             return self._prepare_samples(task, rng, weights)
-        deepspeed = library.load(self.device, self.settings.dtype)
+        deepspeed = library.load(self.device, self.settings.dtype, self.config.settings)
         if not self._completed:  # the engine is used on its own
             self._completed = completed(self.config.settings, _facts(plan.data_parallel))
         self.data_ranks = DataRanks(dist.get_rank(), plan.data_parallel)
@@ -187,12 +188,11 @@ class DeepSpeedEngine(EngineBase):
                 model=root, optimizer=self._optimizer, config=self._completed, dist_init_required=False
             )
         except (ValueError, AssertionError) as error:  # what its schema and its checks refuse
-            reason = " ".join(str(error).split()) or "an assertion fails"
-            raise ConfigError(f"DeepSpeed refuses the settings: {reason}", where="engine.settings") from error
+            what = f"DeepSpeed refuses the settings: {' '.join(str(error).split()) or 'an assertion fails'}"
+            raise ConfigError(what, where=place_of(self.config.settings) or "engine.settings") from error
         for module, name, buffer in buffers:  # DeepSpeed has cast them too
             module._buffers[name] = buffer
-        for path in plan.cast_inputs:
-            cast_inputs(task.get_submodule(path), torch_dtype(self.settings.dtype))
+        cast_as_planned(task, plan)
 
     def _prepare_samples(self, task: TaskModule, rng: Randomness, weights: WeightPlan | None) -> None:
         sampler = self._sampler()

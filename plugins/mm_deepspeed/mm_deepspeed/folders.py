@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -22,40 +21,20 @@ from mm_core.weights import (
     Rename,
     StoredTensors,
     Written,
-    load_tensors,
 )
+from mm_deepspeed.saved_files import MIXED, MODEL, Saved, read_saved, refused
 
-_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-_OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_OTHER = re.compile(r"layer_\d+.*\.pt|expp_rank_\d+.*\.pt")  # pipeline stages, experts
-_FORM = "a folder global_stepN as save_checkpoint of DeepSpeed 0.19 writes it, or its parent"
-
-
-class _StandIn:
-    """Takes the place of a class of DeepSpeed in a pickle and does nothing but hold its arguments."""
-
-    def __init__(self, *args: object) -> None:
-        self.args = args
-
-
-_STAND_INS = {
-    f"deepspeed.{name}": _StandIn
-    for name in (
-        "runtime.fp16.loss_scaler.LossScaler",
-        "runtime.fp16.loss_scaler.DynamicLossScaler",
-        "runtime.zero.config.ZeroStageEnum",
-        "utils.tensor_fragment.fragment_address",
-    )
-}
+_COMPARED = 64
+"""Numbers of each piece of a master that are compared with the weights: a page of each file."""
 
 
 class DeepSpeedFolders:
     """The weight format of folders that a DeepSpeed script saved: float32 masters, by the module's names."""
 
     def recognises(self, path: Path) -> bool:
-        """Whether a folder, or the one that its `latest` names, has files of model states."""
+        """Whether a folder has files of model states, or the one that its `latest` names, or one beside."""
         try:
-            return any(_MODEL.fullmatch(file.name) for file in _step(path).iterdir())
+            return _has_models(_step(path)) or ((path / "latest").is_file() and bool(_steps(path)))
         except (OSError, ValueError):
             return False
 
@@ -67,10 +46,16 @@ class DeepSpeedFolders:
         """Opens the masters of a folder of DeepSpeed; what has none comes as it was trained with.
 
         Raises:
-            CheckpointError: a file of a rank is missing or damaged, or contains other things than tensors; or
-                the model is split by tensors, by pipeline stages or by experts.
+            CheckpointError: a file of a rank is missing or damaged, or contains other things than tensors;
+                files of two saves are mixed; or the model is split by tensors, pipeline stages or experts.
         """
-        return _Masters(_step(path / folder))
+        where = _step(path / folder)
+        if not where.is_dir() and (steps := _steps(path / folder)):
+            here = f"is not here, but {', '.join(steps[:8])} {'is' if len(steps) == 1 else 'are'}"
+            raise refused(
+                path / folder, f"`latest` names {where.name}, which {here}", "name the folder of a step"
+            )
+        return _Masters(where)
 
     def layout(self, name: str, component: nn.Module) -> Layout:
         """Any component by its own names, or by these below one prefix (`model.`). It is only read."""
@@ -104,8 +89,18 @@ def _step(path: Path) -> Path:
     latest = path / "latest"
     if not latest.is_file() or latest.stat().st_size > 1000:
         return path
-    tag = latest.read_text(encoding="utf-8").strip()
-    return path / tag if tag and Path(tag).name == tag and tag != ".." else path
+    tag = latest.read_text(encoding="utf-8", errors="replace").strip()
+    named = path / tag if tag and Path(tag).name == tag and tag != ".." else path
+    return named if named.is_dir() or not _has_models(path) else path
+
+
+def _steps(path: Path) -> list[str]:
+    """Names of the folders in a folder that have files of model states."""
+    return sorted(inner.name for inner in path.iterdir() if _has_models(inner))
+
+
+def _has_models(path: Path) -> bool:
+    return path.is_dir() and any(MODEL.fullmatch(file.name) for file in path.iterdir())
 
 
 @dataclass(frozen=True)
@@ -125,6 +120,17 @@ class _Flat:
         flat = found[0] if len(found) == 1 else torch.cat(found or [self.pieces[0][:0]])
         return flat.view(last - first, *self.shape[1:])
 
+    def rounds_to(self, whole: Tensor) -> bool:
+        """Whether the first numbers of each piece, in a flat tensor's dtype, are those of that tensor."""
+        at = 0
+        for piece in self.pieces:
+            part = piece[:_COMPARED].to(whole.dtype).double()
+            there = whole[at : at + part.numel()].double()
+            if not torch.allclose(part, there, rtol=0, atol=0, equal_nan=True):
+                return False
+            at += piece.numel()
+        return True
+
 
 class _Masters:
     """Tensors in a DeepSpeed folder, by the module's names; files are mapped, and a tensor is joined when
@@ -138,12 +144,9 @@ class _Masters:
             self._tensors = self._found()
         except CheckpointError:
             raise
-        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as fault:
-            raise CheckpointError(
-                f"the files are not as DeepSpeed writes them ({type(fault).__name__}: {str(fault)[:100]})",
-                where=str(where),
-                accepted=_FORM,
-            ) from None
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as fault:
+            what = f"the files are not as DeepSpeed writes them ({type(fault).__name__}: {str(fault)[:100]})"
+            raise refused(where, what, "") from None
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         self.dtypes = {name: tensor.pieces[0].dtype for name, tensor in self._tensors.items()}
 
@@ -157,71 +160,65 @@ class _Masters:
 
     def _found(self) -> dict[str, _Flat]:
         """Where each tensor is, by name without `module.`."""
-        models, optimizers = self._files(_MODEL), self._files(_OPTIMIZER)
-        states = [_mapping(self._load(path)) for path in models.values()]
-        if not states:
-            raise self._error("there are no model states of DeepSpeed here")
-        shapes: Any = states[0].get("param_shapes")
-        found = {name: _whole(t) for name, t in states[0]["module"].items() if isinstance(t, Tensor)}
-        if shapes is not None or optimizers:
-            if not optimizers:
-                raise self._error("the files of optimizer states are missing", "copy all files of the folder")
-            loaded = [_mapping(self._load(path))["optimizer_state_dict"] for path in optimizers.values()]
-            stage = loaded[0].get("zero_stage", 1)  # files bf16_* of stage 1 do not name it
-            stage = stage.args[0] if isinstance(stage, _StandIn) else stage
-            count = loaded[0]["partition_count"]
-            world = int(max(count) if isinstance(count, list) else count)
-            self._check_complete(world, optimizers, "optimizer")
-            if stage == 3:
-                self._check_complete(world, models, "model")
-                found = {name: t for name, t in found.items() if name in states[0]["buffer_names"]}
-                found |= _by_parameter(shapes, [state["fp32_flat_groups"] for state in loaded])
-                found |= _frozen(states)
-            else:
-                groups = [state["single_partition_of_fp32_groups"] for state in loaded]
-                found |= _by_group(shapes, groups, loaded[0].get("param_alignment_paddings"))
-            for other, first in (states[0].get("shared_params") or {}).items():
+        saved = read_saved(self.where)
+        model = saved.models[0]
+        found = {
+            name: _whole(tensor) for name, tensor in model["module"].items() if isinstance(tensor, Tensor)
+        }
+        if saved.stage:
+            masters = _masters(saved)
+            self._check_masters(saved, masters, found)
+            if saved.stage == 3:
+                found = {name: tensor for name, tensor in found.items() if name in model["buffer_names"]}
+                found |= _frozen(saved.models)
+            found |= masters
+            for other, first in (model.get("shared_params") or {}).items():
                 found |= {other: found[first]} if first in found else {}
         wrapped = all(name.startswith("module.") for name in found)
         return {name.removeprefix("module.") if wrapped else name: t for name, t in found.items()}
 
-    def _files(self, pattern: re.Pattern[str]) -> dict[int, Path]:
-        """The files of ranks by rank. CheckpointError for a model that is split in other ways than by ZeRO
-        does."""
-        found: dict[int, Path] = {}
-        for path in self.where.iterdir() if self.where.is_dir() else ():
-            match = pattern.fullmatch(path.name)
-            if _OTHER.fullmatch(path.name) or (match and int(match[2])):
-                raise self._error(
-                    f"the model is split by tensors, pipeline stages or experts: {path.name}",
-                    "join its parts with the program that trained it, and save them as safetensors",
-                )
-            if match:
-                found[int(match[1] or 0)] = path
-        return dict(sorted(found.items()))
+    def _check_masters(self, saved: Saved, masters: Mapping[str, _Flat], model: Mapping[str, _Flat]) -> None:
+        """CheckpointError where the masters are not of the step of the model states.
 
-    def _check_complete(self, world: int, files: Mapping[int, Path], kind: str) -> None:
-        if missing := sorted(set(range(world)) - files.keys()):
-            raise self._error(
-                f"the {kind} states of rank {missing[0]} of {world} are missing",
-                "copy the files of all ranks, also those that other machines wrote",
+        Up to stage 2 these contain the masters in the script's dtype. At stage 3 the numbers of steps decide.
+        """
+        kept = [name for name in masters if name in model and model[name].shape == masters[name].shape]
+        for name in kept:
+            if not masters[name].rounds_to(model[name].pieces[0]):
+                what = f"{name} in the optimizer states is not the one in the model states"
+                raise refused(self.where, f"files of two saves are mixed: {what}")
+        if not kept and saved.steps and saved.steps[0] != saved.steps[1]:
+            there, steps = saved.steps
+            raise refused(
+                self.where,
+                f"the model states are of step {there:.0f}, but the optimizer states of step {steps:.0f}",
+                f"{MIXED}; if the run went on without its optimizer states, join them with zero_to_fp32.py",
             )
 
-    def _load(self, path: Path) -> object:
-        return load_tensors(path, _STAND_INS)
 
-    def _error(self, what: str, hint: str = "") -> CheckpointError:
-        return CheckpointError(what, where=str(self.where), accepted=_FORM, hint=hint)
-
-
-def _mapping(found: object) -> Mapping[str, Any]:
-    if not isinstance(found, Mapping):
-        raise TypeError(f"a {type(found).__name__} in place of a mapping")
-    return found
+def _masters(saved: Saved) -> dict[str, _Flat]:
+    """The float32 masters of trained parameters, from the parts of the ranks."""
+    groups = saved.models[0]["param_shapes"]
+    if saved.stage == 3:
+        return _by_parameter(groups, [state["fp32_flat_groups"] for state in saved.optimizers])
+    parts = [state["single_partition_of_fp32_groups"] for state in saved.optimizers]
+    return _by_group(groups, parts, saved.optimizers[0].get("param_alignment_paddings"))
 
 
 def _whole(tensor: Tensor) -> _Flat:
-    return _Flat(tuple(tensor.shape), (tensor.detach().reshape(-1),))
+    return _Flat(tuple(tensor.shape), (_numbers(tensor).reshape(-1),))
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    """A tensor of a file. ValueError for one that has no dense numbers, which a file can contain too."""
+    if tensor.is_meta or tensor.is_quantized or tensor.layout is not torch.strided:
+        raise ValueError("a tensor without dense numbers")
+    return tensor.detach()
+
+
+def _shape(found: Sequence[int]) -> tuple[int, ...]:
+    """The shape of a tensor in a file. An error for what is none: torch judges it, and allocates nothing."""
+    return tuple(torch.empty(tuple(found), device="meta").shape)
 
 
 def _by_group(
@@ -231,11 +228,15 @@ def _by_group(
 ) -> dict[str, _Flat]:
     """Masters of stages 1 and 2, whose ranks have one part of each group's flat vector."""
     found = {}
-    for number, shapes in enumerate(groups):
-        parts, at = [rank[number] for rank in partitions], 0
-        for place, (name, shape) in enumerate(shapes.items()):
-            found[name] = _Flat(tuple(shape), _cut(parts, at, prod(shape)))
-            at += prod(shape) + (paddings[number][place] if paddings is not None else 0)
+    paddings = [[0] * len(shapes) for shapes in groups] if paddings is None else paddings
+    flat = [[_numbers(part) for part in parts] for parts in zip(*partitions, strict=True)]
+    for shapes, parts, gaps in zip(groups, flat, paddings, strict=True):
+        at = 0
+        for (name, size), gap in zip(shapes.items(), gaps, strict=True):
+            shape = _shape(size)
+            found[name] = _Flat(shape, _cut(parts, at, prod(shape)))
+            at += prod(shape) + _shape([gap])[0]
+        _check_used(at, parts, 2 * len(parts))  # DeepSpeed fills up to twice the ranks
     return found
 
 
@@ -244,21 +245,35 @@ def _by_parameter(
 ) -> dict[str, _Flat]:
     """Masters of stage 3, whose ranks have an equal part of each parameter."""
     found, at = {}, 0
-    for name, shape in ((name, shape) for shapes in groups for name, shape in shapes.items()):
-        size = -(-prod(shape) // len(partitions))
-        pieces = [piece for rank in partitions for piece in _cut(rank, at, size)]
-        found[name] = _Flat(tuple(shape), _cut(pieces, 0, prod(shape)))
+    ranks = [[_numbers(part) for part in parts] for parts in partitions]
+    for name, found_shape in ((name, shape) for shapes in groups for name, shape in shapes.items()):
+        shape = _shape(found_shape)
+        size = -(-prod(shape) // len(ranks))
+        pieces = [piece for rank in ranks for piece in _cut(rank, at, size)]
+        found[name] = _Flat(shape, _cut(pieces, 0, prod(shape)))
         at += size
+    for parts in ranks:
+        _check_used(at, parts)
     return found
 
 
 def _frozen(states: Sequence[Mapping[str, Any]]) -> dict[str, _Flat]:
     """Parameters of stage 3 that are not trained: each rank has an equal part of them."""
     found = {}
-    for name, shape in (states[0].get("frozen_param_shapes") or {}).items():
-        parts = [state["frozen_param_fragments"][name].detach().reshape(-1) for state in states]
-        found[name] = _Flat(tuple(shape), _cut(parts, 0, prod(shape)))
+    for name, size in (states[0].get("frozen_param_shapes") or {}).items():
+        shape = _shape(size)
+        parts = [_numbers(state["frozen_param_fragments"][name]).reshape(-1) for state in states]
+        found[name] = _Flat(shape, _cut(parts, 0, prod(shape)))
+        for part in parts:
+            _check_used(-(-prod(shape) // len(parts)), [part])
     return found
+
+
+def _check_used(numbers: int, parts: Sequence[Tensor], multiple: int = 1) -> None:
+    """ValueError where parts hold other than these numbers, filled up to a multiple."""
+    held = sum(part.numel() for part in parts)
+    if -(-held // multiple) != -(-numbers // multiple):
+        raise ValueError(f"{plural(held, 'number')} where shapes make {numbers:,}")
 
 
 def _cut(parts: Sequence[Tensor], start: int, size: int) -> tuple[Tensor, ...]:

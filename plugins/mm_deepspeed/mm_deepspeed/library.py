@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
+from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
@@ -15,17 +16,21 @@ import torch
 
 from mm_core.device import environment_world
 from mm_core.errors import PlanError, PluginError
+from mm_deepspeed.json_file import place_of
 
 VERSIONS = ("0.19.8",)
 _INSTALL = f"pip install deepspeed=={VERSIONS[-1]}"
 
 
-def load(device: torch.device, dtype: str = "fp32") -> Any:
+def load(
+    device: torch.device, dtype: str = "fp32", settings: Mapping[str, Any] = MappingProxyType({})
+) -> Any:
     """Imports DeepSpeed for a device; its messages go to Python's logging, from warnings on.
 
     Args:
         device: on which it computes.
         dtype: in which it computes, `fp32`, `bf16` or `fp16`.
+        settings: where the dtype is set.
 
     Raises:
         PluginError: it is missing, or of a version whose private parts are not known here.
@@ -50,7 +55,7 @@ def load(device: torch.device, dtype: str = "fp32") -> Any:
     if dtype != "fp32" and not getattr(deepspeed.get_accelerator(), f"is_{dtype}_supported")():
         raise PlanError(
             f"{dtype}.enabled is true, but DeepSpeed does not compute in {dtype} on this device",
-            where="engine.settings",
+            where=place_of(settings, f"{dtype}.enabled") or "engine.settings",
             accepted="fp32" if dtype == "bf16" else "bf16, fp32",
             hint=f"remove the section {dtype}, or enable bf16 where the device has it",
         )

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from mm_core.contracts import TrainingFacts
 from mm_core.errors import ConfigError
+from mm_deepspeed.json_file import place_of, placed
 from mm_deepspeed.keys import AUTO, checked, is_on, read, section
 
 Device = Literal["cpu"]
@@ -76,7 +77,7 @@ class Settings:
         """Reads the settings; a ConfigError holds one fault for each key that is wrong."""
         kept, faults, notes = checked(settings)
         if faults:
-            raise ConfigError([ConfigError(f"settings {fault}") for fault in faults])
+            raise ConfigError([ConfigError(placed(settings, fault)) for fault in faults])
         zero = section(kept, "zero_optimization")
         offloads = [section(zero, key).get("device") for key in ("offload_optimizer", "offload_param")]
         dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -98,9 +99,7 @@ class Settings:
         return cls(zero.get("stage", 0), dtype, optimizer, param, accum, tuple(notes))
 
 
-def completed(
-    settings: Mapping[str, Any], facts: TrainingFacts, where: str = "engine.settings"
-) -> dict[str, Any]:
+def completed(settings: Mapping[str, Any], facts: TrainingFacts) -> dict[str, Any]:
     """The config that DeepSpeed gets: `auto` and absent keys from the run, without optimizer and schedule.
 
     Raises:
@@ -108,7 +107,7 @@ def completed(
     """
     read_settings = Settings.of(settings)
     kept = checked(settings)[0]
-    against = _Comparison(where)
+    against = _Comparison(settings)
     micro, accumulation = facts.micro_batch_size, facts.accumulation
     product = micro * accumulation * facts.shares
     shares = (
@@ -152,17 +151,20 @@ def completed(
 class _Comparison:
     """Collects settings that are different from what the run's YAML fixes."""
 
-    def __init__(self, where: str) -> None:
-        self.where = where
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self.settings = settings
         self.faults: list[str] = []
+
+    def fault(self, key: str, what: str) -> None:
+        """Records a fault of a setting, with its place."""
+        where = place_of(self.settings, key)
+        self.faults.append(f"{where}: {key} {what}" if where else f"engine.settings.{key} {what}")
 
     def compare(self, key: str, found: Any, run: Any, place: str, note: str = "") -> None:
         """Records a fault unless the setting is absent, `auto` or equal to the run's value."""
         if found is None or found == AUTO or _same(found, run):
             return
-        self.faults.append(
-            f"{self.where}.{key} is {_spelt(found)}{note}, but {place}; make them equal or write auto"
-        )
+        self.fault(key, f"is {_spelt(found)}{note}, but {place}; make them equal or write auto")
 
 
 def _compare_optimizer(against: _Comparison, part: dict[str, Any], facts: TrainingFacts) -> None:
@@ -172,9 +174,10 @@ def _compare_optimizer(against: _Comparison, part: dict[str, Any], facts: Traini
         meant = "core/adamw" if decoupled else "core/adam"
         name = kind if kind.lower() == "adamw" else f"{kind} with adam_w_mode {str(decoupled).lower()}"
         if ours.type != meant:
-            against.faults.append(
-                f"{against.where}.optimizer.type is {name}, which is {meant}, but optimizer.type is "
-                f"{ours.type}; make them equal or remove the section"
+            against.fault(
+                "optimizer.type",
+                f"is {name}, which is {meant}, but optimizer.type is {ours.type}; "
+                "make them equal or remove the section",
             )
             return
     for key in ("lr", "betas", "eps", "weight_decay"):
@@ -197,9 +200,10 @@ def _compare_schedule(against: _Comparison, part: dict[str, Any], facts: Trainin
     kind, ours, params = part.get("type"), facts.lr_schedule, section(part, "params")
     types, repeated = _SCHEDULES.get(str(kind).lower(), ((ours.type,), {}))
     if ours.type not in types:
-        against.faults.append(
-            f"{against.where}.scheduler.type is {kind}, which is {' or '.join(types)}, but "
-            f"lr_schedule.type is {ours.type}; make them equal or remove the section"
+        against.fault(
+            "scheduler.type",
+            f"is {kind}, which is {' or '.join(types)}, but lr_schedule.type is {ours.type}; "
+            "make them equal or remove the section",
         )
         return
     options, lr = ours.options, facts.optimizer.options.get("lr")

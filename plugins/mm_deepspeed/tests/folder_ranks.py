@@ -1,6 +1,6 @@
-"""Run by each rank: a plain DeepSpeed script that trains small modules two steps and saves its folders.
+"""Run by each rank: a plain DeepSpeed script that trains small modules two steps and saves a folder of each.
 
-usage: folder_ranks.py OUT
+usage: folder_ranks.py OUT [CASE ...]
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def train(out: Path, name: str, module: nn.Module) -> None:
     for _ in range(2):
         engine.backward(engine(torch.randn(2, 5, dtype=torch.bfloat16 if half else torch.float32)))
         engine.step()
-    engine.save_checkpoint(out / name)
+        engine.save_checkpoint(out / name)
     masters = {n: safe_get_full_fp32_param(p) for n, p in module.named_parameters() if n not in still}
     if name in ("0_fp32", "2_fp32_round_robin"):  # of the latter, DeepSpeed's function mixes up parameters
         masters = {n: p.detach().clone() for n, p in module.named_parameters() if n not in still}
@@ -86,11 +86,13 @@ def train(out: Path, name: str, module: nn.Module) -> None:
     engine.destroy()
 
 
-def main(out: str) -> None:
+def main(out: str, *cases: str) -> None:
     deepspeed.comm.init_distributed(dist_backend="gloo")
-    for name in CASES:
+    for name in cases or CASES:
         torch.manual_seed(3)
         train(Path(out), name, Net())
+    if cases:
+        return
     for name in ("2_fp32", "3_fp32"):
         torch.manual_seed(4)
         model = DiT(**DIT)

@@ -37,6 +37,12 @@ from mm_wan.predictor.two_expert import TwoExpert
 _LORA = {"high": "pytorch_lora_weights.safetensors", "low": "pytorch_lora_weights_2.safetensors"}
 """File names for the adapters of the two experts. A single transformer uses the first."""
 
+_NAMES = {
+    "high": ("high_noise", "high_noise_model", "transformer", "pipe.dit"),
+    "low": ("low_noise", "low_noise_model", "transformer_2", "pipe.dit2"),
+}
+"""What other programs call the two experts in adapter files: Wan-AI, ComfyUI, Diffusers, DiffSynth-Studio."""
+
 # The first image-to-video checkpoints hold a norm that nothing uses; Diffusers ignores it as well.
 DIFFUSERS_KEYS = KeyMap(ignored=("blocks.{i}.attn2.norm_added_q.weight",))
 _LAYERS = {"to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "o", "norm_q": "norm_q", "norm_k": "norm_k"}
@@ -136,7 +142,9 @@ class WanDiffusers(_WanFormat):
         or one for each trained expert. None for any other module."""
         if isinstance(component, TwoExpert):
             built = component.built
-            return [replace(_adapter(_LORA[name], EXPERT_PARTS[name]), part=name) for name in built]
+            return [
+                replace(_adapter(_LORA[name], EXPERT_PARTS[name]), part=name, names=_NAMES) for name in built
+            ]
         if not isinstance(component, WanTransformer):
             return None
         pipeline = pipeline_of(component.weights_from)

@@ -16,6 +16,7 @@ import wan_frames
 import yaml
 from diffusers import WanPipeline, WanTransformer3DModel
 from lora_in_comfyui import applied
+from lycoris import wrapper
 from mm_wan.formats import ORIGINAL_KEYS
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -105,7 +106,6 @@ def in_peft(base: WanTransformer3DModel, folder: Path) -> Changes:
 
 def in_lycoris(base: WanTransformer3DModel, file: Path, monkeypatch) -> Changes:
     """LyCORIS's loader, for linear layers with the names of Wan's publisher."""
-    wrapper = pytest.importorskip("lycoris.wrapper")
     monkeypatch.setattr(wrapper.LycorisNetwork, "LORA_PREFIX", "lora_unet")
     tree, names = nn.Module(), {}
     for name, layer in base.named_modules():

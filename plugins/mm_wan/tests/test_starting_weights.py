@@ -9,7 +9,7 @@ import pytest
 import torch
 import wan_frames
 from mm_wan.testing import make_tiny_checkpoint
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from mm_core.config.sections import InitFromSection
 from mm_core.errors import CheckpointError
@@ -82,3 +82,21 @@ def test_init_from_takes_neither_of_two_experts_for_a_lone_transformer(folders, 
     found, _ = read(config_at(folders, tmp_path, path=str(second)))
     expected = load_file(second / Path(FILE).name)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "refused"), [("int8", True), ("complex64", True), ("float8_e4m3fn", False)]
+)
+def test_codes_and_complex_numbers_are_not_taken_for_weights(dtype, refused, folders, tmp_path):
+    name = "blocks.0.attn1.to_q.weight"
+    folder = make_tiny_checkpoint(tmp_path / "odd")
+    weights = load_file(folder / FILE)
+    save_file(weights | {name: weights[name].to(getattr(torch, dtype))}, folder / FILE, {"format": "pt"})
+    config = config_at(folders, tmp_path, path=str(folder))
+    if not refused:
+        assert torch.equal(read(config)[0][name], weights[name].to(torch.float8_e4m3fn).float())
+        return
+    with pytest.raises(CheckpointError) as caught:
+        read(config)
+    assert caught.value.what.startswith(f"{name} is stored as {dtype}, which is not the weight itself")
+    assert "dequantise" in caught.value.hint
