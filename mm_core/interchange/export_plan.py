@@ -263,7 +263,7 @@ class Planner:
             if scale.dora:
                 lengths = part_name(f"{root}.{path}", "lora_magnitude_vector", adapter)
                 shape = (self.saved.shapes[lengths][0], 1)
-                make = partial(dora_scale_of, self.saved, self.quantised, f"{root}.{path}", adapter, scale)
+                make = partial(dora_scale_of, self.saved, f"{root}.{path}", adapter, scale)
                 key = stored_key(layout, path, "lora_magnitude_vector")
                 found[key] = _Computed(TensorSpec(key, self._cast(lengths), shape), make, path)
         for name in added:

@@ -48,7 +48,12 @@ class Reader:
         path, dtype = self.paths[name], self.dtypes[name]
         module = name.removesuffix(".weight")
         merged = [(a, held[module]) for a, held in self.scales.items() if module in held and module != name]
-        tensor = value_in_run(self.saved, self.quantised, f"{self.root}.{path}")
+        whole = f"{self.root}.{path}"
+        kind = self.quantised.get(whole)
+        # In the run's own dtype first: its base may be rounded.
+        tensor = fetched(self.saved, whole, torch.float32 if kind else self.saved.dtypes[whole])
+        if kind is not None:
+            tensor = rounded(tensor, kind)
         if merged:
             place = f"{self.root}.{module}"
             adapters = ((scale, adapter_parts(self.saved, place, adapter)) for adapter, scale in merged)
@@ -63,12 +68,10 @@ class Reader:
         return tensor
 
 
-def dora_scale_of(
-    saved: CheckpointSource, quantised: Mapping[str, str], module: str, adapter: str, scale: AdapterScale
-) -> Tensor:
-    """ComfyUI's `dora_scale` of a module (path in the task) with a DoRA."""
-    parts = adapter_parts(saved, module, adapter)
-    weight = value_in_run(saved, quantised, f"{module}.base_layer.weight")
+def dora_scale_of(saved: CheckpointSource, module: str, adapter: str, scale: AdapterScale) -> Tensor:
+    """ComfyUI's `dora_scale` of a module (path in the task) with a DoRA, by its weight in the run's dtype."""
+    parts, path = adapter_parts(saved, module, adapter), f"{module}.base_layer.weight"
+    weight = fetched(saved, path, saved.dtypes[path])
     return dora_scale(parts.pop("lora_magnitude_vector"), weight, scale.factor * change_of(parts))
 
 
@@ -84,13 +87,6 @@ def adapter_parts(saved: CheckpointSource, module: str, adapter: str) -> dict[st
     paths = {part: part_name(module, part, adapter) for part in PARTS}
     held = {part: path for part, path in paths.items() if path in saved.shapes}
     return {part: fetched(saved, path, torch.float32) for part, path in held.items()}
-
-
-def value_in_run(saved: CheckpointSource, quantised: Mapping[str, str], path: str) -> Tensor:
-    """A checkpoint's tensor (path in the task) as the run computes with it: its base may be rounded."""
-    kind = quantised.get(path)
-    tensor = fetched(saved, path, torch.float32 if kind else saved.dtypes[path])
-    return tensor if kind is None else rounded(tensor, kind)
 
 
 def fetched(saved: CheckpointSource, path: str, dtype: torch.dtype) -> Tensor:

@@ -244,6 +244,8 @@ def config_of(top: Path, origin: Path, stored: bool = False, **train):
     """The config of a run, whose checkpoints store the base or not."""
     document = wan_frames.document(top, origin, "t2v") | {"checkpoint": {"frozen": stored}}
     document["train"] = {"epochs": 1, **train}
+    if "base_dtype" in train:
+        document["engine"] = {"param_dtype": "bf16"}
     (top / "run.yaml").write_text(yaml.safe_dump(document), encoding="utf-8")
     return load_config(top / "run.yaml")
 
@@ -309,6 +311,26 @@ def test_a_run_that_began_with_additions_writes_them_again(origin, tmp_path):
         close(written[name], tensor)
     with pytest.raises(MMError, match="also adds to 2 weights of the base"):
         export_lora(tmp_path / "runs/t2v", tmp_path / "peft", "lora/peft")
+
+
+def test_what_is_written_belongs_to_the_base_in_the_dtype_of_the_run(origin, tmp_path):
+    base = dict(WanTransformer3DModel.from_pretrained(origin / "transformer").named_parameters())
+    weight, table = base[f"{Q}.weight"].detach().bfloat16().double(), "blocks.0.scale_shift_table"
+    tensors = pair(weight.shape, theirs(Q))
+    tensors[f"{theirs(Q)}.lora_magnitude_vector"] = lengths = 1 + random(24).abs()
+    tensors["blocks.0.modulation.diff"] = added = random(*base[table].shape)
+    save_file({f"diffusion_model.{name}": t for name, t in tensors.items()}, tmp_path / "a.safetensors")
+    adapters = [{"from": str(tmp_path / "a.safetensors")}]
+    import_weights(config_of(tmp_path, origin, adapters=adapters, base_dtype="bf16"), origin)
+    (file,) = export_lora(tmp_path / "runs/t2v", tmp_path / "s.safetensors", "lora/comfyui", dtype="fp32")
+    written = load_file(file)
+    down, up = (tensors[f"{theirs(Q)}.lora_{end}.weight"].double() for end in "AB")
+    expected = lengths.double() / (weight + up @ down).norm(dim=1) * weight.norm(dim=1)
+    found = written[f"diffusion_model.{theirs(Q)}.dora_scale"][:, 0]
+    torch.testing.assert_close(found, expected.float(), rtol=1e-6, atol=0)
+    begun = base[table].detach().bfloat16()
+    expected = (begun + added.bfloat16()).float() - begun.float()
+    assert torch.equal(written["diffusion_model.blocks.0.modulation.diff"], expected)
 
 
 @pytest.mark.slow
