@@ -14,16 +14,17 @@ from typing import Literal
 from mm_core.checkpoint.reading import StoredRun, Weights, stored_run
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import TaskModule, torch_dtype
-from mm_core.errors import ContractError, MMError, did_you_mean, plural
+from mm_core.errors import ContractError, MMError, did_you_mean
 from mm_core.files import check_unused, staged_folder, write_durably
 from mm_core.interchange.copied_files import check_taken, copy_verbatim
+from mm_core.interchange.export_base import any_dora, begun_in, changed_in, check_base_in_files
 from mm_core.interchange.export_card import card_of
 from mm_core.interchange.export_plan import ExportPlan, Part, Planner, own_state
 from mm_core.loading.checkpoint_source import CheckpointSource
-from mm_core.loading.left_out import frozen_names, recorded
+from mm_core.loading.left_out import ExternalWeights, frozen_names, recorded
 from mm_core.loading.provenance import sources_of
 from mm_core.loading.run_adapters import task_of
-from mm_core.modules.adapter_layers import adapted_layers, base_name
+from mm_core.modules.adapter_layers import adapted_layers
 from mm_core.modules.quantised import quantised_layers
 from mm_core.runtime.ranks import Ranks
 from mm_core.weights.fitting import formats_of
@@ -128,7 +129,10 @@ def planned(
     modules = {root: task.get_submodule(root) for root in _roots(task, component)}
     adapted = {root: module for root, module in modules.items() if adapted_layers(module)}
     alone = bool(adapted) and not merge
-    _complete(planner.saved, run.config, task, alone=alone)
+    more = alone and any(layout.additions for r, m in adapted.items() for layout in planner.layouts(r, m))
+    changed = changed_in(run, task, adapted) if more else {}
+    of_base = more and (any_dora(adapted) or any(changed.values()))
+    base = _complete(planner.saved, run.config, task, alone=alone and not of_base)
     if merge and not adapted:
         raise MMError(
             "this run trains no adapters, so there is nothing to merge",
@@ -136,10 +140,13 @@ def planned(
             hint="leave out --merge-lora",
         )
     if alone:
-        _check_base_in_files(run, task)
+        if not more:
+            check_base_in_files(run, task)
+        elif any(changed.values()):
+            planner = replace(planner, begun=begun_in(run, task, planner.saved, base, changed))
         for root in [root for root in modules if root not in adapted]:
             planner.check_nothing_beside(root, modules[root])
-        parts = [part for root, module in adapted.items() for part in planner.adapters(root, module)]
+        parts = [p for root, m in adapted.items() for p in planner.adapters(root, m, changed.get(root, ()))]
     else:
         parts = [part for root, module in modules.items() for part in planner.weights(root, module)]
     whole = not alone and len(modules) == len(task.trainable)
@@ -208,11 +215,14 @@ def write_part(stage: Path, part: Part, advance: Callable[[int], None] = lambda 
         write_durably(_inside(folder, name), text)
 
 
-def _complete(saved: CheckpointSource, config: RunConfig, task: TaskModule, *, alone: bool) -> None:
+def _complete(
+    saved: CheckpointSource, config: RunConfig, task: TaskModule, *, alone: bool
+) -> ExternalWeights:
     """Compares the checkpoint with the task by names and shapes, and finds frozen weights that it lacks.
 
     For adapters alone, the frozen weights are not needed.
     """
+    base = ExternalWeights()
     state = {
         f"{root}.{name}": tensor
         for root in task.trainable
@@ -222,20 +232,10 @@ def _complete(saved: CheckpointSource, config: RunConfig, task: TaskModule, *, a
         missing = frozen_names(task) - saved.shapes.keys()
         state = {name: tensor for name, tensor in state.items() if name not in missing}
     else:
-        saved.join(recorded(saved.checkpoint, config, task, state), state)
+        base = recorded(saved.checkpoint, config, task, state)
+        saved.join(base, state)
     Ranks.current().agree(f"reading {saved.folder}", lambda: saved.check_fits(state))
-
-
-def _check_base_in_files(run: StoredRun, task: TaskModule) -> None:
-    """MMError for adapters from a file with additions to the base, which their own file would lack."""
-    held = frozen_names(task) & run.checkpoint.names("model") if run.checkpoint.external else set()
-    if held and any(adapter.from_ is not None for adapter in run.config.train.adapters):
-        raise MMError(
-            f"the file that an adapter of this run started from also adds to {plural(len(held), 'weight')} of"
-            f" the base, such as {base_name(min(held))}, and an adapter's file does not contain those",
-            where="--to",
-            hint="export merged weights (--merge-lora)",
-        )
+    return base
 
 
 def _roots(task: TaskModule, component: str | None) -> tuple[str, ...]:

@@ -4,30 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 
 import torch
 from torch import Tensor, nn
 
 from mm_core.config.sections import RunConfig
-from mm_core.contracts import TaskModule
+from mm_core.contracts import TaskModule, WeightPlan
 from mm_core.errors import ContractError, MMError
+from mm_core.interchange.export_values import Reader, addition_of, dora_scale_of, fetched
 from mm_core.loading.checkpoint_source import CheckpointSource
-from mm_core.modules.adapter_layers import PARTS, adapter_of, base_name, part_name, without_adapters
-from mm_core.modules.quantised import rounded
+from mm_core.modules.adapter_layers import adapter_of, base_name, part_name, without_adapters
 from mm_core.modules.tying import tied_names
 from mm_core.plugin.registry import Registry
-from mm_core.runtime.ranks import Ranks
-from mm_core.weights.adapters.files import (
-    AdapterScale,
-    adapter_files,
-    beside_key,
-    merge,
-    module_key,
-    stored_key,
-)
-from mm_core.weights.adapters.inject import BESIDE, scales_of, trained_beside
+from mm_core.weights.adapters.beside import BESIDE, trained_beside
+from mm_core.weights.adapters.files import AdapterScale
+from mm_core.weights.adapters.inject import scales_of
 from mm_core.weights.adapters.pissa import joined, side_by_side, start_of
+from mm_core.weights.adapters.stored_names import addition_key, beside_key, module_key, stored_key
+from mm_core.weights.adapters.written import adapter_files
 from mm_core.weights.fitting import formats_of
 from mm_core.weights.formats.format import (
     AdapterLayout,
@@ -79,6 +74,8 @@ class Part:
         shards: the files and their tensors.
         produce: returns each tensor of `shards` by its stored name.
         adapters: adapters in these files, or merged into their weights.
+        computed: stored name of a tensor that is computed from the checkpoint's and the base's -> the name of
+            the component's.
     """
 
     root: str
@@ -86,6 +83,7 @@ class Part:
     shards: Sequence[Shard]
     produce: Callable[[str], Tensor]
     adapters: Scales
+    computed: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def tensors(self) -> list[TensorSpec]:
@@ -120,6 +118,7 @@ class Planner:
             their component needs.
         quantised: path in the task of each weight of a quantised base -> its kind.
         averaged: whether the weights are the moving average.
+        begun: the values that tensors which adapters' files add to had in the base; None without such.
     """
 
     registry: Registry
@@ -131,6 +130,7 @@ class Planner:
     tables: Collection[str] = ()
     quantised: Mapping[str, str] = field(default_factory=dict)
     averaged: bool = False
+    begun: WeightPlan | None = None
 
     def weights(self, root: str, module: nn.Module) -> list[Part]:
         """Plans the export of a component's weights with its adapters merged: a part for each folder."""
@@ -174,47 +174,65 @@ class Planner:
             widest = reduce(torch.promote_types, (dtypes[copy.component] for copy in held))
             dtypes |= {copy.component: widest for copy in held}
         specs = [TensorSpec(n, dtypes[held[0].component], held[0].stored_shape) for n, held in copies.items()]
-        read = _Reader(self.saved, root, own, dtypes, scales, self.quantised)
+        read = Reader(self.saved, root, own, dtypes, scales, self.quantised)
         shards = plan_shards(specs, layout.stem, limit)
         return Part(
             root, layout, shards, lambda stored: assemble(copies[stored], read), _within(joined(scales), own)
         )
 
-    def adapters(self, root: str, module: nn.Module) -> Iterator[Part]:
+    def layouts(self, root: str, module: nn.Module) -> tuple[AdapterLayout, ...]:
+        """The layouts of a component's adapters.
+
+        Raises:
+            MMError: the format cannot store them.
+        """
+        with without_adapters(module):
+            found = of_component(self.form.adapter(root, module))
+        if not found:
+            raise self._cannot_hold(root, module, adapter=True)
+        return found
+
+    def adapters(self, root: str, module: nn.Module, changed: Sequence[str] = ()) -> Iterator[Part]:
         """Plans the export of a component's adapters without its weights: a part for each non-empty file.
 
         With several adapters, each has a folder of its name.
+
+        Args:
+            root: the component.
+            module: the component, with its adapters.
+            changed: its tensors that differ from the base, for layouts with additions.
 
         Raises:
             MMError: the format cannot store the adapters, or a module trained in full beside them.
         """
         adapters = joined(scales_of(module))
-        with without_adapters(module):
-            layouts = of_component(self.form.adapter(root, module))
-        if not layouts:
-            raise self._cannot_hold(root, module, adapter=True)
-        beside = trained_beside(module)
-        if beside and (len(adapters) > 1 or any(layout.config is None for layout in layouts)):
+        layouts = self.layouts(root, module)
+        beside = {} if layouts[0].additions else trained_beside(module)
+        able = all(layout.additions or layout.config is not None for layout in layouts)
+        if (beside or changed) and (len(adapters) > 1 or not able):
             raise _only_merged(
-                f"{root}.{next(iter(beside))} is trained beside the adapters, but"
+                f"{root}.{next(iter((*beside, *changed)))} is trained beside the adapters, but"
                 f" {'this format' if len(adapters) == 1 else 'one of several adapters'} cannot contain it"
             )
         tensors: dict[tuple[str, str], dict[str, str]] = {}
         for name in own_state(module):
             if (place := adapter_of(name)) is not None:
                 tensors.setdefault((place[2], place[0]), {})[place[1]] = name
-        entire = divided(layouts, beside)
+        entire, apart = divided(layouts, beside), divided(layouts, changed)
         for adapter, scales in adapters.items():
-            for layout, adapted, held in zip(layouts, divided(layouts, scales), entire, strict=True):
-                if held and not adapted:
+            for layout, adapted, held, added in zip(
+                layouts, divided(layouts, scales), entire, apart, strict=True
+            ):
+                if (held or added) and not adapted:
                     raise _only_merged(
-                        f"{root}.{held[0]} is trained beside the adapter, but its file is not written since"
-                        f" {root}.{layout.part} has no adapter"
+                        f"{root}.{(held or added)[0]} is trained beside the adapter, but its file is not"
+                        f" written since {root}.{layout.part} has no adapter"
                     )
                 keys = {name: beside_key(layout, path, name) for path in held for name in beside[path]}
                 starts: dict[str, str] = {}
                 for path in adapted:
-                    parts = tensors[adapter, path].items()
+                    computed = {"lora_magnitude_vector"} if layout.additions else set()
+                    parts = [one for one in tensors[adapter, path].items() if one[0] not in computed]
                     keys |= {name: stored_key(layout, path, part) for part, name in parts}
                     begun = tensors.get((start_of(adapter), path), {})
                     starts |= {name: begun[part] for part, name in parts if part in begun}
@@ -228,7 +246,32 @@ class Planner:
                 if adapted:
                     files = adapter_files(layout, copies, own, held, adapter if len(adapters) > 1 else "")
                     part = self._part(root, files, {name: name for name in copies}, {}, None)
-                    yield replace(_with_alphas(part, layout, own), adapters={adapter: own})
+                    more = _alphas(part, layout, own) | self._computed(root, layout, adapter, own, added)
+                    yield replace(_with(part, more), adapters={adapter: own})
+
+    def _computed(
+        self,
+        root: str,
+        layout: AdapterLayout,
+        adapter: str,
+        scales: Mapping[str, AdapterScale],
+        added: Sequence[str],
+    ) -> dict[str, _Computed]:
+        """The tensors of ComfyUI's file that are computed with the base's: `dora_scale` and additions."""
+        found = {}
+        for path, scale in scales.items() if layout.additions else ():
+            if scale.dora:
+                lengths = part_name(f"{root}.{path}", "lora_magnitude_vector", adapter)
+                shape = (self.saved.shapes[lengths][0], 1)
+                make = partial(dora_scale_of, self.saved, f"{root}.{path}", adapter, scale)
+                key = stored_key(layout, path, "lora_magnitude_vector")
+                found[key] = _Computed(TensorSpec(key, self._cast(lengths), shape), make, path)
+        for name in added:
+            assert self.begun is not None
+            path, key = f"{root}.{name}", addition_key(layout, base_name(name))
+            spec = TensorSpec(key, self._cast(path), self.saved.shapes[path])
+            found[key] = _Computed(spec, partial(addition_of, self.saved, self.begun, path), name)
+        return found
 
     def check_nothing_beside(self, root: str, module: nn.Module) -> None:
         """Refuses to export only adapters if a component without adapters is trained in full.
@@ -251,7 +294,7 @@ class Planner:
         """A checkpoint's tensor by its path in the task, in the dtype to write; None if it has none."""
         if path not in self.saved.shapes:
             return None
-        return _fetched(self.saved, path, self._cast(path))
+        return fetched(self.saved, path, self._cast(path))
 
     def _cast(self, path: str, merged: bool = False) -> torch.dtype:
         kind = self.saved.dtypes[path]
@@ -289,33 +332,52 @@ def _only_merged(what: str) -> MMError:
     return MMError(what, where="--to", hint="export merged weights (--merge-lora)")
 
 
-def _with_alphas(part: Part, layout: AdapterLayout, scales: Mapping[str, AdapterScale]) -> Part:
-    """An adapter's part with the tensors `alpha` of its layout; only kohya's needs those of scale 1.
+@dataclass(frozen=True)
+class _Computed:
+    """A tensor of a file that differs from all of the checkpoint's; `name` is that in the component."""
+
+    spec: TensorSpec
+    make: Callable[[], Tensor]
+    name: str = ""
+
+
+def _alphas(part: Part, layout: AdapterLayout, scales: Mapping[str, AdapterScale]) -> dict[str, _Computed]:
+    """The tensors `alpha` of a layout; only kohya's needs those of scale 1.
 
     That of a whole LoKr is what LyCORIS and musubi-tuner take for its rank, so that they scale it by 1.
     """
-    if not layout.alphas:
-        return part
     shapes = {spec.name: spec.shape for spec in part.tensors}
     alphas = {}
-    for module, scale in scales.items():
+    for module, scale in scales.items() if layout.alphas else ():
         key = module_key(layout, module)
-        if f"{key}.lokr_w2" in shapes:
+        alpha = scale.factor * scale.rank
+        if whole := shapes.get(f"{key}.lokr_w2"):
             if scale.factor != 1:
                 raise ContractError(
                     f"the LoKr of {module} has two whole matrices, which other programs scale by 1, but its"
                     f" scale is {scale.factor:g}",
                     hint="train with a lower rank, or with alpha equal to rank; or export lora/peft",
                 )
-            if layout.flat:
-                alphas[f"{key}.alpha"] = torch.tensor(float(max(shapes[f"{key}.lokr_w2"])))
-        elif layout.flat or scale.factor != 1:
-            alphas[f"{key}.alpha"] = torch.tensor(scale.factor * scale.rank)
-    specs = tuple(TensorSpec(name, torch.float32, ()) for name in alphas)
-    shards = [replace(shard, tensors=(*specs, *shard.tensors)) for shard in part.shards]  # it has one file
-    return replace(
-        part, shards=shards, produce=lambda name: alphas[name] if name in alphas else part.produce(name)
+            alpha = float(max(whole))
+        if layout.flat or scale.factor != 1:
+            spec = TensorSpec(f"{key}.alpha", torch.float32, ())
+            alphas[spec.name] = _Computed(spec, partial(torch.tensor, alpha))
+    return alphas
+
+
+def _with(part: Part, computed: Mapping[str, _Computed]) -> Part:
+    """An adapter's part with further tensors."""
+    (shard,) = part.shards
+    specs = sorted(
+        [*(one.spec for one in computed.values()), *shard.tensors], key=lambda s: -s.dtype.itemsize
     )
+
+    def produce(name: str) -> Tensor:
+        one = computed.get(name)
+        return part.produce(name) if one is None else one.make().to(one.spec.dtype)
+
+    names = {key: one.name for key, one in computed.items() if one.name}
+    return replace(part, shards=[replace(shard, tensors=tuple(specs))], produce=produce, computed=names)
 
 
 def _within(scales: Scales, names: Collection[str]) -> Scales:
@@ -325,64 +387,3 @@ def _within(scales: Scales, names: Collection[str]) -> Scales:
         for adapter, held in scales.items()
     }
     return {adapter: held for adapter, held in kept.items() if held}
-
-
-@dataclass
-class _Reader:
-    """Reads a component's tensors from a checkpoint, one at a time, in the dtype to write.
-
-    Attributes:
-        paths: name -> the name in the component with its adapters.
-        scales: adapters to merge.
-        quantised: see `Planner`.
-    """
-
-    saved: CheckpointSource
-    root: str
-    paths: Mapping[str, str]
-    dtypes: Mapping[str, torch.dtype]
-    scales: Scales
-    quantised: Mapping[str, str]
-    held: tuple[str, Tensor] | None = None
-
-    def __call__(self, name: str) -> Tensor:
-        """Keeps the last tensor, so that one stored in several pieces is read once."""
-        if self.held is None or self.held[0] != name:
-            self.held = None  # freed before the next is allocated
-            self.held = (name, self._read(name))
-        return self.held[1]
-
-    def _read(self, name: str) -> Tensor:
-        path, dtype = self.paths[name], self.dtypes[name]
-        module = name.removesuffix(".weight")
-        merged = [(a, held[module]) for a, held in self.scales.items() if module in held and module != name]
-        whole = f"{self.root}.{path}"
-        kind = self.quantised.get(whole)
-        # In the run's own dtype first: its base may be rounded.
-        tensor = _fetched(self.saved, whole, torch.float32 if kind else self.saved.dtypes[whole])
-        if kind is not None:
-            tensor = rounded(tensor, kind)
-        if merged:
-            adapters = ((scale, self._parts(module, adapter)) for adapter, scale in merged)
-            tensor = merge(tensor, adapters)
-        tensor = tensor.to(dtype)
-        if dtype == torch.float16 and not bool(torch.isfinite(tensor).all()):
-            raise MMError(
-                f"{self.root}.{name} contains values outside the range of fp16",
-                where="--dtype",
-                accepted="bf16, fp32",
-            )
-        return tensor
-
-    def _parts(self, module: str, adapter: str) -> dict[str, Tensor]:
-        """The tensors of an adapter in a module, by part."""
-        paths = {part: f"{self.root}.{part_name(module, part, adapter)}" for part in PARTS}
-        held = {part: path for part, path in paths.items() if path in self.saved.shapes}
-        return {part: _fetched(self.saved, path, torch.float32) for part, path in held.items()}
-
-
-def _fetched(saved: CheckpointSource, path: str, dtype: torch.dtype) -> Tensor:
-    """A tensor of a checkpoint by its path in the task. Call it on all ranks."""
-    target = torch.empty(saved.shapes[path], dtype=dtype)
-    Ranks.current().agree(f"reading {path}", lambda: saved.fill({path: target}))
-    return target

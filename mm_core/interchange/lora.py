@@ -247,6 +247,9 @@ def _differences(
     for name, key in beside.items():
         if not _holds(held, key, planner.read(f"{part.root}.{name}")):
             yield name, "values"
+    for key, name in part.computed.items():
+        if not _holds(held, key, part.produce(key)):
+            yield name, f"values of {key.rpartition('.')[2]}"
     found = modules_in(layout, linear_layers(module), held)
     for name, scale in part.adapters[adapter].items():
         if name not in found:
@@ -257,7 +260,10 @@ def _differences(
             yield name, f"scale {held.scales[stored].factor:g} instead of {scale.factor:g}"
             continue
         trained = {
-            p: t for p in PARTS if (t := planner.adapter(f"{part.root}.{name}", p, adapter)) is not None
+            p: t
+            for p in PARTS
+            if not (layout.additions and p == "lora_magnitude_vector")  # its dora_scale is compared above
+            and (t := planner.adapter(f"{part.root}.{name}", p, adapter)) is not None
         }
         for piece, expected in trained.items():
             if not _holds(held, held.keys.get((stored, piece), ""), expected):

@@ -155,7 +155,7 @@ class FileWeights:
             given_up = len(part.names) - len(names)
             also = f"; {given_up} of them replaced by {self._read[-1][0].init.path}" if given_up else ""
             loaded.append(f"{part.init.path}: {part}{also}")
-        return [*loaded, *adapters, *filter(None, left)]
+        return [*loaded, *adapters, *self._adapters.notes, *filter(None, left)]
 
 
 def sentence_on(task: TaskModule, adapter: AdapterConfig) -> str:

@@ -7,12 +7,13 @@ or exported.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from mm_core.checkpoint.external_rows import RECIPE, ExternalRow
@@ -138,6 +139,55 @@ def recorded(
         else:
             raise _lost(row, checkpoint.folder, faults)
     return ExternalWeights(tuple(starts))
+
+
+def started(
+    saved: CheckpointSource,
+    config: RunConfig,
+    task: TaskModule,
+    base: ExternalWeights,
+    names: set[str],
+) -> ExternalWeights:
+    """The files in which a run's trained weights had their first values. Call it on all ranks.
+
+    Args:
+        saved: a checkpoint of the run.
+        config: the run's current config.
+        task: with its adapters in place.
+        base: the frozen weights that the checkpoint does not store: their files are known to be the run's.
+        names: the weights, by path in the task.
+
+    Raises:
+        CheckpointError: files whose weights have changed.
+    """
+    known = {start.key: start for start, _ in base.starts}
+    state = dict(task.state_dict(keep_vars=True))
+    rows = [row for row in starts_of(config, task) if row[0] not in known]
+    starts = {key: start_at(key, init, task, config, state) for key, init in rows}
+    # In reading order: later sources replace earlier ones, and an imported checkpoint's comes last.
+    order = [key for key, _ in starts_of(config, task)]
+    every = {**dict.fromkeys(order), **known, **starts}
+    owners = {name: start for start in every.values() if start is not None for name in start.names}
+    kept = frozen_names(task).intersection(saved.shapes) - base.names - names
+    for start in starts.values():
+        _check_unchanged(start, saved, [name for name in kept if owners.get(name) is start])
+    wanted = {name: owners[name] for name in names if name in owners}
+    return ExternalWeights(
+        tuple(
+            (start, frozenset(name for name, owner in wanted.items() if owner is start))
+            for start in dict.fromkeys(wanted.values())
+        )
+    )
+
+
+def _check_unchanged(start: WeightMatch, saved: CheckpointSource, names: Iterable[str]) -> None:
+    """CheckpointError if files differ from a checkpoint in biases and norms, which are small."""
+    for name in sorted(name for name in names if len(saved.shapes[name]) == 1):
+        theirs, ours = (torch.empty(saved.shapes[name], dtype=saved.dtypes[name]) for _ in range(2))
+        start.fill({name: theirs})
+        Ranks.current().agree(f"reading {name}", partial(saved.fill, {name: ours}))
+        if not torch.equal(theirs, ours):
+            raise CheckpointError("its weights have changed since the run used them", where=str(start.place))
 
 
 def source_of_run(path: Path, weights: Literal["model", "ema"], allow_code: bool = False) -> CheckpointSource:

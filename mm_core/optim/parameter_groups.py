@@ -28,8 +28,15 @@ def groups_of(parameters: Mapping[str, nn.Parameter], train: TrainSection) -> li
         (`b_lr_scale`) sets it, and `weight_decay` if one sets it or if norms and biases have none.
 
     Raises:
-        PlanError: a pattern matches no trained parameter, or earlier groups leave a group empty.
+        PlanError: nothing is trained, a pattern matches no trained parameter, or earlier groups leave a group
+            empty.
     """
+    if not parameters and train.adapters:
+        raise PlanError(
+            "no parameter is trained: the files of this run's adapters only add to the base (diff)",
+            where="train.adapters",
+            hint="add an adapter with targets, or name modules in train.also_train",
+        )
     owners: dict[str, int] = {}
     for index, section in enumerate(train.parameter_groups):
         key = f"train.parameter_groups.{index}.match"

@@ -27,9 +27,10 @@ from mm_core.modules.initialise import initialise
 from mm_core.plan import build_task, make_plan
 from mm_core.plugin.registry import get_registry
 from mm_core.weights.adapters import inject as module
-from mm_core.weights.adapters.files import AdapterScale, merge, open_adapter, peft_settings
+from mm_core.weights.adapters.files import AdapterScale, merge, open_adapter
 from mm_core.weights.adapters.inject import AdapterWeights, add_adapters, scales_of
 from mm_core.weights.adapters.targets import skipped_layers
+from mm_core.weights.adapters.written import peft_settings
 from mm_core.weights.fitting import formats_of
 from mm_core.weights.formats.format import AdapterLayout
 from support.ranks import run_ranks

@@ -19,10 +19,11 @@ from mm_core.contracts import Randomness
 from mm_core.errors import CheckpointError, ContractError
 from mm_core.modules.initialise import initialise
 from mm_core.plugin.registry import get_registry
-from mm_core.weights.adapters.files import merge, open_adapter, peft_settings
+from mm_core.weights.adapters.files import merge, open_adapter
 from mm_core.weights.adapters.inject import AdapterWeights, Structure, add_adapters, scales_of
 from mm_core.weights.adapters.kinds import split
 from mm_core.weights.adapters.record import record_of, structure_in
+from mm_core.weights.adapters.written import peft_settings
 from mm_core.weights.fitting import formats_of
 from mm_core.weights.formats.format import AdapterLayout
 

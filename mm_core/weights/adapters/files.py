@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
-from pathlib import Path, PurePath
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from mm_core.errors import CheckpointError, ContractError
+from mm_core.errors import CheckpointError
 from mm_core.modules.adapter_layers import row_lengths
+from mm_core.weights.adapters.comfyui import (
+    ADDED,
+    TARGETS,
+    is_pair,
+    leaves_out,
+    magnitude_of,
+    notes_on,
+    product,
+    replaced,
+)
 from mm_core.weights.adapters.kinds import (
-    PEFT_TYPES,
     Blocks,
     blocks_in,
     by_module,
     change_of,
     is_whole,
     kind_of,
-    peft_factor,
     rank_of,
     weight_of,
 )
@@ -35,8 +43,8 @@ from mm_core.weights.adapters.settings import (
     plain_name,
     rank_in,
 )
-from mm_core.weights.formats.format import AdapterLayout, Layout, StoredTensors
-from mm_core.weights.formats.key_map import Copy, KeyMap, Shape
+from mm_core.weights.formats.format import StoredTensors
+from mm_core.weights.formats.key_map import Shape
 from mm_core.weights.formats.libraries import PEFT_ADAPTER
 from mm_core.weights.stored import SafetensorsFiles
 
@@ -54,13 +62,10 @@ _PARTS = {
 """Other programs' names of the factors."""
 _KEY = re.compile(
     r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_magnitude_vector|lora[._](?:down|up)"
-    r"|lokr_w[12](?:_[ab])?|hada_w[12]_[ab])"
+    r"|dora_scale|lokr_w[12](?:_[ab])?|hada_w[12]_[ab])"
     r"(\.(?!(bias|weight)\Z)[\w-]+)?(\.weight)?\Z"
 )
 _ALPHA = re.compile(r"(?P<module>.+)\.alpha\Z")
-_ADDED = re.compile(r"(?P<module>.+)\.(?P<part>diff|diff_b|diff_m)\Z")
-_TARGETS = {"diff": "weight", "diff_b": "bias", "diff_m": "modulation"}
-"""ComfyUI's additions to a module's own tensors."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,10 @@ class AdapterFile:
         keys: (module's stored path, part) -> stored name.
         scales: rank and scale by stored module, in the file's order.
         flat: whether module paths in the file have underscores in place of dots.
-        added: stored path of a tensor of the model -> stored name of what the file adds to it.
+        added: stored path of a tensor of the model -> stored name of what the file adds to it; for the LoRA
+            of a convolution, of its second factor.
+        products: stored name of such a second factor -> that of the first, and the scale of their product.
+        notes: sentences for the log on tensors that are not applied as their names suggest.
     """
 
     stored: StoredTensors
@@ -100,12 +108,46 @@ class AdapterFile:
     scales: Mapping[str, AdapterScale]
     flat: bool = False
     added: Mapping[str, str] = field(default_factory=dict)
+    products: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    def added_shape(self, key: str) -> tuple[int, ...]:
+        """The shape of what is added under a name of `added`."""
+        shapes = self.stored.shapes
+        pair = self.products.get(key)
+        return tuple(shapes[key]) if pair is None else (shapes[key][0], *shapes[pair[0]][1:])
+
+    def read_added(self, key: str, box: tuple[slice, ...]) -> Tensor:
+        """A box of what is added under a name of `added`."""
+        if (pair := self.products.get(key)) is None:
+            return self.stored.read(key, box)
+        return pair[1] * product(self.stored, (pair[0], key), box)
+
+    def read(self, module: str, part: str) -> Tensor:
+        """A part of a module's adapter, in float32."""
+        key = self.keys[module, part]
+        return self.stored.read(key, tuple(slice(0, size) for size in self.stored.shapes[key])).float()
+
+    def magnitude(self, module: str, weight: Tensor, rows: slice) -> Tensor:
+        """Rows of a DoRA's magnitudes by the module's `dora_scale`, of these rows of its weight."""
+        pair = self.keys[module, "lora_A"], self.keys[module, "lora_B"]
+        columns = slice(0, self.stored.shapes[pair[0]][1])
+        change = self.scales[module].factor * product(self.stored, pair, (rows, columns))
+        return magnitude_of(self.read(module, "dora_scale")[rows], weight, change)
+
+    def computed_shape(self, module: str) -> Shape:
+        """The shape of the magnitudes, or of the first matrix of a LoKr that is a product."""
+        shapes = self.sizes[module]
+        return (shapes["dora_scale"][0],) if "dora_scale" in shapes else blocks_in(shapes)[:2]
+
+    @cached_property
+    def sizes(self) -> dict[str, dict[str, Shape]]:
+        """The shapes of each module's parts."""
+        return by_module(self.keys, self.stored.shapes)
 
     def weights(self) -> dict[str, Shape]:
         """The shapes of the weights that the file changes, by stored name."""
-        parts = by_module(self.keys)
-        sizes = {m: {part: self.stored.shapes[self.keys[m, part]] for part in parts[m]} for m in parts}
-        return {f"{module}.weight": weight_of(held) for module, held in sizes.items()}
+        return {f"{module}.weight": weight_of(parts) for module, parts in self.sizes.items()}
 
 
 def open_adapter(path: Path, beside: Collection[str] = (), within: str = "") -> AdapterFile:
@@ -128,23 +170,40 @@ def open_adapter(path: Path, beside: Collection[str] = (), within: str = "") -> 
         settings = header_settings(texts["lora_adapter_metadata"], file, start)
     check_settings(settings, path, bool(beside))
     shapes = {name: shape for name, shape in held.items() if name not in beside}
-    keys, alphas, added = _keys(stored, shapes, start, file)
-    scales: dict[str, AdapterScale] = {}
-    for module, parts in by_module(keys).items():
-        sizes = {part: stored.shapes[keys[module, part]] for part in parts}
-        rank, own = rank_of(sizes), alphas
-        if is_whole(parts):  # PEFT scales it by its settings, other programs by 1 whatever `alpha` is
-            if settings and module not in alphas:
-                rank = rank_in(module, settings, file)
-            else:
-                own = {module: float(rank)}
-        alpha = alpha_in(module, settings, rank, own, file)
-        dora, rslora = "lora_magnitude_vector" in parts, bool(settings.get("use_rslora"))
-        kind = kind_of(parts) or ""
-        blocks = blocks_in(sizes) if kind == "lokr" else None
-        scales[module] = AdapterScale(rank, alpha, dora, rslora, kind, blocks)
-    check_doras(settings, {module: scale.dora for module, scale in scales.items()}, file)
-    return AdapterFile(stored, keys, scales, start in _FLAT, added)
+    keys, alphas, added, notes = _keys(stored, shapes, start, file)
+    sizes = by_module(keys, shapes)
+    scales = {module: _scale(module, parts, settings, alphas, file) for module, parts in sizes.items()}
+    own = {module: "lora_magnitude_vector" in parts for module, parts in sizes.items()}
+    check_doras(settings, own, file)
+    products = {}
+    for module in [module for module, parts in sizes.items() if is_pair(parts)]:
+        first, second = keys.pop((module, "lora_A")), keys.pop((module, "lora_B"))
+        products[second] = first, scales.pop(module).factor
+        added[f"{module}.weight"] = second
+    return AdapterFile(stored, keys, scales, start in _FLAT, added, products, notes)
+
+
+def _scale(
+    module: str,
+    shapes: Mapping[str, Sequence[int]],
+    settings: Mapping[str, object],
+    alphas: Mapping[str, float],
+    file: Path,
+) -> AdapterScale:
+    """Rank and scale of a module, of the shapes of its parts."""
+    rank = rank_of(shapes)
+    if is_whole(shapes):  # PEFT scales it by its settings, other programs by 1 whatever `alpha` is
+        if settings and module not in alphas:
+            rank = rank_in(module, settings, file)
+        else:
+            alphas = {module: float(rank)}
+    over = shapes["lokr_w1_b"][0] if {"lokr_w1_b", "lokr_w2"} <= {*shapes} else rank
+    alpha = alpha_in(module, settings, over, alphas, file)
+    alpha = alpha if over == rank else alpha * rank / over
+    dora = not {"lora_magnitude_vector", "dora_scale"}.isdisjoint(shapes)
+    kind = kind_of(shapes) or ""
+    blocks = blocks_in(shapes) if kind == "lokr" else None
+    return AdapterScale(rank, alpha, dora, bool(settings.get("use_rslora")), kind, blocks)
 
 
 def start_of_keys(names: Iterable[str]) -> str:
@@ -154,47 +213,63 @@ def start_of_keys(names: Iterable[str]) -> str:
 
 
 def _keys(
-    stored: StoredTensors, shapes: Mapping[str, Sequence[int]], start: str, file: Path
-) -> tuple[dict[tuple[str, str], str], dict[str, float], dict[str, str]]:
-    """(module, part) -> stored name, the alphas in the file, and its additions to tensors of the model.
+    stored: StoredTensors, shapes: Mapping[str, Shape], start: str, file: Path
+) -> tuple[dict[tuple[str, str], str], dict[str, float], dict[str, str], tuple[str, ...]]:
+    """(module, part) -> stored name; the alphas in the file, its additions to the model's tensors, and notes.
 
     `start` is the prefix of the model's names, `shapes` has the tensors to read.
     """
     added: dict[str, str] = {}
     keys: dict[tuple[str, str], str] = {}
     alphas: dict[str, float] = {}
-    strange = []
+    strange, left = [], []
     _check_dtypes({name: stored.dtypes[name] for name in shapes}, file)
     for name, shape in shapes.items():
         bare = plain_name(name).removeprefix(start)
         if start in _FLAT:  # some programs leave the dots behind the block's number
-            module, *end = re.split(r"\.(?=(?:lora_|lokr_|hada_|alpha\Z|diff))", bare, maxsplit=1)
+            module, *end = re.split(r"\.(?=(?:lora_|lokr_|hada_|alpha\Z|diff|[wb]_norm))", bare, maxsplit=1)
             bare = ".".join([module.replace(".", "_"), *end])
         found, scaled = _KEY.match(bare), _ALPHA.match(bare)
         if scaled is not None and prod(shape) == 1:
             alphas[scaled["module"]] = float(stored.read(name, tuple(slice(0, 1) for _ in shape)))
-            continue
-        if (more := _ADDED.match(bare)) is not None:
-            added[f"{more['module']}.{_TARGETS[more['part']]}"] = name
-            continue
-        place = (found["module"], _PARTS.get(found["part"], found["part"])) if found else None
-        factor = place is not None and place[1] != "lora_magnitude_vector"
-        if place is None or place in keys or (factor and (len(shape) != 2 or 0 in shape)):
-            strange.append(name)
-        else:
+        elif leaves_out(bare, start):
+            left.append(name)
+        elif (more := ADDED.match(bare)) is not None and f"{more[1]}.{TARGETS[more['part']]}" not in added:
+            added[f"{more[1]}.{TARGETS[more['part']]}"] = name
+        elif found is not None and _fits(place := _place(found), shape, start) and place not in keys:
             keys[place] = name
-    modules = by_module(keys)
+        else:
+            strange.append(name)
+    modules = by_module(keys, shapes)
     strange += [f"{start}{module}.alpha" for module in alphas if module not in modules]
+    strange += [n for (m, _), n in keys.items() if len(shapes[n]) > 2 and not is_pair(modules[m])]
     lone = [module for module, parts in modules.items() if kind_of(parts) is None]
-    if strange or lone or not modules:
+    if strange or lone or not (modules or added):
         odd = strange or [f"{module} (one of its two matrices)" for module in lone] or ["nothing"]
         raise CheckpointError(
             f"this is not a LoRA of linear layers: it contains {', '.join(odd[:3])}",
             where=str(file),
-            accepted="for each module lora_A and lora_B, for DoRA lora_magnitude_vector, or a LoKr or LoHa",
-            hint="adapters of convolutions and embeddings: merge them into the base weights with PEFT",
+            accepted="for each module lora_A and lora_B, for DoRA lora_magnitude_vector or ComfyUI's"
+            " dora_scale [out, 1], or a LoKr or LoHa; additions to tensors (diff, diff_b)",
+            hint="adapters of embeddings and other forms: merge them into the base weights with PEFT",
         )
-    return keys, alphas, added
+    dropped = replaced(keys, added)
+    kept = {(module, part): name for (module, part), name in keys.items() if module not in dropped}
+    return kept, alphas, added, notes_on(left, dropped, added)
+
+
+def _place(found: re.Match[str]) -> tuple[str, str]:
+    """(module, part) of a name that `_KEY` matches."""
+    return found["module"], _PARTS.get(found["part"], found["part"])
+
+
+def _fits(place: tuple[str, str], shape: Sequence[int], start: str) -> bool:
+    """Whether a part can have this shape. LyCORIS's `dora_scale`, in kohya's names, means something else."""
+    if place[1] == "lora_magnitude_vector":
+        return True
+    if place[1] == "dora_scale":
+        return len(shape) == 2 and shape[1] == 1 and start not in _FLAT
+    return 0 not in shape and (len(shape) == 2 or (len(shape) > 2 and place[1] in ("lora_A", "lora_B")))
 
 
 def _check_dtypes(dtypes: Mapping[str, torch.dtype], file: Path) -> None:
@@ -228,154 +303,9 @@ def _find(path: Path) -> tuple[Path, Mapping[str, object]]:
     )
 
 
-# -- out -----------------------------------------------------------------------------------------
-
-
 def is_adapter(path: Path) -> bool:
     """Whether a path is an adapter file (LoRA) or a folder with one, by file names only."""
     return any((path / name).is_file() or path.name == name for name in (PEFT_ADAPTER, DIFFUSERS_ADAPTER))
-
-
-def stored_module(layout: AdapterLayout, module: str) -> str:
-    """The path of an adapted module in the model's own library.
-
-    Raises:
-        ContractError: the format stores the module's weight in a different form, so an adapter cannot apply.
-    """
-    stored = layout.keys.renamed(f"{module}.weight")
-    if stored is None or not stored.endswith(".weight"):
-        raise ContractError(
-            f"the adapter of {module} cannot be written: the model's own library splits, reshapes or joins"
-            " its weight, and an adapter belongs to a whole one",
-            hint="export merged weights (--merge-lora), or leave the module out of the adapter's targets",
-        )
-    return stored.removesuffix(".weight")
-
-
-def stored_key(layout: AdapterLayout, module: str, part: str) -> str:
-    """The name of an adapter's tensor in an adapter file."""
-    if part == "lora_magnitude_vector":
-        if layout.alphas:
-            raise ContractError(
-                f"the adapter of {module} is a DoRA, which this layout does not store",
-                accepted="lora/diffusers, lora/peft",
-                hint="export in one of these, or merged weights (--merge-lora)",
-            )
-        return f"{layout.module_prefix}{stored_module(layout, module)}.{part}"
-    if part not in ("lora_A", "lora_B"):
-        if layout.metadata_key is not None:
-            raise ContractError(
-                f"the adapter of {module} is a LoKr or LoHa, which Diffusers does not load",
-                accepted="lora/comfyui, lora/kohya, lora/peft",
-                hint="export in one of these, or merged weights (--merge-lora)",
-            )
-        return f"{module_key(layout, module)}.{part}"
-    name = layout.factors[part == "lora_B"]
-    return f"{module_key(layout, module)}.{name}.weight"
-
-
-def module_key(layout: AdapterLayout, module: str) -> str:
-    """The name of an adapted module in an adapter file, at the start of its tensors' names."""
-    stored = stored_module(layout, module)
-    return f"{layout.module_prefix}{stored.replace('.', '_') if layout.flat else stored}"
-
-
-def beside_key(layout: AdapterLayout, module: str, name: str) -> str:
-    """The name in an adapter file of a tensor that is trained in full beside the adapter.
-
-    Raises:
-        ContractError: the format stores the tensor in a different form.
-    """
-    stored = layout.keys.renamed(name)
-    if stored != f"{stored_module(layout, module)}{name.removeprefix(module)}":
-        raise ContractError(
-            f"{name} cannot be written beside an adapter: this format stores it in a different form",
-            hint="export merged weights (--merge-lora)",
-        )
-    return f"{layout.module_prefix}{stored}"
-
-
-def adapter_files(
-    layout: AdapterLayout,
-    placed: Mapping[str, tuple[Copy, ...]],
-    scales: Mapping[str, AdapterScale],
-    beside: Sequence[str],
-    folder: str,
-) -> Layout:
-    """The layout of one adapter's file, for an export.
-
-    Args:
-        layout: the format's layout of the component's adapters.
-        placed: the file's tensors, by name.
-        scales: rank and scale of the adapted modules.
-        beside: modules that the file contains in full.
-        folder: folder that contains `layout.file`.
-    """
-    settings = peft_settings(layout, scales, beside)
-    texts, metadata = {}, {"format": "pt", **layout.texts}
-    if layout.config is not None:
-        texts[layout.config] = json.dumps(settings, indent=2) + "\n"
-    if layout.metadata_key is not None:
-        held = {f"{layout.module_prefix}{key}": settings[key] for key in scale_settings(scales)}
-        metadata[layout.metadata_key] = json.dumps(held, indent=2, sort_keys=True)
-    file = PurePath(folder, layout.file)
-    keys, stem = KeyMap(placed=placed), file.name.removesuffix(".safetensors")
-    about = (layout.library, layout.loading, layout.part)
-    return Layout(keys, str(file.parent), stem, texts, metadata, *about)
-
-
-def peft_settings(
-    layout: AdapterLayout, scales: Mapping[str, AdapterScale], beside: Sequence[str] = ()
-) -> dict[str, object]:
-    """The content of an adapter's adapter_config.json: PEFT's LoraConfig.
-
-    Args:
-        layout: the format's layout of the component's adapters.
-        scales: rank and scale of the adapted modules, by path in the component.
-        beside: modules that the file contains in full.
-    """
-    names = {stored_module(layout, module): scale for module, scale in scales.items()}
-    kind = next(iter(scales.values())).kind
-    only_lora = {"bias": "none", "fan_in_fan_out": False, "init_lora_weights": True, "lora_dropout": 0.0}
-    return {
-        "peft_type": PEFT_TYPES[kind],
-        "base_model_name_or_path": None,
-        "task_type": None,
-        "inference_mode": True,
-        **(only_lora if kind == "lora" else {"init_weights": True}),
-        **(
-            {"decompose_factor": peft_factor(s.blocks for s in scales.values() if s.blocks)}
-            if kind == "lokr"
-            else {}
-        ),
-        "modules_to_save": [stored_module(layout, module) for module in beside] or None,
-        **scale_settings(names),
-    }
-
-
-def scale_settings(scales: Mapping[str, AdapterScale]) -> dict[str, object]:
-    """The fields of PEFT's config for an adapter's modules, ranks and scales."""
-    first = next(iter(scales.values()))
-    ranks = {_whole_pattern(name): s.rank for name, s in scales.items() if s.rank != first.rank}
-    alphas = {_whole_pattern(name): _plain(s.alpha) for name, s in scales.items() if s.alpha != first.alpha}
-    only_lora = {"use_dora": first.dora, "use_rslora": first.rslora}
-    return {
-        "r": first.rank,
-        "lora_alpha" if first.kind == "lora" else "alpha": _plain(first.alpha),
-        "rank_pattern": ranks,
-        "alpha_pattern": alphas,
-        **(only_lora if first.kind == "lora" else {}),
-        "target_modules": sorted(scales),
-    }
-
-
-def _whole_pattern(name: str) -> str:
-    """A PEFT pattern for this module only: without the `^` it would also match the end of other paths."""
-    return f"^{re.escape(name)}"
-
-
-def _plain(number: float) -> float:
-    return int(number) if number == int(number) else number
 
 
 def merge(weight: Tensor, adapters: Iterable[tuple[AdapterScale, Mapping[str, Tensor]]]) -> Tensor:

@@ -29,17 +29,17 @@ from mm_core.modules.adapter_layers import (
 )
 from mm_core.modules.patterns import select_parameters
 from mm_core.modules.tying import tied_names
-from mm_core.weights.adapters.files import AdapterScale, scale_settings
+from mm_core.weights.adapters.beside import BESIDE
+from mm_core.weights.adapters.files import AdapterFile, AdapterScale
 from mm_core.weights.adapters.kinds import Blocks
 from mm_core.weights.adapters.locate import locate
 from mm_core.weights.adapters.pissa import fill_start, start_of, starts_as_part, starts_in
 from mm_core.weights.adapters.targets import KEY, scales_by_layer
+from mm_core.weights.adapters.written import scale_settings
 from mm_core.weights.fitting import Formats
 from mm_core.weights.formats.format import StoredTensors
 from mm_core.weights.formats.key_map import Copy, whole
 from mm_core.weights.streaming import shard_of, stream
-
-BESIDE = "train.also_train"
 
 Structure = Mapping[str, Mapping[str, AdapterScale]]
 """Adapter -> path of a module in the task -> rank and scale."""
@@ -144,37 +144,6 @@ def scales_of(component: nn.Module) -> dict[str, dict[str, AdapterScale]]:
     return found
 
 
-def trained_beside(component: nn.Module) -> dict[str, list[str]]:
-    """The modules of a component trained in full beside its adapters: module -> names of its tensors.
-
-    Raises:
-        ContractError: an adapter file cannot contain it: only part of a module is trained, or it is shared.
-    """
-    parameters = dict(component.named_parameters())
-    trained = [n for n, p in parameters.items() if p.requires_grad and adapter_of(n) is None]
-    tied = tied_names(component)
-    found: dict[str, list[str]] = {}
-    for path in sorted({name.rpartition(".")[0] for name in trained}, key=lambda path: path.count(".")):
-        if any(path.startswith(f"{above}.") for above in found):
-            continue
-        start = f"{path}." if path else ""
-        names = [name for name in component.state_dict() if name.startswith(start)]
-        if still := [name for name in names if name in parameters and name not in trained]:
-            raise ContractError(
-                f"{path or 'the top'} is trained beside the adapter without its {base_name(still[0])}:"
-                " adapter files can only contain complete modules",
-                hint=f"export merged weights (--merge-lora), or name the complete module in {BESIDE}",
-            )
-        if shared := [name for name in names if name in tied or name in tied.values()]:
-            raise ContractError(
-                f"{shared[0]} is trained beside the adapter and shared with another module, which an adapter"
-                " file cannot express",
-                hint="export merged weights (--merge-lora)",
-            )
-        found[path] = names
-    return found
-
-
 def _check_begun(name: str, held: Collection[str], layers: Collection[str]) -> None:
     """CheckpointError for an adapter of a resumed run in modules that are not linear layers of the task."""
     if absent := [path for path in held if path not in layers]:
@@ -226,7 +195,9 @@ def _check_tied(root: str, component: nn.Module, adapters: Mapping[str, str]) ->
 
 def _add(root: str, component: nn.Module, adapter: AdapterConfig, held: Mapping[str, AdapterScale]) -> None:
     """Adds an adapter to a component, a PiSSA with its start."""
-    _inject(component, adapter.name, held, adapter.init, adapter.dropout)
+    for dora in sorted({scale.dora for scale in held.values()}):  # a PEFT config has one setting for all
+        alike = {path: scale for path, scale in held.items() if scale.dora is dora}
+        _inject(component, adapter.name, alike, adapter.init, adapter.dropout)
     if starts_as_part(adapter.init):
         _check_ranks(root, component, held)
         _inject(component, start_of(adapter.name), held, adapter.init)
@@ -327,7 +298,12 @@ class AdapterWeights:
         self.adapters = [adapter for adapter in adapters if adapter.from_ is not None]
         self._task = task
         self._pieces: list[tuple[Copy, StoredTensors]] = []
-        self.added: dict[str, list[tuple[StoredTensors, str]]] = {}
+        self._computed: dict[str, tuple[AdapterFile, str]] = {}
+        """What files hold in another form (ComfyUI's `dora_scale`, a first matrix of a LoKr as a product), by
+        path in the task -> file and module there."""
+        self.notes: list[str] = []
+        """Sentences for the log on what is not applied as its name suggests."""
+        self.added: dict[str, list[tuple[AdapterFile, str]]] = {}
         """Tensors of the base, by path in the task without adapters, and what adapters' files add to them."""
         roots = task.trainable
         linear = {root: linear_layers(task.get_submodule(root)) for root in roots} if self.adapters else {}
@@ -335,22 +311,30 @@ class AdapterWeights:
             assert adapter.from_ is not None
             found = locate(task, adapter.from_, linear, formats)
             for tensor, (file, addition) in found.added.items():
-                self.added.setdefault(f"{found.root}.{tensor}", []).append((file.stored, addition))
+                self.added.setdefault(f"{found.root}.{tensor}", []).append((file, addition))
+            self.notes += [f"{adapter.from_}: {note}" for file in found.files for note in file.notes]
             for module, (file, stored) in found.modules.items():
                 for part in PARTS:
-                    if (key := file.keys.get((stored, part))) is not None:
+                    key = file.keys.get((stored, part))
+                    if key is not None and not part.startswith("lokr_w1_"):
                         name = part_name(f"{found.root}.{module}", part, adapter.name)
                         shape = tuple(file.stored.shapes[key])
                         self._pieces.append((whole(name, key, shape), file.stored))
-        self.names = {copy.component for copy, _ in self._pieces}
+                for key, part in (("dora_scale", "lora_magnitude_vector"), ("lokr_w1_b", "lokr_w1")):
+                    if (stored, key) in file.keys:
+                        name = part_name(f"{found.root}.{module}", part, adapter.name)
+                        self._computed[name] = file, stored
+        self.names = {copy.component for copy, _ in self._pieces}.union(self._computed)
         """The adapters' tensors that are in files, by path in the task."""
         known = {name: list(parameter.shape) for name, parameter in task.named_parameters()}
-        for copy, held in self._pieces:
-            own = known.get(copy.component)  # None: a LoKr of two factors and so high a rank is whole
-            if own != list(copy.stored_shape):
+        given = [(copy.component, copy.stored, copy.stored_shape, held) for copy, held in self._pieces]
+        for name, (file, module) in self._computed.items():
+            given.append((name, module, file.computed_shape(module), file.stored))
+        for name, key, shape, held in given:
+            own = known.get(name)  # None: a LoKr of two factors and so high a rank is whole
+            if own != list(shape):
                 raise CheckpointError(
-                    f"{copy.stored} has shape {list(copy.stored_shape)}, but {copy.component} has"
-                    f" {own or 'none'}",
+                    f"{key} has shape {list(shape)}, but {name} has {own or 'none'}",
                     where=str(held.where),
                     hint="the adapter is for a different model: use one trained for this model",
                 )
@@ -369,11 +353,12 @@ class AdapterWeights:
             CheckpointError: a row of a weight under a new DoRA is zero.
         """
         begun = self.names.union(known)
+        read = begun.difference(self._computed)
         with torch.no_grad():
             for name, tensor in state.items():
                 share, box = shard_of(tensor) if base_name(name) in self.added else (tensor, ())
-                for held, key in self.added.get(base_name(name), ()):
-                    share += held.read(key, box).to(share)
+                for file, key in self.added.get(base_name(name), ()):
+                    share += file.read_added(key, box).to(share)
             for module, adapter in starts_in(state):
                 if part_name(module, "lora_A", start_of(adapter)) not in begun:
                     layer: Any = self._task.get_submodule(module)
@@ -382,7 +367,7 @@ class AdapterWeights:
                     )
             for name, tensor in state.items():
                 place = adapter_of(name)
-                if place is not None and place[1] == "lora_magnitude_vector" and name not in begun:
+                if place is not None and place[1] == "lora_magnitude_vector" and name not in read:
                     length, weight = shard_of(tensor)[0], shard_of(state[f"{place[0]}.base_layer.weight"])[0]
                     length.copy_(row_lengths(weight))
                     if bool((length == 0).any()):
@@ -393,3 +378,18 @@ class AdapterWeights:
                         )
             pieces = [(copy, held) for copy, held in self._pieces if copy.component in state]
             stream({copy.component: state[copy.component] for copy, _ in pieces}, pieces)
+            for name, (file, module) in self._computed.items():
+                if name in state:
+                    _compute(state, name, file, module)
+
+
+def _compute(state: Mapping[str, Tensor], name: str, file: AdapterFile, module: str) -> None:
+    """Fills a tensor that is computed from a file's, and from the weight below it."""
+    place = adapter_of(name)
+    assert place is not None
+    share, box = shard_of(state[name])
+    if place[1] == "lokr_w1":
+        share.copy_((file.read(module, "lokr_w1_a") @ file.read(module, "lokr_w1_b"))[box])
+        return
+    weight = shard_of(state[f"{place[0]}.base_layer.weight"])[0].cpu()  # some devices have no float64
+    share.copy_(file.magnitude(module, weight, box[0]))

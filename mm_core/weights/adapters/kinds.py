@@ -1,8 +1,7 @@
 """The kinds of adapters, by the tensors of a module: LoRA, LoKr and LoHa.
 
 LoKr: the Kronecker product of two matrices; LoHa: the elementwise product of two products of low rank
-(Yeh et al. 2023, https://arxiv.org/abs/2309.14859). The second matrix of a LoKr is whole, or itself of low
-rank.
+(Yeh et al. 2023, https://arxiv.org/abs/2309.14859). Each matrix of a LoKr is whole, or itself of low rank.
 """
 
 from __future__ import annotations
@@ -14,7 +13,9 @@ import torch
 from torch import Tensor
 
 from mm_core.errors import ContractError
+from mm_core.weights.formats.key_map import Shape
 
+_LENGTHS = {"lora_magnitude_vector", "dora_scale"}  # of a DoRA's rows: PEFT's, ComfyUI's
 _SECOND = {"lokr": ("lokr_w1", "lokr_w2"), "loha": ("hada_w1", "hada_w2")}
 PEFT_TYPES = {"lora": "LORA", "lokr": "LOKR", "loha": "LOHA"}
 """Kind -> its name in PEFT's settings."""
@@ -23,22 +24,33 @@ Blocks = tuple[int, int, int, int]
 """The sizes of a LoKr's two matrices: rows and columns of the first, then of the second."""
 
 
-def by_module(keys: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """Module -> its parts, of pairs of both."""
-    found: dict[str, list[str]] = {}
-    for module, part in keys:
-        found.setdefault(module, []).append(part)
+def by_module(
+    keys: Mapping[tuple[str, str], str], shapes: Mapping[str, Shape]
+) -> dict[str, dict[str, Shape]]:
+    """Module -> its parts and their shapes.
+
+    Args:
+        keys: (module, part) -> stored name.
+        shapes: stored name -> shape.
+    """
+    found: dict[str, dict[str, Shape]] = {}
+    for (module, part), name in keys.items():
+        found.setdefault(module, {})[part] = shapes[name]
     return found
 
 
 def kind_of(parts: Collection[str]) -> str | None:
     """The kind of an adapter that has exactly what it needs among `parts`; None for none."""
     held = set(parts)
-    if held - {"lora_magnitude_vector"} == {"lora_A", "lora_B"}:
+    if held - _LENGTHS == {"lora_A", "lora_B"} and not held >= _LENGTHS:
         return "lora"
-    if held in ({"lokr_w1", "lokr_w2"}, {"lokr_w1", "lokr_w2_a", "lokr_w2_b"}):
+    if held == {p for name in _SECOND["lokr"] for p in _whole_or_two(name, held)}:
         return "lokr"
     return "loha" if held == {f"{name}_{end}" for name in _SECOND["loha"] for end in "ab"} else None
+
+
+def _whole_or_two(name: str, held: Collection[str]) -> tuple[str, ...]:
+    return (name,) if name in held else (f"{name}_a", f"{name}_b")
 
 
 def is_whole(parts: Collection[str]) -> bool:
@@ -102,10 +114,15 @@ def factor_of(blocks: Iterable[Blocks], ordered: bool = True) -> int | None:
 
 
 def rank_of(shapes: Mapping[str, Sequence[int]]) -> int:
-    """The rank of a module's adapter, by the shapes of its parts; a whole LoKr's keeps it whole in PEFT."""
-    if is_whole(shapes):
+    """The rank of a module's adapter, by its parts' shapes; PEFT keeps a whole second matrix of a LoKr whole
+    with this one."""
+    if "lokr_w2" in shapes:
         return max(shapes["lokr_w2"])
-    return next(shape[0] for part, shape in shapes.items() if part == "lora_A" or part.endswith("_b"))
+    return next(
+        shape[0]
+        for part, shape in shapes.items()
+        if part == "lora_A" or (part.endswith("_b") and part != "lokr_w1_b")
+    )
 
 
 def peft_factor(blocks: Iterable[Blocks]) -> int:

@@ -15,7 +15,7 @@ from mm_core.weights.formats.format import AdapterLayout
 from mm_core.weights.formats.libraries import PEFT_ADAPTER, Safetensors, peft_layout
 
 LAYOUTS: Mapping[str, AdapterLayout] = {
-    "lora/comfyui": AdapterLayout("", "diffusion_model.", alphas=True),
+    "lora/comfyui": AdapterLayout("", "diffusion_model.", alphas=True, additions=True),
     "lora/kohya": AdapterLayout("", "lora_unet_", factors=("lora_down", "lora_up"), flat=True, alphas=True),
     "lora/diffusers": AdapterLayout("", "transformer.", metadata_key="lora_adapter_metadata"),
     "lora/peft": peft_layout(AdapterLayout("").keys),

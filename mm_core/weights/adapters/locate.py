@@ -21,9 +21,9 @@ from mm_core.weights.adapters.files import (
     is_adapter,
     open_adapter,
     start_of_keys,
-    stored_module,
 )
 from mm_core.weights.adapters.settings import plain_name
+from mm_core.weights.adapters.stored_names import stored_module
 from mm_core.weights.fitting import Formats
 from mm_core.weights.formats.format import AdapterLayout, of_component
 from mm_core.weights.formats.libraries import PEFT_ADAPTER
@@ -32,6 +32,9 @@ from mm_core.weights.stored import SafetensorsFiles
 Placed = tuple[AdapterLayout, Path, str]
 """A format's layout of an adapter of a component or its part, the file or folder in that layout, and the
 start of the part's keys in a file of several parts."""
+
+Held = dict[str, tuple[AdapterFile, str]]
+"""Module or tensor of a component -> the file with its adapter or an addition to it, and the name there."""
 
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 
@@ -47,8 +50,14 @@ class Located:
     """
 
     root: str
-    modules: Mapping[str, tuple[AdapterFile, str]]
-    added: Mapping[str, tuple[AdapterFile, str]] = field(default_factory=dict)
+    modules: Held
+    added: Held = field(default_factory=dict)
+
+    @property
+    def files(self) -> list[AdapterFile]:
+        """The files, each once."""
+        held = (*self.modules.values(), *self.added.values())
+        return list({id(file): file for file, _ in held}.values())
 
 
 def locate(task: TaskModule, path: str, linear: Mapping[str, Sequence[str]], formats: Formats) -> Located:
@@ -68,32 +77,26 @@ def locate(task: TaskModule, path: str, linear: Mapping[str, Sequence[str]], for
     files: list[AdapterFile] = []
     opened: dict[tuple[Path, str], AdapterFile] = {}
     for root, chosen in _candidates(task, Path(path), linear, formats):
-        found: dict[str, tuple[AdapterFile, str]] = {}
-        added: dict[str, tuple[AdapterFile, str]] = {}
+        found: Held = {}
+        added: Held = {}
         for layout, place, within in chosen:
             if (place, within) not in opened:
                 opened[place, within] = open_adapter(place, within=within)
-            found |= modules_in(layout, linear[root], opened[place, within])
-            added |= _added_in(layout, linear[root], task.get_submodule(root), opened[place, within])
+            own = _named(layout, task.get_submodule(root))
+            here, there = _fit(layout, linear[root], own, opened[place, within])
+            found |= here
+            added |= there
         parts = " and ".join(f"{root}.{layout.part}".rstrip(".") for layout, *_ in chosen)
         called = " and ".join(one for layout, *_ in chosen for one in layout.names.get(layout.part, ())[:1])
-        if len(found) > len(best.modules):
+        count, most = len(found) + len(added), len(best.modules) + len(best.added)
+        if count > most:
             best, alike = Located(root, found, added), {parts: called}
             files = [opened[place, within] for _, place, within in chosen]
-        same = (root, found.keys()) == (best.root, best.modules.keys())  # by another format
-        if found and len(found) == len(best.modules) and not same:
+        same = (root, found.keys(), added.keys()) == (best.root, best.modules.keys(), best.added.keys())
+        if count and count == most and not same:  # the same by another format
             alike[parts] = called
     files = files or [*opened.values()] or [open_adapter(Path(path))]
-    _check_modules(best, files, linear, path)
-    added_to = {key for _, key in best.added.values()}
-    if left := [key for file in files for key in file.added.values() if key not in added_to]:
-        raise CheckpointError(
-            f"this file also changes {plural(len(left), 'full tensor')} of another shape or form than"
-            f" {best.root}'s: {', '.join(left[:3])}",
-            where=path,
-            accepted="additions (diff, diff_b, diff_m) to tensors of the model, of the same shape",
-            hint="merge it into the weights with the program it was made for, and start from the result",
-        )
+    _check_complete(best, files, linear, path)
     if len(alike) > 1:
         names = f", a file whose name contains {' or '.join(filter(None, alike.values()))}" * any(
             alike.values()
@@ -106,10 +109,11 @@ def locate(task: TaskModule, path: str, linear: Mapping[str, Sequence[str]], for
     return best
 
 
-def _check_modules(
+def _check_complete(
     best: Located, files: Sequence[AdapterFile], linear: Mapping[str, Sequence[str]], path: str
 ) -> None:
-    """CheckpointError for modules in files that no component has."""
+    """CheckpointError for modules and additions in files that no component has."""
+    root = best.root or " or ".join(linear)
     held = {(id(file), stored) for file, stored in best.modules.values()}
     modules = [(id(file), name) for file in files for name in file.scales]
     if absent := [name for file, name in modules if (file, name) not in held]:
@@ -121,9 +125,18 @@ def _check_modules(
             hint = f"the adapter is for a different model, or gives modules names unlike those here ({own})"
         raise CheckpointError(
             f"{len(absent)} of the {plural(len(modules), 'module')} in this adapter match no linear layer of"
-            f" {best.root or ' or '.join(linear)}: {', '.join(absent[:3])}",
+            f" {root}: {', '.join(absent[:3])}",
             where=path,
             hint=hint,
+        )
+    added_to = {(id(file), key) for file, key in best.added.values()}
+    if left := [key for file in files for key in file.added.values() if (id(file), key) not in added_to]:
+        raise CheckpointError(
+            f"this file also changes {plural(len(left), 'full tensor')} of another shape or form than"
+            f" {root}'s: {', '.join(left[:3])}",
+            where=path,
+            accepted="additions (diff, diff_b, diff_m) to tensors of the model, of the same shape",
+            hint="merge it into the weights with the program it was made for, and start from the result",
         )
 
 
@@ -259,24 +272,33 @@ def _is_of(layout: AdapterLayout, path: Path) -> bool:
     return (part or _part_called(layout, named)) == layout.part
 
 
-def modules_in(
-    layout: AdapterLayout, names: Iterable[str], file: AdapterFile
-) -> dict[str, tuple[AdapterFile, str]]:
+def modules_in(layout: AdapterLayout, names: Iterable[str], file: AdapterFile) -> Held:
     """The modules of a component or its part that a file contains, by the map that finds most of them."""
-    return _by_map(_best_map(layout, names, file), _own(layout, names), file)
+    return _fit(layout, names, {}, file)[0]
 
 
 def _own(layout: AdapterLayout, names: Iterable[str]) -> list[str]:
     return [name for name in names if not layout.part or f"{name}.".startswith(f"{layout.part}.")]
 
 
-def _best_map(layout: AdapterLayout, names: Iterable[str], file: AdapterFile) -> AdapterLayout:
-    """The layout with the key map, of its own and other programs', that finds most modules of a file."""
-    own, best, most = _own(layout, names), layout, -1
+def _named(layout: AdapterLayout, component: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The tensors of a component or its part, without those of adapters, and their shapes."""
+    own = {base_name(n): p for n, p in component.named_parameters() if adapter_of(n) is None}
+    return {name: tuple(own[name].shape) for name in _own(layout, own)}
+
+
+def _fit(
+    layout: AdapterLayout, linear: Iterable[str], tensors: Mapping[str, tuple[int, ...]], file: AdapterFile
+) -> tuple[Held, Held]:
+    """What a file contains of a component or its part, by the map that finds most: modules, and tensors that
+    it adds to."""
+    own, most = _own(layout, linear), 0
+    best: tuple[Held, Held] = {}, {}
     for one in _maps(layout, file):
-        if (count := len(_by_map(one, own, file))) > most:
-            best, most = one, count
-        if most == len(file.scales):
+        found = _by_map(one, own, file), _added_by_map(one, tensors, file)
+        if (count := len(found[0]) + len(found[1])) > most:
+            best, most = found, count
+        if most == len(file.scales) + len(file.added):
             break
     return best
 
@@ -287,7 +309,7 @@ def _maps(layout: AdapterLayout, file: AdapterFile) -> Iterator[AdapterLayout]:
     `module_prefix` is what a module of another program around the model adds to all paths (`module.`).
     """
     sep = "_" if file.flat else "."
-    paths = zip(*(module.split(sep) for module in file.scales), strict=False)
+    paths = zip(*(module.split(sep) for module in file.scales or file.added), strict=False)
     common = [pieces[0] for pieces in takewhile(lambda pieces: len(set(pieces)) == 1, paths)]
     weights = {} if file.flat or layout.reading is None else file.weights()
     for count in range(len(common) + 1):
@@ -300,27 +322,24 @@ def _maps(layout: AdapterLayout, file: AdapterFile) -> Iterator[AdapterLayout]:
                 yield replace(layout, keys=replace(keys, prefix=layout.keys.prefix), module_prefix=start)
 
 
-def _added_in(
-    layout: AdapterLayout, linear: Iterable[str], component: nn.Module, file: AdapterFile
-) -> dict[str, tuple[AdapterFile, str]]:
-    """The tensors of a component or its part that a file adds to: those that its format only renames."""
-    if not file.added:
-        return {}
-    best, found = _best_map(layout, linear, file), {}
-    for name, parameter in component.named_parameters():
-        if adapter_of(name) is None and _own(layout, [base_name(name)]):
-            module, _, end = (best.keys.renamed(base_name(name)) or "").rpartition(".")
-            stored = f"{best.module_prefix}{module.replace('.', '_') if file.flat else module}.{end}"
-            key = file.added.get(stored)
-            if key is not None and tuple(file.stored.shapes[key]) == tuple(parameter.shape):
-                found[base_name(name)] = (file, key)
-    return found
+def _added_by_map(layout: AdapterLayout, tensors: Mapping[str, tuple[int, ...]], file: AdapterFile) -> Held:
+    """The tensors of a component that a file adds to: those that the map only renames."""
+    added = {}
+    for name, shape in tensors.items() if file.added else ():
+        stored = layout.keys.renamed(name) or ""
+        module, _, end = stored.rpartition(".")
+        whole = stored  # its own path is that of a module if it is a parameter outside of modules
+        if file.flat:
+            module, whole = module.replace(".", "_"), stored.replace(".", "_")
+        places = (f"{layout.module_prefix}{place}" for place in (f"{module}.{end}", f"{whole}.weight"))
+        key = next((file.added[place] for place in places if place in file.added), None)
+        if key is not None and file.added_shape(key) == shape:
+            added[name] = file, key
+    return added
 
 
-def _by_map(
-    layout: AdapterLayout, names: Iterable[str], file: AdapterFile
-) -> dict[str, tuple[AdapterFile, str]]:
-    table: dict[str, tuple[AdapterFile, str]] = {}
+def _by_map(layout: AdapterLayout, names: Iterable[str], file: AdapterFile) -> Held:
+    table: Held = {}
     holders: dict[str, str] = {}
     for name in names:
         try:

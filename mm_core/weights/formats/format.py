@@ -99,6 +99,8 @@ class AdapterLayout:
         factors: names of the two matrices in a key.
         flat: whether module paths in keys have underscores in place of dots.
         alphas: whether the file has a tensor `alpha` for each module, which sets its scale.
+        additions: whether the file is ComfyUI's: it may add to tensors of the model (`diff`, `diff_b`), and a
+            DoRA has `dora_scale`.
         texts: texts in the header of `file`.
         names: every part of the component, built or not -> what other programs call it: at the start of keys
             where one file contains several parts. Names that contain the part's mark its file as well.
@@ -119,6 +121,7 @@ class AdapterLayout:
     factors: tuple[str, str] = ("lora_A", "lora_B")
     flat: bool = False
     alphas: bool = False
+    additions: bool = False
     texts: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, Sequence[str]] = field(default_factory=dict)
     reading: Callable[[Mapping[str, Shape]], KeyMap] | None = None

@@ -195,7 +195,7 @@ def test_an_alpha_that_is_none_is_refused(alpha, factors, tmp_path):
     [
         ("diffusion_model.blocks.1.self_attn.q.alpha", torch.tensor(2.0)),  # of a module that has no factors
         ("diffusion_model.blocks.0.self_attn.q.alpha", torch.ones(3)),
-        ("diffusion_model.blocks.0.self_attn.q.dora_scale", torch.ones(24, 1)),
+        ("diffusion_model.blocks.0.self_attn.q.dora_scale", torch.ones(1, 24)),  # by columns
         ("diffusion_model.blocks.0.self_attn.q.lora_down.weight", torch.ones(4, 24)),  # a second factor
         ("diffusion_model.blocks.0.self_attn.k.lora_A.weight", torch.tensor(1.0)),
         ("diffusion_model.blocks.0.self_attn.k.lora_A.weight", torch.ones(0, 24)),

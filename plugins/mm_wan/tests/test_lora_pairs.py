@@ -155,6 +155,14 @@ def test_a_file_of_a_pair_that_fits_no_expert_is_not_left_out(tmp_path):
         Task().find(tmp_path)
 
 
+def test_an_addition_that_fits_one_expert_only_is_not_left_out(tmp_path):
+    for file, size in zip(pair(tmp_path, PAIRS[1]), (24, 7), strict=True):
+        held = tensors("diffusion_model.") | {"diffusion_model.blocks.0.self_attn.q.diff_b": torch.ones(size)}
+        save_file(held, file)
+    with pytest.raises(CheckpointError, match="also changes 1 full tensor of another shape or form"):
+        Task().find(tmp_path)
+
+
 # -- keys ----------------------------------------------------------------------------------------
 
 
@@ -184,6 +192,14 @@ def test_both_experts_in_one_file_are_read_apart(high, low, name, tmp_path):
     if high == "transformer.":
         scales = {module: file.scales[stored].factor for module, (file, stored) in found.modules.items()}
         assert scales == {module: 4.0 if module.startswith("high") else 2.0 for module in BOTH}
+
+
+def test_a_bias_of_one_experts_factor_is_not_left_out(tmp_path):
+    bias = {f"transformer_2.{MODULES[0]}.lora_B.bias": torch.ones(24)}
+    both = tensors("transformer.", name=str) | tensors("transformer_2.", name=str)
+    save_file(both | bias, tmp_path / "a.safetensors")
+    with pytest.raises(CheckpointError, match=rf"it contains transformer_2\.{MODULES[0]}\.lora_B\.bias"):
+        Task().find(tmp_path / "a.safetensors")
 
 
 def test_keys_beside_those_of_both_experts_are_not_left_out(tmp_path):

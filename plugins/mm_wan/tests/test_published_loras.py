@@ -13,7 +13,7 @@ from mm_wan.predictor.transformer import WanTransformer
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from mm_core.errors import CheckpointError, MMError
+from mm_core.errors import CheckpointError, MMError, PlanError
 from mm_core.interchange.export import export
 from mm_core.interchange.import_weights import import_weights
 from mm_core.modules.adapter_layers import base_name
@@ -130,3 +130,21 @@ def test_additions_of_another_shape_are_named(begun, tmp_path):
     with pytest.raises(CheckpointError, match="1 full tensor of another shape or form") as fault:
         import_weights(config, pipeline)
     assert name in str(fault.value)
+
+
+@pytest.mark.slow
+def test_a_file_of_additions_alone_begins_a_run_that_trains_something_else(begun, tmp_path):
+    config, pipeline, model, tensors = begun
+    own = {name: t for name, t in tensors.items() if "lora_" not in name}
+    save_file(own, tmp_path / "file.safetensors")
+    with pytest.raises(PlanError, match="no parameter is trained: the files of this run's adapters only add"):
+        import_weights(config, pipeline)
+    adapters = [{"from": str(tmp_path / "file.safetensors")}, {"name": "mine", "targets": ["to_q"]}]
+    train = {"epochs": 1, "adapters": adapters}
+    config = wan_runs.config_of(
+        tmp_path, {"from_pretrained": str(pipeline)}, "both", train=train, checkpoint={"frozen": False}
+    )
+    saved, _ = import_weights(config, pipeline)
+    table = load_task(config, saved, "model").predictor.blocks[0].scale_shift_table
+    name = "diffusion_model.blocks.0.diff_m"
+    assert torch.equal(table, model.blocks[0].scale_shift_table + own[name])
