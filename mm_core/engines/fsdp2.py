@@ -113,14 +113,13 @@ class FSDP2Engine(EngineBase):
         size = 1 if context is None else context.size
         replicas, shards = mesh_shape(world, config.sharding(), size, preset=config.sharding_size is None)
         check_replicas(self.device, replicas)
-        layout = self._layout(task, config)
+        layout, dtype = self._layout(task, config), _dtype(config.param_dtype)
         check_dtypes(task, layout.roots)
         check_device(task, self.device)
         compiled = decide_compiled(task, task.trainable, config, layout.recomputed)
         reshards = resharded(task, layout, config.reshards())
-        dtype, stream = _dtype(config.param_dtype), config.base.stream
         check_kernel(config.attention, self.device, dtype or torch.float32)
-        base = plan_base(task, layout, config.base.keep, dtype) if stream else None
+        base = plan_base(task, layout, config.base.keep, dtype) if config.base.stream else None
         streamed = {p for path in base.blocks for _, p in frozen_in(task, path)} if base is not None else ()
         own, trained, left_alone = parameter_bytes(task, layout, shards, streamed)
         return ShardedPlan(

@@ -18,6 +18,7 @@ from mm_core.parallel.shard_plans import ModelPlan, Prefetch, backwards, in_orde
 
 _WRAP, _RECOMPUTE = "engine.sub_modules_to_wrap", "engine.recompute_modules"
 _RESHARD = "engine.reshard_after_forward"
+Size = int | Literal["auto"]
 
 
 @dataclass(frozen=True)
@@ -369,34 +370,33 @@ def like_blocks(module: nn.Module, prefix: str) -> list[str]:
     return [f"{prefix}.{name}.{index}" for name, length in lists.items() for index in range(length)]
 
 
-def mesh_shape(
-    world: int, sharding_size: int | Literal["auto"], context: int = 1, *, preset: bool = False
-) -> tuple[int, int]:
-    """The device mesh (replicas, shards) for a number of ranks: shard groups of `sharding_size` ranks each.
+def mesh_shape(world: int, sharding_size: Size, context: int = 1, preset: bool = False) -> tuple[int, int]:
+    """The device mesh (replicas, shards) for `world` ranks: shard groups of `sharding_size` ranks each.
 
     Args:
         world: number of ranks.
         sharding_size: ranks of a shard group.
-        context: ranks that share a sample; they are in one shard group.
+        context: ranks that share a sample, in one shard group.
         preset: whether `sharding_size` is that of the preset.
 
     Raises:
-        PlanError: `sharding_size` does not divide the number of ranks, or `context` does not divide it.
+        PlanError: `sharding_size` does not divide `world`, or `context` does not divide it.
     """
     shards = world if sharding_size == "auto" else sharding_size
+    sizes = [n for n in range(1, world + 1) if world % n == 0]
     if world % shards:
-        sizes = [str(n) for n in range(1, world + 1) if world % n == 0]
         raise PlanError(
             f"sharding_size {shards} does not divide {plural(world, 'rank')}",
             where="engine.sharding_size",
-            accepted=f"auto, {', '.join(sizes)}",
+            accepted=f"auto, {', '.join(map(str, sizes))}",
         )
     if shards % context:
-        sizes = [str(n) for n in range(context, world + 1, context) if world % n == 0]
-        key, given = ("preset", "preset ddp, of shard groups of 1,") if preset else ("sharding_size", "")
+        what = "preset ddp has shard groups of 1, which" if preset else f"sharding_size {shards}"
         raise PlanError(
-            f"{given or f'sharding_size {shards}'} is no multiple of context_parallel.size, {context}",
-            where=f"engine.{key}",
-            accepted="zero2, zero3" if preset else f"auto, {', '.join(sizes)}",
+            f"{what} is no multiple of context_parallel.size, {context}",
+            where="engine.preset" if preset else "engine.sharding_size",
+            accepted="zero2, zero3"
+            if preset
+            else f"auto, {', '.join(str(n) for n in sizes if n % context == 0)}",
         )
     return world // shards, shards

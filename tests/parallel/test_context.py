@@ -60,7 +60,7 @@ REFUSED = {
     ),
     "a preset without shard groups": (
         lambda: planned(4, preset="ddp"),
-        "engine.preset: preset ddp, of shard groups of 1, is no multiple of context_parallel.size, 2\n"
+        "engine.preset: preset ddp has shard groups of 1, which is no multiple of context_parallel.size, 2\n"
         "  accepted: zero2, zero3",
     ),
     "a model that does not declare its tokens": (
