@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,6 +27,12 @@ def started(pid: int) -> str:
     """The start time of a process in kernel clock ticks: distinguishes two processes with the same id."""
     state = _stat(pid)
     return state[19] if state else "0"
+
+
+def running_seconds() -> float:
+    """Seconds since this process was started; 0 if the system does not tell."""
+    ticks = int(started(os.getpid()))
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK") if ticks else 0.0
 
 
 def _stat(pid: int) -> list[str]:

@@ -63,8 +63,8 @@ def start(tmp_path) -> Iterator[Callable[..., Running]]:
     started: list[Running] = []
     warm.address()  # its start is not a part of what is measured
 
-    def begin(*command: object, anew: bool = False, **environment: str) -> Running:
-        started.append(Running(list(command), tmp_path, environment, anew))
+    def begin(*command: object, anew: bool = False, cwd: Path = tmp_path, **environment: str) -> Running:
+        started.append(Running(list(command), cwd, environment, anew))
         return started[-1]
 
     yield begin

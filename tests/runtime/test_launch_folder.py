@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,39 @@ def test_the_last_rank_removes_the_folder_where_no_launcher_does(tmp_path, gone)
     for folder in (kept, left, torchrun, failed):
         folder.depart(0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["failed", "kept"]
+
+
+def test_each_start_of_an_agent_has_a_folder_of_its_own_in_that_of_the_agent(tmp_path, monkeypatch):
+    start = tmp_path / "agent" / "attempt_0"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(start / "1" / "error.json"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MM_LAUNCH_DIR", raising=False)
+    for _ in range(2):
+        shutil.rmtree(start, ignore_errors=True)  # as the agent does, whose count says 0 once more
+        (start / "1").mkdir(parents=True)
+        folder = LaunchFolder.current()
+        assert folder.path is not None and folder.path.parent == start
+        folder.enter(1)
+        assert not folder.failing() and folder.mark(FAILED)
+
+
+def test_ranks_started_by_hand_forget_what_an_earlier_launch_of_their_shell_left(tmp_path, gone):
+    folder = LaunchFolder(tmp_path)
+    folder.mark(FAILED)
+    note_process(tmp_path / "rank_0.pid", gone)
+    note_process(tmp_path / "launcher.pid", os.getppid())
+    for name in (FAILED, "rank_0.pid", "launcher.pid"):
+        os.utime(tmp_path / name, (1, 1))
+    folder.enter(1)
+    assert not folder.failing() and folder.mark(FAILED)
+    assert {path.name for path in tmp_path.iterdir()} == {FAILED, "launcher.pid", "rank_1.pid"}
+
+
+def test_a_rank_finds_what_another_of_its_launch_has_left(tmp_path, gone):
+    folder = LaunchFolder(tmp_path)
+    folder.mark(FAILED)
+    folder.enter(1)
+    assert folder.failing() and not folder.mark(FAILED)
 
 
 def test_what_a_killed_launch_leaves_is_cleared_unless_a_rank_goes_on(tmp_path, gone, monkeypatch):

@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from mm_core.processes import started
+from mm_core.processes import running_seconds, started
 from mm_core.runtime.leftovers import clear_after, lives, note_process
 
 LAUNCH_DIR = "MM_LAUNCH_DIR"
@@ -37,15 +37,22 @@ class LaunchFolder:
 
     @classmethod
     def current(cls) -> LaunchFolder:
-        """The launch folder of this rank: mm-train's or, under torchrun, one named after its process."""
+        """The launch folder of this rank: mm-train's or, under another launcher, one of its own making.
+
+        torchrun's agent starts ranks several times, and nothing in their environment tells two starts apart:
+        it counts only its own failures. But it makes a new folder for the error files of each start.
+        """
         if own := os.environ.get(LAUNCH_DIR):
             return cls(Path(own), has_parent=True)
         if os.environ.get("WORLD_SIZE", "1") == "1":
             return cls(None)
-        names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
-        parts = [os.getppid(), started(os.getppid()), *(os.environ.get(name, "0") for name in names)]
-        name = "-".join("".join(c for c in str(part) if c.isalnum()) for part in parts)
-        folder = Path(tempfile.gettempdir()) / f"mm_core-{os.getuid()}-{name}"
+        if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            folder = Path(error_file).parents[1] / "mm_core"
+        else:
+            names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
+            parts = [os.getppid(), started(os.getppid()), *(os.environ.get(name, "0") for name in names)]
+            name = "-".join("".join(c for c in str(part) if c.isalnum()) for part in parts)
+            folder = Path(tempfile.gettempdir()) / f"mm_core-{os.getuid()}-{name}"
         with suppress(OSError):
             folder.mkdir(mode=0o700, exist_ok=True)
             found = folder.lstat()
@@ -66,6 +73,8 @@ class LaunchFolder:
         """
         if self.path is None:
             return
+        if not self.has_parent:
+            _forget_earlier(self.path)
         with suppress(OSError):  # the rest of the launch may have removed the folder already
             note_process(self.path / f"rank_{rank}.pid", os.getpid())
             if not self.has_parent:
@@ -156,3 +165,15 @@ class LaunchFolder:
         notes = sorted(self.path.glob("rank_*.pid")) if self.path is not None else ()
         # A record that is gone in the meantime belongs to a rank that has ended normally.
         return marked or any(not lives(note) and note.exists() for note in notes)
+
+
+def _forget_earlier(folder: Path) -> None:
+    """Removes marks and notes of dead ranks that are older than this process, of an earlier launch.
+
+    A shell that starts its ranks twice with the same port is the same parent both times.
+    """
+    since = time.time() - running_seconds()
+    for path in folder.iterdir():
+        with suppress(OSError):
+            if path.stat().st_mtime < since and not lives(path):
+                path.unlink()
