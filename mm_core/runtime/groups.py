@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+import uuid
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -55,12 +57,55 @@ def start_process_group() -> None:
         if not (port := os.environ["MASTER_PORT"]).isdecimal() or not 0 <= int(port) < 65536:
             raise MMError(f"{port!r} is not a port number", where="MASTER_PORT", accepted="1 to 65535")
         try:
-            dist.init_process_group(backend, timeout=_patience[0])
+            _join_ranks(backend)
         except RuntimeError as fault:
             raise (_rendezvous_error(fault) or fault) from None
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=_patience[0])
+
+
+def _join_ranks(backend: str) -> None:
+    """Joins the default process group of ranks that a launcher has started.
+
+    torch's agent has one store for all its starts, so ranks that it starts again would find the addresses of
+    dead ones there: each start keeps its own part of the store.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        dist.init_process_group(backend, timeout=_patience[0])
+        return
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    shared = dist.TCPStore(address, port, world, is_master=False, timeout=_patience[0])
+    own = dist.PrefixStore(name_start(shared, rank, world), shared)
+    dist.init_process_group(backend, store=own, rank=rank, world_size=world, timeout=_patience[0])
+
+
+def name_start(store: dist.Store, rank: int, world: int) -> str:
+    """Agrees on a new name for this start of all ranks, in a store that has values of earlier starts.
+
+    Rank 0 draws the name, the others answer to it, and rank 0 confirms their answers. A name of an earlier
+    start has no confirmation, or one of other answers.
+
+    Args:
+        store: shared by all ranks.
+        rank: this process.
+        world: number of ranks.
+    """
+    own, pause = uuid.uuid4().hex, 0.01
+    if rank == 0:
+        store.set("mm_core/start", own)
+        answers = store.multi_get([f"{own}/answer/{other}" for other in range(1, world)]) if world > 1 else []
+        store.set(f"{own}/confirmed", b" ".join(answers))
+        return own
+    while True:
+        name = store.get("mm_core/start").decode()
+        store.set(f"{name}/answer/{rank}", own)
+        confirmed = f"{name}/confirmed"
+        if store.check([confirmed]) and own in store.get(confirmed).decode().split():
+            return name
+        time.sleep(pause)
+        pause = min(2 * pause, 0.5)
 
 
 def end_process_group() -> None:

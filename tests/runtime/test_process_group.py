@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import threading
+import time
+from datetime import timedelta
 
+import pytest
+import torch.distributed as dist
+
+from mm_core.runtime.groups import name_start
 from support import warm
 
 MANY = (
@@ -29,6 +35,29 @@ for others in (0, 2):
         assert norm.device_mesh.get_group() is mesh.get_group()
         assert float(norm.full_tensor()) == 2
 """
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_ranks_that_start_again_agree_on_a_part_of_the_store_that_no_start_had(late, free_port):
+    """One store for all starts, as that of torch's agent; one rank comes later than the others."""
+    server = dist.TCPStore("127.0.0.1", free_port, is_master=True, wait_for_workers=False)
+    names: list[set[str]] = []
+
+    def join(rank: int) -> None:
+        time.sleep(0.2 * (rank == late))
+        store = dist.TCPStore("127.0.0.1", free_port, is_master=False, timeout=timedelta(seconds=20))
+        names[-1].add(name_start(store, rank, 3))
+
+    for _ in range(3):
+        names.append(set())
+        ranks = [threading.Thread(target=join, args=(rank,)) for rank in range(3)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        assert len(names[-1]) == 1
+        server.set("mm_core/start", "killed")  # of a start whose rank 0 ended before it confirmed anything
+    assert len(set.union(*names)) == 3
 
 
 @pytest.mark.slow

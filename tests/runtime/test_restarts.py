@@ -72,7 +72,6 @@ def kill_at_random(agents, folder: Path, run: Path, kills: int, drawn: random.Ra
 def test_a_run_whose_ranks_are_killed_ends_as_one_that_was_left_alone(
     agents, each, slow, mm, start, tmp_path, free_port
 ):
-    seed = int(os.environ.get("KILL_SEED", "1"))
     work, temporary = tmp_path / "work", tmp_path / "tmp"
     work.mkdir()
     temporary.mkdir()
@@ -83,8 +82,10 @@ def test_a_run_whose_ranks_are_killed_ends_as_one_that_was_left_alone(
     command += ["--max-restarts", 3, "-m", "mm_core.cli.main", *train, "run.name=killed"]
     environment = {"FAULT": "slow", "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}
     running = [start(*command, anew=True, cwd=work, **environment) for _ in range(agents)]
-    killed = kill_at_random(running, work, tmp_path / "killed", 3, random.Random(seed))
-    ends = [agent.end(100) for agent in running]
+    killed = kill_at_random(
+        running, work, tmp_path / "killed", 3, random.Random(os.environ.get("KILL_SEED", "1"))
+    )
+    ends = [agent.end(200) for agent in running]
     assert [ended.code for ended in ends] == [0] * agents, "\n-----\n".join(ended.err for ended in ends)
     assert killed, "the run ended before the first kill"
     results, remarks = compare_runs(tmp_path / "alone", tmp_path / "killed")
