@@ -392,11 +392,10 @@ def mesh_shape(world: int, sharding_size: Size, context: int = 1, preset: bool =
         )
     if shards % context:
         what = "preset ddp has shard groups of 1, which" if preset else f"sharding_size {shards}"
+        able = "zero2, zero3" if preset else ", ".join(["auto", *(str(n) for n in sizes if n % context == 0)])
         raise PlanError(
             f"{what} is no multiple of context_parallel.size, {context}",
             where="engine.preset" if preset else "engine.sharding_size",
-            accepted="zero2, zero3"
-            if preset
-            else f"auto, {', '.join(str(n) for n in sizes if n % context == 0)}",
+            accepted=able,
         )
     return world // shards, shards
