@@ -30,7 +30,7 @@ def started(pid: int) -> str:
 
 
 def running_seconds() -> float:
-    """Seconds since this process was started; 0 if the system does not tell."""
+    """Seconds since this process was started; 0 if it is not known."""
     ticks = int(started(os.getpid()))
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK") if ticks else 0.0
 

@@ -383,19 +383,13 @@ def mesh_shape(world: int, sharding_size: Size, context: int = 1, preset: bool =
         PlanError: `sharding_size` does not divide `world`, or `context` does not divide it.
     """
     shards = world if sharding_size == "auto" else sharding_size
-    sizes = [n for n in range(1, world + 1) if world % n == 0]
-    if world % shards:
-        raise PlanError(
-            f"sharding_size {shards} does not divide {plural(world, 'rank')}",
-            where="engine.sharding_size",
-            accepted=f"auto, {', '.join(map(str, sizes))}",
-        )
-    if shards % context:
+    if world % shards or shards % context:
+        sizes = [str(n) for n in range(context, world + 1, context) if world % n == 0]
         what = "preset ddp has shard groups of 1, which" if preset else f"sharding_size {shards}"
-        able = "zero2, zero3" if preset else ", ".join(["auto", *(str(n) for n in sizes if n % context == 0)])
+        divides = f"does not divide {plural(world, 'rank')}"
         raise PlanError(
-            f"{what} is no multiple of context_parallel.size, {context}",
+            f"{what} {divides if world % shards else f'is no multiple of context_parallel.size, {context}'}",
             where="engine.preset" if preset else "engine.sharding_size",
-            accepted=able,
+            accepted="zero2, zero3" if preset else ", ".join(["auto", *sizes]),
         )
     return world // shards, shards

@@ -39,7 +39,7 @@ class LaunchFolder:
     def current(cls) -> LaunchFolder:
         """The launch folder of this rank: mm-train's or, under another launcher, one of its own making.
 
-        torchrun's agent starts ranks several times, and nothing in their environment tells two starts apart:
+        torchrun's agent starts ranks several times, and their environment is the same in two starts:
         it counts only its own failures. But it makes a new folder for the error files of each start.
         """
         if own := os.environ.get(LAUNCH_DIR):
