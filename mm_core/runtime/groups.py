@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -76,12 +77,13 @@ def _join_ranks(backend: str) -> None:
         return
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    shared = dist.TCPStore(address, port, world, is_master=False, timeout=_patience[0])
-    own = dist.PrefixStore(name_start(shared, rank, world), shared)
+    stores: Any = dist
+    shared = stores.TCPStore(address, port, world, is_master=False, timeout=_patience[0])
+    own = stores.PrefixStore(name_start(shared, rank, world), shared)
     dist.init_process_group(backend, store=own, rank=rank, world_size=world, timeout=_patience[0])
 
 
-def name_start(store: dist.Store, rank: int, world: int) -> str:
+def name_start(store: Any, rank: int, world: int) -> str:
     """Agrees on a new name for this start of all ranks, in a store that has values of earlier starts.
 
     Rank 0 draws the name, the others answer to it, and rank 0 confirms their answers. A name of an earlier
@@ -99,7 +101,7 @@ def name_start(store: dist.Store, rank: int, world: int) -> str:
         store.set(f"{own}/confirmed", b" ".join(answers))
         return own
     while True:
-        name = store.get("mm_core/start").decode()
+        name: str = store.get("mm_core/start").decode()
         store.set(f"{name}/answer/{rank}", own)
         confirmed = f"{name}/confirmed"
         if store.check([confirmed]) and own in store.get(confirmed).decode().split():
