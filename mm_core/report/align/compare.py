@@ -87,6 +87,7 @@ class Comparison:
         pairs: every tensor in both records, in order.
         unmatched: modules of the first record that the second one lacks, and the reverse; also weights that
             only one of them has, outside these modules.
+        weights_apart: whether one of them has a weight that the other lacks.
         settings: facts that differ: key -> (first, second).
         laid_otherwise: steps whose samples are in rows of other shapes (packed, padded), and whose gradients
             agree; of these only what is of the step as a whole is compared.
@@ -97,6 +98,7 @@ class Comparison:
     findings: list[Finding] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)
     unmatched: tuple[list[str], list[str]] = field(default_factory=lambda: ([], []))
+    weights_apart: bool = False
     settings: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     laid_otherwise: list[int] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -104,8 +106,9 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether nothing differs, and nothing is in one record only."""
-        return self.whole and not self.findings and not any(self.unmatched)
+        """Whether nothing differs, no weight is in one record only, and no module has another name. A module
+        without weights may be in one record only: a script calls a function in its place."""
+        return self.whole and not self.findings and not self.weights_apart and not all(self.unmatched)
 
 
 def compare(a: Record, b: Record, tolerance: float | None = None) -> Comparison:
@@ -119,6 +122,7 @@ def compare(a: Record, b: Record, tolerance: float | None = None) -> Comparison:
     result = Comparison(settings=settings_that_differ(a.facts, b.facts), whole=a.closed and b.closed)
     a, b, result.notes = common(a, b)
     result.unmatched = (_alone(a, b), _alone(b, a))
+    result.weights_apart = _weights(a) != _weights(b)
     result.pairs = _pairs(a, b, tolerance)
     calls: dict[Call, dict[str, list[Pair]]] = {}
     for pair in result.pairs:
@@ -140,9 +144,12 @@ def _alone(record: Record, other: Record) -> list[str]:
     """Modules that the other record lacks, and weights that it lacks and that are not of these modules."""
     modules, others = ({row.module for row in each.rows if row.module} for each in (record, other))
     alone = modules - others
-    names, known = ({row.name for row in each.rows if row.kind == "parameter"} for each in (record, other))
-    weights = [name for name in names - known if name.rpartition(".")[0] not in alone]
-    return sorted(alone | set(weights))
+    weights = {name for name in _weights(record) - _weights(other) if name.rpartition(".")[0] not in alone}
+    return sorted(alone | weights)
+
+
+def _weights(record: Record) -> set[str]:
+    return {row.name for row in record.rows if row.kind == "parameter"}
 
 
 def _findings(pairs: Sequence[Pair], calls: Mapping[Call, Mapping[str, Sequence[Pair]]]) -> list[Finding]:
