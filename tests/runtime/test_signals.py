@@ -110,6 +110,31 @@ def test_a_second_signal_while_a_rank_waits_is_quiet(capfd, monkeypatch):
     assert raised == [] and capfd.readouterr().err == ""
 
 
+WAITING = """
+import time
+from mm_core.runtime.launch.signals import StopFlag, leaving_at_signals
+with StopFlag(), leaving_at_signals("waiting for the other ranks to connect"):
+    print("waits", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_ends_at_a_signal_where_nobody_reads_its_output_any_more():
+    """As ranks do whose agent and terminal were killed: they were left waiting for ever."""
+    reader, writer = os.pipe()
+    process = subprocess.Popen([sys.executable, "-c", WAITING], stdout=subprocess.PIPE, stderr=writer)
+    os.close(writer)
+    assert process.stdout is not None and process.stdout.readline() == b"waits\n"
+    os.close(reader)
+    process.send_signal(signal.SIGTERM)
+    try:
+        assert process.wait(20) == STOPPED
+    finally:
+        process.kill()
+        process.stdout.close()
+
+
 def test_outside_of_the_main_thread_nothing_is_touched():
     before, seen = signal.getsignal(signal.SIGTERM), []
 

@@ -117,7 +117,8 @@ def leaving_at_signals(waits_for: str, patience: float = 0.0) -> Iterator[None]:
 def _leave_waiting(given: signal.Signals, waits_for: str) -> NoReturn:
     folder = LaunchFolder.current()
     if folder.mark(STOPPED_EARLY):  # of several ranks on this host one prints it
-        os.write(2, f"mm: {given.name} received: stopped while {waits_for}; nothing was lost\n".encode())
+        with suppress(OSError):  # whoever read it may be gone, and this thread must end the process
+            os.write(2, f"mm: {given.name} received: stopped while {waits_for}; nothing was lost\n".encode())
     end_workers()
     if signal.getsignal(given) is signal.default_int_handler:
         os._exit(130)  # signals are not recorded in this process
