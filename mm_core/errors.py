@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import errno
+import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -247,7 +249,17 @@ _LIMITS = {
     errno.EACCES: "check the permissions of this path",
     errno.EPERM: "check the permissions of this path",
     errno.ENOMEM: "end other programs on this host, or lower data.loader.workers and train.micro_batch_size",
+    errno.EAGAIN: "raise `ulimit -u`, or lower data.loader.workers",
+    errno.EIO: "check the disk or its server (dmesg), then run the command again",
+    errno.ESTALE: "check the disk's server, then run the command again",
 }
+_IN_TEXTS = {os.strerror(number).lower(): number for number in _LIMITS if number != errno.EPERM}
+_IN_TEXTS["can't start new thread"] = errno.EAGAIN
+"""What torch, and threads, have of an error of the operating system: its sentence, without its number."""
+
+
+_BEYOND = re.compile(r"index out of range in self|Target -?\d+ is out of bounds")
+"""torch's errors for a row that a table of embeddings lacks, and for a label beyond the classes."""
 
 
 def outer_fault(error: BaseException | None, line: str | None) -> MMError | None:
@@ -264,11 +276,12 @@ def outer_fault(error: BaseException | None, line: str | None) -> MMError | None
         if isinstance(error, OSError) and error.errno in _LIMITS:
             where = line if error.filename is None else str(error.filename)
             return MMError(f"{error.strerror}", where=where, hint=_LIMITS[error.errno])
-        if isinstance(error, RuntimeError) and str(error).startswith("Too many open files"):  # torch's
-            return MMError("Too many open files, between data workers", hint=_LIMITS[errno.EMFILE])
+        text = str(error).lower() if isinstance(error, RuntimeError) else ""
+        if (number := next((_IN_TEXTS[words] for words in _IN_TEXTS if words in text), None)) is not None:
+            return MMError(f"{os.strerror(number)} ({first_line(error)})", where=line, hint=_LIMITS[number])
         if isinstance(error, FileNotFoundError) and "No usable temporary directory" in str(error):
             return MMError(plain_reason(error), hint=_LIMITS[errno.ENOSPC])
-        table = isinstance(error, IndexError) and "index out of range in self" in str(error)
+        table = isinstance(error, IndexError) and _BEYOND.search(str(error))
         if table or "device-side assert triggered" in str(error):
             return MMError(
                 "a number in the data is outside of a table of the model: a token, label or position"

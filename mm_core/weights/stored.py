@@ -21,6 +21,8 @@ from mm_core.weights.formats.format import StoredTensors
 from mm_core.weights.formats.key_map import Shape
 
 INDEX = ".safetensors.index.json"
+_POINTER = b"version https://git-lfs"
+_IS_POINTER = "it is a pointer of Git LFS: `git lfs pull` fetches the file itself"
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 
 _NESTED = ("state_dict", "model", "module")
@@ -155,7 +157,7 @@ def open_whole(path: Path) -> Any:
         return safe_open(str(path), framework="pt", device="cpu")
     except (SafetensorError, OSError) as fault:
         raise CheckpointError(
-            f"this is not a complete safetensors file: {_why(fault)}",
+            f"this is not a complete safetensors file: {_why(fault, path)}",
             where=str(path),
             hint="download or copy it again" if path.is_file() else "",
         ) from None
@@ -247,12 +249,18 @@ def indexed(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-def _why(fault: Exception) -> str:
+def _why(fault: Exception, path: Path) -> str:
     """A clearer text for safetensors errors, chosen by their text since they have no codes."""
     text = " ".join(str(fault).split()).removeprefix("Error while deserializing header: ")
     if "not fully covered" in text:
         return "it is truncated, or longer than its header declares"
     if text.startswith(("header too", "invalid header length")):
+        with path.open("rb") as file:
+            head = file.read(64)
+        if head.startswith(_POINTER):
+            return _IS_POINTER
+        if head and head.isascii() and b"\0" not in head:
+            return f"it begins with the text {head[:16]!r}"
         return f"it is truncated, or a different kind of file under this name ({text})"
     return text[:200]
 
@@ -293,8 +301,8 @@ def load_tensors(path: Path, stand_ins: Mapping[str, type] | None = None) -> obj
 
 def _check_begins(head: bytes) -> None:
     """CheckpointError unless a file begins as torch.save begins one: with a zip archive or a pickle."""
-    if head.startswith(b"version https://git-lfs"):
-        raise CheckpointError("it is a pointer of Git LFS: `git lfs pull` fetches the file itself")
+    if head.startswith(_POINTER):
+        raise CheckpointError(_IS_POINTER)
     if not head.startswith((b"PK", b"\x80")):
         kind = "text" if head.isascii() else "bytes"
         raise CheckpointError(f"torch.save did not write it: it begins with the {kind} {head[:16]!r}")

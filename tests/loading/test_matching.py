@@ -316,6 +316,19 @@ def test_damaged_files_are_refused_by_name(tmp_path):
     assert fault(torn, task()).startswith(f"{torn}: this file was refused without loading it: RuntimeError: ")
 
 
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"<!DOCTYPE html><html><body>404</body></html>", "it begins with the text b'<!DOCTYPE html><'"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n", "it is a pointer of Git LFS: "),
+    ],
+)
+def test_a_file_that_only_has_the_name_of_safetensors_is_described(tmp_path, content, says):
+    path = tmp_path / "weights.safetensors"
+    path.write_bytes(content)
+    assert fault(path, task()).startswith(f"{path}: this is not a complete safetensors file: {says}")
+
+
 def test_an_index_may_not_lead_elsewhere_nor_name_what_is_not_there(tmp_path):
     folder = split_over(tmp_path / "weights", weights(), index=True)
     index = folder / "a.safetensors.index.json"

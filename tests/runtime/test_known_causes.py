@@ -49,6 +49,16 @@ def torchs_own() -> Exception:
         (PermissionError(errno.EACCES, "Permission denied", "/t"), "/t: Permission denied", "permissions"),
         (RuntimeError("Too many open files. Communication with"), "Too many open files", "ulimit -n"),
         (
+            RuntimeError("[enforce fail at socket.cc:24] rv != -1. socket: Too many open files"),
+            "Too many open files ([enforce fail",
+            "ulimit -n",
+        ),
+        (RuntimeError("write failed: No space left on device"), "No space left on device", "TMPDIR"),
+        (RuntimeError("can't start new thread"), "Resource temporarily unavailable", "ulimit -u"),
+        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), "Resource", "ulimit -u"),
+        (OSError(errno.EIO, "Input/output error", "/d"), "/d: Input/output error", "dmesg"),
+        (IndexError("Target 7 is out of bounds."), "a number in the data is outside", "numbers"),
+        (
             FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"),
             "No usable temporary directory found",
             "TMPDIR",
@@ -102,3 +112,23 @@ def test_a_run_without_free_descriptors_names_the_limit(tiny, tmp_path):
     assert done.returncode == 1, done.stderr
     assert "mm: error: Too many open files" in done.stderr and "ulimit -n" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_run_that_may_open_few_files_ends_with_a_sentence(tiny, tmp_path):
+    limited = "import resource, runpy; resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16));"
+    limited += " runpy.run_module('mm_core.cli.main', run_name='__main__', alter_sys=True)"
+    command = [
+        sys.executable,
+        "-c",
+        limited,
+        "train",
+        "--config",
+        tiny,
+        "--nproc",
+        "1",
+        f"run.dir={tmp_path}",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "mm: error: Too many open files" in done.stderr and "ulimit -n" in done.stderr
