@@ -31,6 +31,21 @@ ATTENTION_OPERATORS = (
 """Operators of torch.ops that attend in a forward: torch's own, and those that libraries register."""
 
 
+def missing_compiler() -> str | None:
+    """The compiler that torch.compile needs for this process's device and does not find; None if it does."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+    from torch.utils._triton import has_triton
+
+    device = device_type()
+    try:
+        if device == "cpu":
+            get_cpp_compiler()
+    except (InvalidCxxCompiler, OSError):  # CXX may name anything
+        return "C++ compiler (g++, or what CXX names)"
+    return "Triton" if device == "cuda" and not has_triton() else None
+
+
 @contextmanager
 def attention_of_any_length(device: torch.device) -> Iterator[None]:
     """A context in which attention on the device does not use cuDNN, for inputs of many lengths.

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from mm_core.builtin.configs.engines import FSDP2Config
 from mm_core.contracts import TaskModule
+from mm_core.device import device_type, missing_compiler
 from mm_core.errors import PlanError, first_line
 from mm_core.modules.forwards import around_forward
 from mm_core.modules.patterns import match
@@ -67,6 +68,9 @@ def decide_compiled(
         clash = "recompute other than full of a module around it", "recompute the compiled modules themselves"
     if clash is not None:
         raise PlanError(f"a compiled module does not work with {clash[0]}", where=_KEY, hint=clash[1])
+    if outer and (missing := missing_compiler()) is not None:
+        what = f"torch.compile finds no {missing} for the device {device_type()}"
+        raise PlanError(what, where=_KEY, accepted="off, without it", hint=f"install {missing}")
     return tuple(outer)
 
 

@@ -225,6 +225,14 @@ def test_a_model_of_diffusers_attends_by_its_own_dispatch(monkeypatch):
         set_attention(task, task.trainable, "flash_2", ())
 
 
+@pytest.mark.slow
+def test_a_run_that_is_to_be_compiled_without_a_compiler_does_not_begin(tiny, tmp_path, mm):
+    words = ["train", "--config", tiny, "--nproc", 1, "--dry-run", "engine.compile.modules=auto"]
+    done = mm(*words, anew=True, CXX=str(tmp_path / "none"))
+    assert done.code == 1 and "Traceback" not in done.err
+    assert "engine.compile.modules: torch.compile finds no C++ compiler" in done.err
+
+
 class Attending(nn.Module):
     """A model of torch alone."""
 
