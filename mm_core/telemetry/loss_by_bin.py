@@ -30,7 +30,7 @@ class BinnedLoss:
         self._bins, self._gather = bins, gather
         self._labels = [f"{low:g}-{high:g}" for low, high in zip(bins.edges, bins.edges[1:], strict=False)]
         self._step: Tensor | None = None
-        self._taken: list[tuple[Tensor, float, float | None]] = []
+        self._taken: list[tuple[Tensor, float, float]] = []
         self._losses: Tensor | None = None
         self._norms: Tensor | None = None
 
@@ -38,12 +38,12 @@ class BinnedLoss:
         """Adds a micro-batch: [2, n] sums of the loss and of the sample weights in each bin."""
         self._step = bins.clone() if self._step is None else self._step + bins
 
-    def step(self, grad_norm: float, weight: float | None = None) -> None:
+    def step(self, grad_norm: float, weight: float) -> None:
         """Ends a training step; a step whose gradient is not finite is excluded from the means of its bins.
 
         Args:
             grad_norm: global gradient norm of the step.
-            weight: total sample weight of the step over all ranks; None: this rank is the only one.
+            weight: total sample weight of the step, over all ranks.
         """
         if self._step is None or not math.isfinite(grad_norm):
             self._step = None
@@ -59,14 +59,8 @@ class BinnedLoss:
             return
         tables, grad_norms, weights = zip(*self._taken, strict=True)
         steps = torch.stack(tables)
-        # NaN stands for a weight that only this rank's samples make up.
-        given = [
-            [norm, math.nan if weight is None else weight]
-            for norm, weight in zip(grad_norms, weights, strict=True)
-        ]
-        norm, total = torch.tensor(given, device=steps.device).T[..., None]
-        total = torch.where(total.isnan(), steps[:, 1].sum(1, keepdim=True), total)
-        shares = steps[:, 1] / total.clamp_min(torch.finfo(torch.float32).tiny)
+        norm, weight = torch.tensor([grad_norms, weights], device=steps.device)[..., None]
+        shares = steps[:, 1] / weight.clamp_min(torch.finfo(torch.float32).tiny)
         norms = torch.stack([(shares * norm).sum(0), shares.sum(0)])
         losses = steps.sum(0)
         self._losses = losses if self._losses is None else self._losses + losses

@@ -88,16 +88,14 @@ class MetricsWindow:
             value = value.detach().to(loss.total.device, torch.float32)
             add(self._step_sums, name, value)
 
-    def step(
-        self, *, grad_norm: float, data_wait: float, samples: float, weight: float | None = None
-    ) -> None:
+    def step(self, *, grad_norm: float, data_wait: float, samples: float, weight: float) -> None:
         """Ends a training step: adds its time, gradient norm and samples to the metrics of the window.
 
         Args:
             grad_norm: global gradient norm before clipping.
             data_wait: seconds that this rank waited for its samples.
             samples: samples of the step, over all ranks.
-            weight: total weight of the step, over all ranks; None: this rank is the only one.
+            weight: total weight of the step, over all ranks.
         """
         now = self._clock()
         self._step_time += now - self._mark

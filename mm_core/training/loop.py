@@ -83,7 +83,7 @@ def run_steps(training: Training, start: int) -> int:
         reporter.enter("data")
         began = perf_counter()
         batches, weights, fault = read_step(training)
-        data_wait = perf_counter() - began
+        wait = perf_counter() - began
         reporter.enter("wait")
         agreed = agree(training, batches, weights, fault)
         lr = engine.scale_lr(training.lr_schedule.factor(step))
@@ -91,7 +91,7 @@ def run_steps(training: Training, start: int) -> int:
         forwards = [partial(compute, training, step, index, batch) for index, batch in enumerate(batches)]
         losses = [engine.micro_step(f, last=f is forwards[-1], scale=scale) for f in forwards]
         if training.late is not None:
-            if training.late(IssuedStep(step, lr, data_wait, agreed, batches, forwards, scale), losses):
+            if training.late(IssuedStep(step, lr, wait, agreed, batches, forwards, scale), losses):
                 return step + 1
             continue
         for loss in losses:
@@ -107,12 +107,7 @@ def run_steps(training: Training, start: int) -> int:
         training.between.updated(step + 1, refused)
         reporter.enter("log")
         logged = reporter.step(
-            step + 1,
-            lr=lr,
-            grad_norm=grad_norm,
-            data_wait=data_wait,
-            samples=agreed.samples,
-            weight=agreed.weight,
+            step + 1, lr=lr, grad_norm=grad_norm, data_wait=wait, samples=agreed.samples, weight=agreed.weight
         )
         if training.between.after_step(step + 1, logged, stop=agreed.stop, save=agreed.save):
             return step + 1

@@ -6,8 +6,10 @@ usage: context_ranks.py OUT CASES: writes by name what each of the cases gives (
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,8 @@ from support.rank_program import run_as_rank
 from support.tensors import all_whole, whole
 from support.token_predictors import PREDICTORS
 
+_FLOAT = torch.Tensor.float
+
 
 @contextmanager
 def counted() -> Iterator[list[int]]:
@@ -46,15 +50,27 @@ def counted() -> Iterator[list[int]]:
         dist.all_to_all_single = send
 
 
+class Settled(NamedTuple):
+    """Waits for an exchange, and for gloo's threads, which free what they have sent a little later."""
+
+    work: dist.Work
+
+    def wait(self) -> None:
+        self.work.wait()
+        time.sleep(0.02)
+
+
 def peak_of(step: Callable[[], object]) -> int:
     """The largest number of bytes that a function has allocated at a time, by torch's CPU allocator.
 
-    The least of several calls: gloo's threads free what they have sent later in some.
+    The least of several calls.
     """
-    peaks = []
+    peaks, send = [], dist.all_to_all_single
     for _ in range(5):
+        dist.all_to_all_single = lambda *tensors, **options: Settled(send(*tensors, **options))
         with torch.profiler.profile(profile_memory=True) as profiler:
             step()
+        dist.all_to_all_single = send
         held = [0]
         for event in profiler.profiler.kineto_results.events():
             if event.name() == "[memory]":
@@ -113,6 +129,7 @@ def case(
     planted: bool = False,
     measured: bool = False,
     adapters: bool = False,
+    double: bool = True,
     more: dict | None = None,
     conditions: dict[str, tuple[int, ...]] | None = None,
     **fields: object,
@@ -130,10 +147,12 @@ def case(
         planted: the scale of the gradients is wrong.
         measured: only the memory of a step.
         adapters: only these are trained.
+        double: all that models compute is float64, what they compute in float32 too: rounding hides nothing.
         more: further fields of the predictor.
         conditions: shapes of a sample's conditions.
         fields: of the engine.
     """
+    torch.Tensor.float = torch.Tensor.double if double else _FLOAT
     probe = PredictorProbe({**PREDICTORS[predictor], **(more or {})}, tuple(patches), conditions=conditions)
     task = Training(probe.on_meta())
     for key, section in (("offload", OffloadConfig), ("base", BaseConfig)):
@@ -143,10 +162,14 @@ def case(
     values = Values({f"predictor.{name}": t for name, t in probe.trained().state_dict().items()})
     if adapters:
         values = adapted(task, values)
+    every = rows_of(probe, task.predictor, len(weights), per_token)
+    if double:
+        task.double()
+        values = Values({name: tensor.double() for name, tensor in values.tensors.items()})
+        every = {n: t.double() if t.is_floating_point() else t for n, t in every.items()}
     plan = engine.plan(task, dist.get_world_size(), 1.0)
     engine.prepare(task, plan, lambda named: torch.optim.SGD(named.values(), lr=0.05), Randomness(0), values)
     share, found = engine.data_ranks, {"losses": []}
-    every = rows_of(probe, task.predictor, len(weights), per_token)
     for step in range(steps):
         total = torch.zeros(())
         mine = range(share.rank, len(weights), share.count)

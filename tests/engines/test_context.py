@@ -49,7 +49,7 @@ CASES = {
     "experts": {"predictor": "two_expert"},
     "experts, many rows": {"predictor": "two_expert", "weights": [0.5, 2, 1, 3, 0, 1, 1, 2, 1, 0.5, 4, 1]},
 }
-BARS = {"ulysses": 1e-6, "ring": 1e-5}
+BARS = {"ulysses": 1e-6, "ring": 1e-6}
 pytestmark = pytest.mark.slow
 
 
@@ -100,7 +100,7 @@ def test_groups_of_ranks_have_samples_of_their_own_and_shards_or_replicas(one, t
 @pytest.mark.parametrize(("world", "fields"), [(3, {}), (4, {"sharding_size": 2})])
 def test_two_experts_train_on_ranks_with_samples_of_their_own(one, tmp_path, world, fields):
     name = "experts, many rows"
-    close(ranks(world, tmp_path, {name: {**CASES[name], **fields}})[name], one[name], 1e-5)
+    close(ranks(world, tmp_path, {name: {**CASES[name], **fields}})[name], one[name], 1e-6)
 
 
 def test_a_wrong_scale_is_seen_in_gradients(one, tmp_path):
@@ -114,10 +114,11 @@ def test_a_wrong_scale_is_seen_in_gradients(one, tmp_path):
 
 def test_ranks_send_what_the_formula_says(tmp_path):
     """As in docs/long-clips.md: here 16 tokens in 2 blocks of width 48, patches of 4 x 4 numbers, float32."""
-    plain, tokens, width, patch = CASES["plain"], 16, 48, 16
+    tokens, width, patch = 16, 48, 16
+    plain = {**CASES["plain"], "steps": 1, "double": False}
     again = {**plain, "recompute_modules": BLOCKS}
     for world in (2, 4):
-        cases = {f"{kind} {name}": {**case, "size": world, "kind": kind, "steps": 1} for kind in BARS
+        cases = {f"{kind} {name}": {**case, "size": world, "kind": kind} for kind in BARS
                  for name, case in {"kept": plain, "again": again}.items()}  # fmt: skip
         found = {key: outcome["sent"] for key, outcome in ranks(world, tmp_path, cases).items()}
         own, others = tokens // world, world - 1
@@ -132,7 +133,7 @@ def test_ranks_send_what_the_formula_says(tmp_path):
 
 def test_two_ranks_need_half_of_the_memory_for_activations(tmp_path):
     """What a step of two tokens allocates is of the weights and their gradients, not of activations."""
-    kept = {"predictor": "custom_dit", "weights": [1.0], "measured": True}
+    kept = {"predictor": "custom_dit", "weights": [1.0], "measured": True, "double": False}
     kept |= {"more": {"head_dim": 32, "ffn_dim": 256}}
     cases = {"kept": kept, "again": {**kept, "recompute_modules": BLOCKS}}
     cases["attention"] = {**cases["again"], "recompute": ["attention"]}

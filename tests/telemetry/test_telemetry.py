@@ -41,9 +41,9 @@ def test_each_bin_has_the_mean_of_its_own_samples_and_its_share_of_all():
     binned = BinnedLoss(SIGMA, alone)
     binned.micro(table((6.0, 3.0), (0.0, 0.0), (1.0, 1.0)))
     binned.micro(table((2.0, 1.0), (0.0, 0.0), (5.0, 1.0)))
-    binned.step(grad_norm=1.0)
+    binned.step(grad_norm=1.0, weight=6.0)
     binned.micro(table((0.0, 0.0), (0.0, 0.0), (6.0, 2.0)))
-    binned.step(grad_norm=1.0)
+    binned.step(grad_norm=1.0, weight=2.0)
     found = binned.flush()
     assert {name: value for name, value in found.items() if not name.startswith("grad")} == {
         "loss_by_sigma/0-0.25": 8.0 / 4,
@@ -56,9 +56,9 @@ def test_each_bin_has_the_mean_of_its_own_samples_and_its_share_of_all():
 def test_a_norm_is_credited_by_the_share_of_its_step():
     binned = BinnedLoss(SIGMA, alone)
     binned.micro(table((1.0, 1.0), (1.0, 1.0), (0.0, 0.0)))  # half and half
-    binned.step(grad_norm=2.0)
+    binned.step(grad_norm=2.0, weight=2.0)
     binned.micro(table((1.0, 30.0), (0.0, 0.0), (0.0, 0.0)))  # a heavier step is still one norm
-    binned.step(grad_norm=8.0)
+    binned.step(grad_norm=8.0, weight=30.0)
     found = binned.flush()
     assert found["grad_norm_by_sigma/0-0.25"] == pytest.approx((0.5 * 2 + 1 * 8) / 1.5)
     assert found["grad_norm_by_sigma/0.25-0.5"] == pytest.approx(2.0)
@@ -71,7 +71,7 @@ def test_at_one_sample_a_step_the_norm_by_bin_is_exact():
             row = torch.zeros(2, 3)
             row[:, place] = 1.0
             binned.micro(row)
-            binned.step(norm)
+            binned.step(norm, 1.0)
     found = binned.flush()
     assert (found["grad_norm_by_sigma/0-0.25"], found["grad_norm_by_sigma/0.5-1"]) == (4.0, 11.0)
 
@@ -79,9 +79,9 @@ def test_at_one_sample_a_step_the_norm_by_bin_is_exact():
 def test_a_step_without_a_finite_gradient_leaves_every_bin_alone():
     binned = BinnedLoss(SIGMA, alone)
     binned.micro(table((1.0, 1.0), (0.0, 0.0), (0.0, 0.0)))
-    binned.step(grad_norm=1.0)
+    binned.step(grad_norm=1.0, weight=1.0)
     binned.micro(table((float("nan"), 1.0), (0.0, 0.0), (2.0, 1.0)))
-    binned.step(grad_norm=float("nan"))
+    binned.step(grad_norm=float("nan"), weight=2.0)
     assert binned.flush() == {
         "loss_by_sigma/0-0.25": 1.0,
         "grad_norm_by_sigma/0-0.25": 1.0,
@@ -100,7 +100,7 @@ def test_bins_are_summed_over_ranks_before_they_are_divided():
 
         binned = BinnedLoss(SIGMA, gather)
         binned.micro(table(*bins))
-        binned.step(grad_norm=2.0)
+        binned.step(grad_norm=2.0, weight=5.0)  # of both
         return binned
 
     first = rank((1.0, 1.0), (0.0, 0.0), (0.0, 0.0))
@@ -154,11 +154,11 @@ def test_bins_wait_for_nothing_until_the_flush():
     with Syncs() as syncs:
         for _ in range(3):
             binned.micro(table((1.0, 1.0), (2.0, 1.0), (0.0, 0.0)))
-            binned.step(grad_norm=1.0)
+            binned.step(grad_norm=1.0, weight=2.0)
     assert syncs.count == 0
     meta = BinnedLoss(SIGMA, alone)
     meta.micro(torch.ones(2, 3, device="meta"))
-    meta.step(grad_norm=1.0)
+    meta.step(grad_norm=1.0, weight=6.0)
 
 
 # -- time ------------------------------------------------------------------------------------------

@@ -63,10 +63,10 @@ def test_means_are_over_samples_not_over_batches_or_ranks():
     window.micro(loss([1.0, 2.0, 3.0], error=[3.0, 3.0, 3.0]))
     window.micro(loss([10.0], error=[7.0]))
     clock.now += 2.0
-    window.step(grad_norm=1.0, data_wait=0.5, samples=4)
+    window.step(grad_norm=1.0, data_wait=0.5, samples=4, weight=4)
     window.micro(loss([4.0, 4.0], error=[0.0, 0.0]))
     clock.now += 1.0
-    window.step(grad_norm=3.0, data_wait=0.1, samples=2)
+    window.step(grad_norm=3.0, data_wait=0.1, samples=2, weight=2)
     assert window.flush() == pytest.approx(
         {
             "loss": 24.0 / 6,
@@ -86,7 +86,7 @@ def test_a_flush_begins_a_new_window_and_samples_go_on():
     for value in (1.0, 7.0):
         window.micro(loss([value]))
         clock.now += 1.0
-        window.step(grad_norm=value, data_wait=0.0, samples=1)
+        window.step(grad_norm=value, data_wait=0.0, samples=1, weight=1)
         metrics = window.flush()
         assert (metrics["loss"], metrics["grad_norm"]) == (value, value)
     assert metrics["samples"] == window.samples_seen == 102.0
@@ -97,7 +97,7 @@ def test_what_happens_between_steps_is_not_counted():
     clock.now += 50.0  # a checkpoint is saved
     window.restart_clock()
     clock.now += 0.25
-    window.step(grad_norm=0.0, data_wait=0.0, samples=1)
+    window.step(grad_norm=0.0, data_wait=0.0, samples=1, weight=1)
     assert window.flush()["step_time"] == pytest.approx(0.25)
 
 
@@ -107,7 +107,7 @@ def test_ranks_with_unequal_samples_agree_on_the_exact_mean():
             window = MetricsWindow(memory=lambda: memory, gather=gather, clock=(clock := Clock()))
             window.micro(loss(values, error=values))
             clock.now += seconds
-            window.step(grad_norm=1.0, data_wait=seconds / 2, samples=4)
+            window.step(grad_norm=1.0, data_wait=seconds / 2, samples=4, weight=4)
             return window.flush()
 
         return work
@@ -123,7 +123,7 @@ def test_ranks_with_different_metrics_are_an_error():
         def work(gather: Callable) -> object:
             window = MetricsWindow(memory=lambda: 0, gather=gather)
             window.micro(loss([1.0], **metrics))
-            window.step(grad_norm=1.0, data_wait=0.0, samples=1)
+            window.step(grad_norm=1.0, data_wait=0.0, samples=1, weight=1)
             return window.flush()
 
         return work
@@ -139,7 +139,7 @@ def test_a_step_without_a_finite_gradient_counts_in_no_mean():
     for value, norm in ((1.0, 4.0), (math.nan, math.nan), (3.0, 2.0), (9.0, math.inf)):
         window.micro(loss([value, value], error=[value, 0.0]))
         clock.now += 1.0
-        window.step(grad_norm=norm, data_wait=0.0, samples=2)
+        window.step(grad_norm=norm, data_wait=0.0, samples=2, weight=2)
     metrics = window.flush()
     assert (metrics["loss"], metrics["error"], metrics["grad_norm"]) == (2.0, 1.0, 3.0)
     assert (metrics["step_time"], metrics["samples"]) == (1.0, 8.0)  # it took its time all the same
@@ -148,7 +148,7 @@ def test_a_step_without_a_finite_gradient_counts_in_no_mean():
 def test_a_window_of_such_steps_alone_has_the_same_names_and_no_means():
     window = MetricsWindow(memory=lambda: 0)
     window.micro(loss([math.nan], error=[1.0]))
-    window.step(grad_norm=math.nan, data_wait=0.0, samples=1)
+    window.step(grad_norm=math.nan, data_wait=0.0, samples=1, weight=1)
     metrics = window.flush()
     assert all(math.isnan(metrics[name]) for name in ("loss", "error", "grad_norm"))
 
@@ -162,7 +162,7 @@ def test_tokens_and_operations_are_rates_of_the_slowest_rank():
             for _ in range(2):
                 window.micro(Loss(torch.ones(()), 1.0, tokens=tokens))
                 clock.now += seconds
-                window.step(grad_norm=1.0, data_wait=0.0, samples=2)
+                window.step(grad_norm=1.0, data_wait=0.0, samples=2, weight=2)
             return window.flush()
 
         return work
@@ -181,12 +181,12 @@ def test_flops_that_losses_report_are_preferred_to_counted_ones():
         for _ in range(2):
             window.micro(Loss(torch.ones(()), 1.0, flops=flops))
         clock.now += 2.0
-        window.step(grad_norm=1.0, data_wait=0.0, samples=2)
+        window.step(grad_norm=1.0, data_wait=0.0, samples=2, weight=2)
     metrics = window.flush()
     assert (metrics["model_flops_per_second"], metrics["mfu"]) == (2 * (600 + 1000) / 4.0, 0.8)
     window.micro(Loss(torch.ones(()), 1.0))
     clock.now += 1.0
-    window.step(grad_norm=1.0, data_wait=0.0, samples=2)
+    window.step(grad_norm=1.0, data_wait=0.0, samples=2, weight=2)
     assert window.flush()["model_flops_per_second"] == 7.0
 
 
@@ -195,7 +195,7 @@ def test_what_is_not_known_is_not_named():
     window.step_flops = 10.0  # on a device without a published peak
     window.micro(loss([1.0]))
     clock.now += 1.0
-    window.step(grad_norm=1.0, data_wait=0.0, samples=1)
+    window.step(grad_norm=1.0, data_wait=0.0, samples=1, weight=1)
     known = window.flush()
     assert known["model_flops_per_second"] == 10.0
     assert not {"mfu", "tokens_per_second", "time/data"} & known.keys()
@@ -218,11 +218,11 @@ def test_nothing_waits_for_the_device_until_the_flush():
     with Syncs() as syncs:
         for _ in range(3):
             window.micro(loss([1.0, 2.0], error=[1.0, 1.0]))
-            window.step(grad_norm=1.0, data_wait=0.0, samples=2)
+            window.step(grad_norm=1.0, data_wait=0.0, samples=2, weight=2)
     assert syncs.count == 0
     meta = MetricsWindow(memory=lambda: 0)
     meta.micro(Loss(torch.ones((), device="meta"), 1.0))
-    meta.step(grad_norm=1.0, data_wait=0.0, samples=1)
+    meta.step(grad_norm=1.0, data_wait=0.0, samples=1, weight=1)
 
 
 def test_the_loss_is_held_without_its_graph():
@@ -231,5 +231,5 @@ def test_the_loss_is_held_without_its_graph():
     total = value * 2
     window.micro(Loss(total, 1.0))
     total.detach().zero_()  # what the engine does with its tensor later must not change the window
-    window.step(grad_norm=1.0, data_wait=0.0, samples=1)
+    window.step(grad_norm=1.0, data_wait=0.0, samples=1, weight=1)
     assert window.flush()["loss"] == 2.0

@@ -135,8 +135,9 @@ def test_all_that_a_step_runs_is_read_in_an_afternoon(reading):
     # opened once and its frames are resized as they come, and what its authors' readers return; 20 that
     # FLOPs are counted without other kernels; 20 the loss scale, and states of captions by the cache;
     # 20 the norm over local shards, copies that do not wait, and the way to steps that end late;
-    # 20 that the task's encoder is a part of its own, which takes what it uses.
-    assert lines(found) - docstrings <= 1710 and docstrings <= 510, entered
+    # 20 that the task's encoder is a part of its own, which takes what it uses; 55 the range of pixels,
+    # the gap behind the first packet of an AVI, a model's dtype without adapters, and kernels that refuse.
+    assert lines(found) - docstrings <= 1765 and docstrings <= 520, entered
 
 
 def test_all_that_a_run_of_one_step_enters_is_read_in_a_day(reading):
@@ -151,7 +152,7 @@ def test_all_that_a_run_of_one_step_enters_is_read_in_a_day(reading):
     } <= entered
     assert {"Validator.run", "RunReporter.step"} <= entered
     docstrings = docstring_lines(found)
-    assert lines(found) - docstrings <= 2825 and docstrings <= 855, sorted(entered)
+    assert lines(found) - docstrings <= 2880 and docstrings <= 870, sorted(entered)
 
 
 def test_the_whole_loop_is_read_at_a_sitting():

@@ -94,11 +94,11 @@ class PixelRange:
     It reads the host's copy of the first batches, and nothing of later ones.
 
     Args:
-        place: names the dataset.
+        code: names the dataset.
     """
 
-    def __init__(self, place: str) -> None:
-        self.place, self.left = place, _FIRST
+    def __init__(self, code: AuthorCode) -> None:
+        self.code, self.left = code, _FIRST
 
     def __call__(self, batch: object) -> None:
         if self.left <= 0 or not isinstance(batch, VideoTextBatch) or batch.pixels is None:
@@ -111,8 +111,9 @@ class PixelRange:
         self.left = 0 if least < 0 else self.left - len(batch.pixels) * (most > least)
         if self.left <= 0 <= least:
             warnings.warn(
-                f"{self.place}: the pixels of its first clips are from 0 to 1: -1 is black and 1 is white, "
-                "so black would be mid-grey; if they were divided by 255, add `* 2 - 1`, or return uint8",
+                f"{self.code.place}: the pixels of its first clips are from 0 to 1: -1 is black and 1 is "
+                "white, so black would be mid-grey; if they were divided by 255, add `* 2 - 1`, "
+                "or return uint8",
                 RunWarning,
                 stacklevel=2,
             )
@@ -186,8 +187,8 @@ class MicroBatchLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Starts the data workers, then yields micro-batches. The workers end with the iterator."""
-        place = AuthorCode(self._sent[0], None, self._sent[-1]).place
-        return faults_raised(read_by_workers(self._loader, self._sent), PixelRange(place))
+        code = AuthorCode(self._sent[0], None, self._sent[-1])
+        return faults_raised(read_by_workers(self._loader, self._sent), PixelRange(code))
 
 
 class _Slots:

@@ -88,7 +88,7 @@ class BatchStream:
     def epoch(self, number: int) -> Iterator[Batch]:
         """The batches of an epoch, from 0. Workers end with the iterator."""
         self._begin(number)
-        rng, seen = self._code.rng, PixelRange(self._code.place)
+        rng, seen = self._code.rng, PixelRange(self._code)
         with seeded(rng.at("stream", number)):
             reading = self._start()
             batch = self._read(reading, number, 0)
