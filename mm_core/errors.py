@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import dis
 import errno
 import os
 import re
@@ -258,8 +259,8 @@ _IN_TEXTS["can't start new thread"] = errno.EAGAIN
 """What torch, and threads, have of an error of the operating system: its sentence, without its number."""
 
 
-_BEYOND = re.compile(r"index out of range in self|Target -?\d+ is out of bounds")
-"""torch's errors for a row that a table of embeddings lacks, and for a label beyond the classes."""
+_BEYOND = re.compile(r"Target -?\d+ is out of bounds|device-side assert triggered")
+"""torch's errors for a label beyond the classes, and for any such number on a device."""
 
 
 def outer_fault(error: BaseException | None, line: str | None) -> MMError | None:
@@ -273,6 +274,9 @@ def outer_fault(error: BaseException | None, line: str | None) -> MMError | None
         None for any other exception.
     """
     while error is not None:
+        function, place, raised = _origin(error)
+        if raised and place == line:
+            return None  # in the plugin's own words
         if isinstance(error, OSError) and error.errno in _LIMITS:
             where = line if error.filename is None else str(error.filename)
             return MMError(f"{error.strerror}", where=where, hint=_LIMITS[error.errno])
@@ -281,8 +285,8 @@ def outer_fault(error: BaseException | None, line: str | None) -> MMError | None
             return MMError(f"{os.strerror(number)} ({first_line(error)})", where=line, hint=_LIMITS[number])
         if isinstance(error, FileNotFoundError) and "No usable temporary directory" in str(error):
             return MMError(plain_reason(error), hint=_LIMITS[errno.ENOSPC])
-        table = isinstance(error, IndexError) and _BEYOND.search(str(error))
-        if table or "device-side assert triggered" in str(error):
+        embedding = isinstance(error, IndexError) and function == "embedding"
+        if embedding or (isinstance(error, IndexError | RuntimeError) and _BEYOND.search(str(error))):
             return MMError(
                 "a number in the data is outside of a table of the model: a token, label or position"
                 f" ({first_line(error)})",
@@ -292,3 +296,15 @@ def outer_fault(error: BaseException | None, line: str | None) -> MMError | None
             )
         error = error.__cause__
     return None
+
+
+def _origin(error: BaseException) -> tuple[str, str, bool]:
+    """Function, file and line in which an exception began, and whether by `raise`: else in C."""
+    trace = error.__traceback__
+    if trace is None:
+        return "", "", False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    code = trace.tb_frame.f_code
+    raised = dis.opname[code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
+    return code.co_name, f"{code.co_filename}, line {trace.tb_lineno}", raised

@@ -179,7 +179,7 @@ class Engine(Protocol):
         world: int,
         optimizer_state_tensors: float,
         *,
-        purpose: Literal["train", "sample"] = "train",
+        purpose: Literal["train", "sample", "import"] = "train",
     ) -> EnginePlan:
         """Plans how the engine spreads a task built on meta over `world` ranks; uses no device.
 
@@ -188,7 +188,8 @@ class Engine(Protocol):
             world: number of ranks.
             optimizer_state_tensors: tensors of optimizer state per parameter.
             purpose: `sample` for a stored run that is sampled or evaluated: on any number of ranks, and in
-                float32 on a CPU.
+                float32 on a CPU. `import` for weights that are stored as a checkpoint: nothing is computed,
+                so what this host cannot compute is no error.
         """
 
     def prepare(

@@ -45,7 +45,7 @@ from mm_core.modules.quantised import check_device, shard_codes
 from mm_core.modules.tying import tied_names
 from mm_core.parallel.activation_checkpointing import kept_by, offload_activations, recompute, selective
 from mm_core.parallel.attention import check_kernel, decide_attention, kernel_named, set_attention
-from mm_core.parallel.compiling import compile_module, decide_compiled
+from mm_core.parallel.compiling import check_compiler, compile_module, decide_compiled
 from mm_core.parallel.context.exchange import Peers
 from mm_core.parallel.context.layout import decide_context
 from mm_core.parallel.context.spreading import Spreading
@@ -95,7 +95,7 @@ class FSDP2Engine(EngineBase):
         world: int,
         optimizer_state_tensors: float,
         *,
-        purpose: Literal["train", "sample"] = "train",
+        purpose: Literal["train", "sample", "import"] = "train",
     ) -> ShardedPlan:
         """Plans the engine's sharding for `world` ranks, with the bytes of rank 0, whose shards are largest.
 
@@ -103,12 +103,13 @@ class FSDP2Engine(EngineBase):
             task: on the meta device.
             world: number of ranks.
             optimizer_state_tensors: tensors of optimizer state per parameter, in parameter sizes.
-            purpose: for `sample`, sizes that do not divide `world` change, and a CPU computes in float32.
+            purpose: for `sample`, sizes that do not divide `world` change, and a CPU computes in float32; for
+                `import`, neither the attention kernel nor a compiler must be there.
 
         Raises:
             PlanError: a setting of the engine that does not fit the task or the number of ranks.
         """
-        config = self.config if purpose == "train" else self._for_samples(world)
+        config = self._for_samples(world) if purpose == "sample" else self.config
         context = decide_context(task, task.trainable, config.context_parallel, world, self.device.type)
         size = 1 if context is None else context.size
         replicas, shards = mesh_shape(world, config.sharding(), size, preset=config.sharding_size is None)
@@ -118,7 +119,9 @@ class FSDP2Engine(EngineBase):
         check_device(task, self.device)
         compiled = decide_compiled(task, task.trainable, config, layout.recomputed)
         reshards = resharded(task, layout, config.reshards())
-        check_kernel(config.attention, self.device, dtype or torch.float32)
+        if purpose != "import":
+            check_compiler(compiled)
+            check_kernel(config.attention, self.device, dtype or torch.float32)
         base = plan_base(task, layout, config.base.keep, dtype) if config.base.stream else None
         streamed = {p for path in base.blocks for _, p in frozen_in(task, path)} if base is not None else ()
         own, trained, left_alone = parameter_bytes(task, layout, shards, streamed)

@@ -98,4 +98,4 @@ def _plan(config: RunConfig, task: TaskModule, engine: Engine) -> RunPlan:
     """The plan of the run, without its length, which may need the data, and its batch size, since training
     may use a different number of ranks."""
     train = replace(config.train, steps=config.train.steps or 0, epochs=None, global_batch_size=None)
-    return make_plan(replace(config, train=train), Ranks.current().count, task, engine)
+    return make_plan(replace(config, train=train), Ranks.current().count, task, engine, purpose="import")

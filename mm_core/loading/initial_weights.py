@@ -138,7 +138,7 @@ class FileWeights:
                 f"the file of an adapter also adds to {plural(len(added), 'weight')} of the base, which"
                 " checkpoint.frozen: true would mix with those from other files",
                 where="checkpoint.frozen",
-                hint="remove checkpoint.frozen",
+                hint="set checkpoint.frozen: false",
             )
         found = left_out([part for part, _ in self._read], self._task, self._config)
         starts = (

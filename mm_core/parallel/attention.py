@@ -62,6 +62,7 @@ def check_kernel(wanted: str, device: torch.device, dtype: torch.dtype) -> None:
             f"attention {wanted!r} does not run on {device.type} in {str(dtype).removeprefix('torch.')}",
             where=_KEY,
             accepted=", ".join(["auto", "sdpa", *able]),
+            hint="plan on a host with the device that will compute, or with engine.attention=auto",
         )
 
 

@@ -68,10 +68,14 @@ def decide_compiled(
         clash = "recompute other than full of a module around it", "recompute the compiled modules themselves"
     if clash is not None:
         raise PlanError(f"a compiled module does not work with {clash[0]}", where=_KEY, hint=clash[1])
-    if outer and (missing := missing_compiler()) is not None:
+    return tuple(outer)
+
+
+def check_compiler(compiled: Sequence[str]) -> None:
+    """PlanError if modules are to be compiled on a host without a compiler."""
+    if compiled and (missing := missing_compiler()) is not None:
         what = f"torch.compile finds no {missing} for the device {device_type()}"
         raise PlanError(what, where=_KEY, accepted="off, without it", hint=f"install {missing}")
-    return tuple(outer)
 
 
 def _within(path: str, others: Sequence[str]) -> bool:

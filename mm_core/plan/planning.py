@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -152,6 +152,7 @@ def make_plan(
     task: TaskModule | None = None,
     engine: Engine | None = None,
     train: AnyDataset | None = None,
+    purpose: Literal["train", "import"] = "train",
 ) -> RunPlan:
     """Computes the plan of a run for `world` ranks.
 
@@ -162,6 +163,7 @@ def make_plan(
         engine: the engine; None: built here.
         train: the samples of data.train, in buckets with the mode `variable`; None: opened here, if the plan
             depends on them.
+        purpose: as `Engine.plan` takes it.
 
     Raises:
         ConfigError: a target does not keep the contract of its kind, or the schedule does not fit the run.
@@ -177,7 +179,7 @@ def make_plan(
     check_data(config, task)
     build_frozen(task)
     states = state_tensors(config)
-    layout = engine.plan(task, world, states)
+    layout = engine.plan(task, world, states, purpose=purpose)
     _check_base_dtype(config, task, layout)
     size, accumulation = _batch(config, layout.data_parallel)
     order = _buckets(config, task, size, accumulation, train)

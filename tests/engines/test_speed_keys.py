@@ -269,6 +269,7 @@ def test_a_kernel_that_the_device_does_not_run_is_refused_at_the_plan(wanted):
     assert (caught.value.where, caught.value.accepted) == ("engine.attention", "auto, sdpa, flash, math")
     plan = FSDP2Engine(attention=wanted).plan(Task(net=Attending()), 1, 2, purpose="sample")
     assert plan.compute_dtype == "fp32", "what an accelerator has trained is sampled on a CPU"
+    FSDP2Engine(attention=wanted).plan(Task(net=Attending()), 1, 2, purpose="import")  # computes nothing
 
 
 class Dropping(nn.Module):

@@ -125,6 +125,13 @@ def test_an_import_records_what_it_was_made_of(tmp_path):
     assert manifest["data"] == {}
 
 
+def test_an_import_needs_neither_the_kernel_nor_the_compiler_of_its_run(tmp_path, monkeypatch):
+    """It is made on a host without the device of the training."""
+    engine = {"type": "fsdp2", "attention": "cudnn", "param_dtype": "bf16", "compile": {"modules": "auto"}}
+    monkeypatch.setenv("CXX", "no-compiler")
+    import_weights(language(tmp_path, engine=engine), published(tmp_path, "bert"))
+
+
 @pytest.mark.parametrize("damage", ["cut", "wide", "absent"])
 def test_an_import_that_cannot_be_leaves_nothing(damage, tmp_path):
     origin = published(tmp_path, "wide" if damage == "wide" else "bert")

@@ -18,6 +18,7 @@ from mm_core.contracts import Callback, DatasetBase, PredictorModule, Task, Task
 from mm_core.diffusion.flow_match import FlowMatch
 from mm_core.errors import ContractError
 from mm_core.plugin.checks.contract import CONTRACTS, check_object, class_faults, members_of, object_faults
+from mm_core.plugin.checks.optional import uses
 from mm_core.plugin.hookspecs import KINDS
 from mm_core.plugin.registry import survey
 
@@ -247,7 +248,7 @@ def rows(**members: object) -> type:
 
 
 def never(name: str, meant: str) -> str:
-    return f"its method {name} is never used: did you mean {meant}?"
+    return f"its method {name} is never used: did you mean {meant}? Else begin its name with _"
 
 
 @pytest.mark.parametrize(
@@ -275,9 +276,10 @@ def never(name: str, meant: str) -> str:
         (
             "predictor",
             like(max_frame=8),
-            ["its attribute max_frame is never used: did you mean max_frames?"],
+            ["its attribute max_frame is never used: did you mean max_frames? Else begin its name with _"],
         ),
         ("predictor", like(max_frame="8"), []),  # another type
+        ("predictor", like(_max_frame=8), []),
         (
             "predictor",
             like(image_dim=16),
@@ -303,6 +305,15 @@ def test_an_authors_own_members_are_not_held_against_the_capabilities() -> None:
             return {"length": self.lengt(), "sources": self.num_sources()}
 
     assert class_faults("dataset", Mine) == object_faults("dataset", Mine()) == []
+
+
+def test_code_anywhere_in_its_package_uses_a_member_also_by_its_class(tmp_path) -> None:
+    (tmp_path / "mine" / "tools").mkdir(parents=True)
+    (path := tmp_path / "mine" / "data" / "rows.py").parent.mkdir()
+    path.write_text("class Mine:\n    ...\n")
+    (tmp_path / "mine" / "tools" / "stats.py").write_text("print(data.rows.Mine.most)\n")
+    assert uses(str(path), "mine.data.rows", "most")
+    assert not uses(str(path), "rows", "most") and not uses(str(path), "mine.data.rows", "mos")
 
 
 def test_names_that_resemble_an_event_are_misspelt() -> None:

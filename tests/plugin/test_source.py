@@ -107,8 +107,8 @@ def test_misspelt_and_half_capabilities_are_found_by_the_file(faults: Any) -> No
     optional = BASED.replace("init_weight(", "shard_plane(").replace("helper(self)", "complete(self, device)")
     optional = optional.replace("text_dim: int", "text_dim: int = 8\n    max_framed = 4")
     assert faults(optional) == [
-        "its method shard_plane (line 14) is never used: did you mean shard_plan?",
-        "its attribute max_framed is never used: did you mean max_frames?",
+        "its method shard_plane (line 14) is never used: did you mean shard_plan? Else begin its name with _",
+        "its attribute max_framed is never used: did you mean max_frames? Else begin its name with _",
         "its complete is never used: SupportsExperts also needs experts (Sequence[Expert])",
     ]
     used = "self.in_channels = channels, self.shard_plane(), self.complete(0), self.max_framed"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import runpy
 import subprocess
 import sys
 
@@ -82,6 +83,35 @@ def test_limits_of_the_machine_and_numbers_of_the_data_are_sentences(error, what
 def test_other_errors_are_none_of_these():
     for error in (KeyError("a"), FileNotFoundError(errno.ENOENT, "No such file", "x"), IndexError("list")):
         assert outer_fault(error, None) is None
+
+
+BUGS = """
+import errno, torch
+
+def index(latents):
+    return latents.index_select(0, torch.tensor([9]))
+
+def asked(latents):
+    raise RuntimeError("the labeller answered: permission denied for row 7")
+
+def wrapped(latents):
+    try:
+        raise OSError(errno.EACCES, "Permission denied")
+    except OSError as error:
+        raise TypeError("a wrong argument") from error
+"""
+
+
+@pytest.mark.parametrize("name", ["index", "asked", "wrapped"])
+def test_a_fault_in_a_plugins_code_is_none_of_these_whatever_its_words(name, tmp_path):
+    (path := tmp_path / "bugs.py").write_text(BUGS)
+    module = runpy.run_path(str(path))
+    with pytest.raises(Exception) as caught:
+        module[name](torch.zeros(4, 2))
+    trace = caught.tb
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    assert outer_fault(caught.value, f"{path}, line {trace.tb_lineno}") is None
 
 
 def test_tokens_outside_of_the_vocabulary_are_no_fault_of_the_code(tiny, tmp_path, capsys):

@@ -36,6 +36,7 @@ def mm_predictors():
 MEAN = "self.mix(text).mean(1)"
 MASKED = "((self.mix(text) * text_mask[..., None]).sum(1) / text_mask.sum(1, keepdim=True))"
 TINY = "tiny={'width': 4, 'channels': 2}"
+OWN = 'text_padding = property(lambda self: "masked" if self.text_dim > 4 else ("fixed", 3))\n\n    '
 
 
 def written(folder: Path, share: str, tiny: str, more: str = "") -> RunConfig:
@@ -93,6 +94,8 @@ def test_a_mask_that_a_forward_takes_by_two_stars_and_drops_is_noted_too(tmp_pat
         (MEAN, f"{TINY}, expected_failures={{'text_padding': 'as its paper'}}", ""),
         ("timestep[:, None]", TINY, ""),  # no caption has an effect
         ("timestep[:, None]", "", ""),
+        # The small instance has no masked text, the run has.
+        (f"({MASKED} if self.text_dim > 4 else {MEAN})", TINY, OWN),
         ("text_mask.missing", TINY, ""),  # cannot be called: `mm plugins test` shows it
     ],
 )

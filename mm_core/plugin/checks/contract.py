@@ -210,7 +210,7 @@ def _unused(contract: Contract, cls: type, found: object | None = None) -> Itera
     def has(name: str) -> bool:
         return hasattr(cls, name) or (name in given if found is None else hasattr(found, name))
 
-    used = partial(uses, file, "." in cls.__module__)
+    used = partial(uses, file, cls.__module__)
     yield from optional_faults(capabilities, shared, own, has, used, file)
 
 

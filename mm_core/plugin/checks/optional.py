@@ -49,7 +49,8 @@ def optional_faults(
         if near and name not in known and not has(near[0]) and not used(name):
             line = line_of(value, beside) if callable(value) else ""
             place, what = f" ({line})" if line else "", "method" if callable(value) else "attribute"
-            yield f"its {what} {name}{place} is never used: did you mean {near[0]}?"
+            meant = f"did you mean {near[0]}? Else begin its name with _"
+            yield f"its {what} {name}{place} is never used: {meant}"
     for capability, members in capabilities.items():
         found = [name for name, member in members.items() if name in own and _serves(own[name], member)]
         missing = [str(member) for name, member in members.items() if not has(name)]
@@ -85,16 +86,16 @@ def authored(cls: type, parents: Sequence[type], values: Mapping[str, object]) -
     return {n: value for n, value in (found | {**values}).items() if n[0] != "_" and n not in theirs}
 
 
-def uses(file: str | None, package: bool, name: str) -> bool:
-    """Whether the code beside a class uses a member of an object.
+def uses(file: str | None, module: str, name: str) -> bool:
+    """Whether the code of a class's package uses a member of an object.
 
     Args:
         file: of the class.
-        package: whether the modules beside it are the author's as well.
+        module: its module; one without a package is alone.
         name: of the member.
     """
     if file is None or not Path(file).is_file():
         return False
-    read = re.compile(rf"(\b[a-z_]\w*|[)\]])\.{name}\b(?!\s*=[^=])")
-    files = sorted(Path(file).parent.glob("*.py")) if package else [Path(file)]
+    read, depth = re.compile(rf"[\w)\]]\.{name}\b(?!\s*=[^=])"), module.count(".")
+    files = sorted(Path(file).parents[depth - 1].rglob("*.py")) if depth else [Path(file)]
     return any(read.search(each.read_text(encoding="utf-8", errors="replace")) for each in files)

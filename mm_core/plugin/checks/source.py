@@ -163,7 +163,7 @@ def _faults(kind: str, cls: _Class, own: str) -> Iterator[str]:
         yield from _unused(cls, own, members, view)
         capabilities, shared = capabilities_of(contract, source_members)
         written = _written(cls, own, view)
-        used = partial(uses, cls.module.file, "." in cls.module.name)
+        used = partial(uses, cls.module.file, cls.module.name)
         # What a base that is not in view may have is not missing.
         has = view.names.__contains__ if view.complete else lambda name: True
         yield from optional_faults(capabilities, shared, written, has, used, cls.module.file)

@@ -75,7 +75,7 @@ class DeepSpeedEngine(EngineBase):
         world: int,
         optimizer_state_tensors: float,
         *,
-        purpose: Literal["train", "sample"] = "train",
+        purpose: Literal["train", "sample", "import"] = "train",
     ) -> EnginePlan:
         """Plans the stage of ZeRO for `world` ranks, with the bytes of each.
 
