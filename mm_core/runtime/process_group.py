@@ -27,7 +27,7 @@ def process_group(stuck_after: float | None = RunSection.stuck_after) -> Iterato
     if dist.is_initialized():
         yield Ranks.current()
         return
-    with leaving_at_signals("waiting for the other ranks to connect"):
+    with leaving_at_signals("waiting for the other ranks to connect", patience=1.0, noted=True):
         start_process_group()
     try:
         yield Ranks.current()

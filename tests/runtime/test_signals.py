@@ -113,7 +113,7 @@ def test_a_second_signal_while_a_rank_waits_is_quiet(capfd, monkeypatch):
 WAITING = """
 import time
 from mm_core.runtime.launch.signals import StopFlag, leaving_at_signals
-with StopFlag(), leaving_at_signals("waiting for the other ranks to connect"):
+with StopFlag(), leaving_at_signals("waiting for the other ranks to connect", patience=0.0):
     print("waits", flush=True)
     time.sleep(60)
 """

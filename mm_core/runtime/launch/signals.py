@@ -24,6 +24,10 @@ REPEAT = 1.0
 """Seconds within which a second SIGINT counts as the first: terminal and launcher both send one."""
 
 
+_noted: list[signal.Signals] = []
+"""What the last `StopFlag` of this process has recorded."""
+
+
 class StopFlag:
     """Records signals that ask a run to stop (SIGTERM, SIGINT, SIGUSR1, SIGHUP) in `requested`.
 
@@ -52,6 +56,7 @@ class StopFlag:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
+            _noted.clear()
             handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
             self._before = {number: signal.signal(number, self._note) for number in handled}
         return self
@@ -64,6 +69,7 @@ class StopFlag:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         given, now = signal.Signals(number), time.monotonic()
+        _noted.append(given)
         if given is signal.SIGINT:
             if self._interrupted is None:
                 self._interrupted = now
@@ -82,7 +88,7 @@ class StopFlag:
 
 
 @contextmanager
-def leaving_at_signals(waits_for: str, patience: float = 0.0) -> Iterator[None]:
+def leaving_at_signals(waits_for: str, patience: float, noted: bool = False) -> Iterator[None]:
     """Ends the process with code 75 if a signal asks a rank to stop while it waits for other ranks.
 
     Python runs no signal handler while native code waits. There is nothing to save in the block.
@@ -90,6 +96,7 @@ def leaving_at_signals(waits_for: str, patience: float = 0.0) -> Iterator[None]:
     Args:
         waits_for: what the block does, for the message: "waiting for ...".
         patience: seconds that the block may continue after the signal.
+        noted: a signal that was recorded before the block counts too.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -106,6 +113,8 @@ def leaving_at_signals(waits_for: str, patience: float = 0.0) -> Iterator[None]:
         os.close(reader)
 
     threading.Thread(target=listen, name="mm_core signals", daemon=True).start()
+    if noted and _noted:
+        os.write(writer, bytes([_noted[0]]))
     try:
         yield
     finally:
