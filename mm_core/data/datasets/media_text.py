@@ -84,7 +84,7 @@ class MediaTextDataset:
         self._made: dict[tuple[str, Size], Mapping[str, Any]] = {}  # shared by the rows that are read alike
         for source in self.sources:
             if source.uncaptioned:
-                reasons = ", ".join(source.dropped)
+                reasons = ", ".join(f"{reason} ({count:,})" for reason, count in source.dropped.items())
                 what = f"{plural(source.uncaptioned, 'image or clip')} left out: {reasons}"
                 warnings.warn(f"{source.name}: {what}", RunWarning, stacklevel=2)
         counts = [sum(source.kept.values()) for source in self.sources]

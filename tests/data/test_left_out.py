@@ -1,0 +1,139 @@
+"""Every file of a source folder is used, or counted with its reason."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from mm_core.builtin.configs.data import MediaSource
+from mm_core.data.datasets.media_text import MediaTextDataset
+from mm_core.data.rows.sources import SourceReader
+from mm_core.errors import DataError, RunWarning
+
+
+def read(folder: Path, *files: str) -> tuple[list[str], Mapping[str, int]]:
+    """The paths of a folder's rows, and what is left out, once it has these files."""
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    reader = SourceReader(0, MediaSource(str(folder)))
+    rows = [row.path for row in reader.rows()]
+    return rows, reader.opened().dropped
+
+
+def test_captioned_files_of_unknown_suffixes_are_counted_by_their_suffix(tmp_path):
+    odd = (
+        "b.xyz",
+        "b.txt",
+        "sub/c.XYZ",
+        "sub/c.txt",
+        "d.tar.gz",
+        "d.tar.txt",
+        "bare",
+        "bare.txt",
+        "E.abc",
+        "e.txt",
+    )
+    rows, dropped = read(tmp_path, "a.jpg", "a.txt", *odd)
+    assert rows == ["a.jpg"]
+    assert dropped == {
+        ".abc is not read": 1,
+        ".xyz is not read": 2,
+        ".gz is not read": 1,
+        "a file without a suffix is not read": 1,
+    }
+
+
+def test_what_lies_beside_a_picture_and_its_caption_is_not_counted(tmp_path):
+    files = (
+        "a.jpg",
+        "a.txt",
+        "a.json",
+        "a.npz",
+        "a.mp4",
+        "odd.xyz",
+        "README.md",
+        "README.txt",
+        ".b.xyz",
+        ".b.txt",
+    )
+    assert read(tmp_path, *files) == (["a.jpg", "a.mp4"], {})
+
+
+def test_captions_without_an_image_or_clip_are_counted(tmp_path):
+    rows, dropped = read(tmp_path, "a.jpg", "a.txt", "lone.txt", "sub/b.txt", "sub/b.json")
+    assert rows == ["a.jpg"] and dropped == {"a .txt file without an image or clip beside it": 2}
+
+
+def test_a_folder_of_nothing_that_is_read_names_the_suffixes(tmp_path):
+    for files, what in (
+        (("a.xyz", "b.xyz", "c"), r"no image or clip: its files are \.xyz \(2\), no suffix \(1\)"),
+        (("a.txt",), r"\.xyz is not read \(1 row\); its files are"),
+    ):
+        with pytest.raises(DataError, match=what):
+            read(tmp_path, *files)
+
+
+def test_names_that_differ_by_case_are_used_where_one_caption_fits(tmp_path):
+    (tmp_path / "b.TXT").write_text("of b")
+    (tmp_path / "a.txt").write_text(" of\0A\n")
+    files = (
+        "A.JPG",
+        "b.png",
+        "c.jpg",
+        "C.jpg",
+        "c.TXT",
+        "d.jpg",
+        "D.txt",
+        "d.TXT",
+        "e.jpg",
+        "E.jpg",
+        "e.txt",
+    )
+    rows, dropped = read(tmp_path, *files)
+    assert rows == ["A.JPG", "b.png", "e.jpg"]
+    assert dropped == {
+        "no .txt file beside it": 4,
+        "a .txt file without an image or clip beside it": 3,
+    }
+    with pytest.warns(RunWarning, match=r"left out: .*beside it \(4\)"):
+        data = MediaTextDataset([MediaSource(str(tmp_path), caption_prefix="a ")], 1, 8, 8)
+    assert [data.caption(row, None) for row in data.rows[:2]] == ["a of A", "a of b"]
+
+
+def test_a_caption_of_another_case_that_is_no_text_is_counted(tmp_path):
+    os.mkfifo(tmp_path / "A.txt")
+    (tmp_path / "B.txt").write_bytes(b"\xff")
+    rows, dropped = read(tmp_path, "a.jpg", "b.jpg", "c.jpg", "c.txt")
+    assert rows == ["c.jpg"] and dropped == {"its .txt file cannot be read": 2}
+
+
+def test_linked_folders_are_counted_and_met_once(tmp_path):
+    for name in ("out", "data"):
+        read(tmp_path / name, "a.jpg", "a.txt")
+    data = tmp_path / "data"
+    (data / "loop").symlink_to(data)
+    (data / "again").symlink_to("loop")
+    (data / "other").symlink_to(tmp_path / "out")
+    rows, dropped = read(data)
+    assert rows == ["a.jpg"]
+    assert dropped == {
+        "a linked folder, whose files are read in their own place": 2,
+        "a linked folder: files outside the source are not read (name it as a source of its own)": 1,
+    }
+    (tmp_path / "link").symlink_to(data)
+    assert read(tmp_path / "link") == (rows, dropped)
+
+
+def test_a_folder_that_the_system_refuses_is_counted(tmp_path, monkeypatch):
+    source = tmp_path / "source"
+    read(source, "a.jpg", "a.txt")
+    monkeypatch.chdir(source)
+    for _ in range(20):  # deeper than a path may be long
+        Path("d" * 250).mkdir()
+        os.chdir("d" * 250)
+    rows, dropped = read(source)
+    assert rows == ["a.jpg"] and dropped == {"a folder that cannot be opened: File name too long": 1}
