@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import os
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,6 +17,12 @@ from mm_core.data.rows.paths import refusal
 _BESIDE_BOTH = ".json"  # its picture has a caption too; nobody takes it for a picture
 _DOCUMENTS = frozenset({".md", ".rst", ".html"})  # their .txt is another form of them, no caption
 NO_MEDIUM = f"a {CAPTIONS} file without an image or clip beside it"
+
+TAR_BESIDE = "a .tar file beside images and clips (name it as a source of its own)"
+COMPRESSED = re.compile(
+    r"\.(tar\.(gz|bz2|xz|zst|lz4|lzma|lz|z)|tgz|taz|tbz2?|tb2|txz|tlz|tzst)$", re.IGNORECASE
+)
+"""Found in the names of compressed archives."""
 
 LINK_OUT = "a linked folder: files outside the source are not read (name it as a source of its own)"
 LINK_WITHIN = "a linked folder, whose files are read in their own place"
@@ -111,7 +118,11 @@ def _unread(others: Iterable[str], texts: Iterable[str]) -> tuple[Counter[str], 
     met: set[str] = set()
     for name in others:
         stem, suffix = _split(name.lower())
-        if stem not in waiting or suffix in _DOCUMENTS or suffix == _BESIDE_BOTH:
+        if suffix == ".tar":
+            reasons[TAR_BESIDE] += 1
+        elif stem not in waiting and COMPRESSED.search(name):
+            reasons["a compressed archive is not read: unpack it"] += 1
+        elif stem not in waiting or suffix in _DOCUMENTS or suffix == _BESIDE_BOTH:
             strange[suffix] += 1
         else:
             reasons[f"{suffix or 'a file without a suffix'} is not read"] += 1

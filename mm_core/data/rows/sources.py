@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from mm_core.builtin.configs.data import MediaColumns, MediaSource
 from mm_core.data.rows.annotations import describe_faults, escapes
-from mm_core.data.rows.archives import Member, read_archive
+from mm_core.data.rows.archives import Member, archives_of, beside_archives, read_archive
 from mm_core.data.rows.captions import half_character, walked
 from mm_core.data.rows.json_rows import RowFile, kind_of
 from mm_core.data.rows.media_rows import (
@@ -86,7 +86,7 @@ class SourceReader:
         self.kept: dict[Medium, int] = {}
         self.dropped: Counter[str] = Counter()
         self._strange: Counter[str] = Counter()  # files of a folder by their unknown suffixes
-        self.archives = self._archives()
+        self.archives = archives_of(self.path)
         own = self.path if self.path.is_dir() else self.path.parent
         self.folder = own if source.folder is None else Path(source.folder)
         self.in_table = not self.archives and not self.path.is_dir()
@@ -170,13 +170,6 @@ class SourceReader:
             self._in_archives() if self.archives else self._in_table() if self.in_table else self._in_folder()
         )
 
-    def _archives(self) -> tuple[Path, ...]:
-        if self.path.suffix.lower() == ".tar":
-            return (self.path,)
-        if not self.path.is_dir():
-            return ()
-        return tuple(sorted(path for path in self.path.iterdir() if path.suffix.lower() == ".tar"))
-
     # -- kinds of sources: each yields a row, or None for one that is left out ------------------
 
     def _in_folder(self) -> Iterator[MediaRow | None]:
@@ -209,8 +202,10 @@ class SourceReader:
 
     def _in_archives(self) -> Iterator[MediaRow | None]:
         for number, archive in enumerate(self.archives):
-            for member in read_archive(archive):
+            for member in read_archive(archive, self._left_out):
                 yield self._of_member(number, member, archive)
+        for reason in beside_archives(self.path):
+            self._left_out(reason)
 
     def _of_member(self, number: int, member: Member, archive: Path) -> MediaRow | None:
         name, (start, size), where = member.name, member.place, f"{archive}, {member.name}"
@@ -226,6 +221,8 @@ class SourceReader:
         sizes = declared(*(values.get(str(column)) for column in self.sizes.values()))
         if not captions:
             self._left_out(f"no {CAPTIONS} member and no caption in a .json member")
+        elif fault := _fault(name, captions, None):
+            raise DataError(fault, where=where)
         elif self._admits({**sizes._asdict(), **values, "path": name}):
             medium = medium_of(name) or "clip"
             return MediaRow(self.number, name, medium, captions, *sizes, number, start, size)
