@@ -51,18 +51,14 @@ class Headers:
         file: its descriptor.
         total: its length in bytes.
 
-    Attributes:
-        closed: whether zeros end it, as they should.
-
     Raises:
         DataError: it is empty.
     """
 
     def __init__(self, path: Path, file: int, total: int) -> None:
-        self.closed = False
         self._path, self._file, self._total = path, file, total
         self._at = self._start = 0  # of the next header, and of the one that is read
-        self._last = ""
+        self._last, self._closed = "", False
         self._shared: dict[bytes, bytes] = {}  # records of all later members
         if not total:
             raise DataError("the archive cannot be read: it is empty", where=str(path), accepted=ACCEPTED)
@@ -71,7 +67,7 @@ class Headers:
         """The next member; None at the end.
 
         Raises:
-            DataError: a header is damaged, a member is cut off, stored with holes, or leads outside.
+            DataError: a header is damaged, the archive is cut off, a member has holes or leads outside.
         """
         own: dict[bytes, bytes] = {}
         while (block := self._block()) is not None:
@@ -84,6 +80,13 @@ class Headers:
                 return self._member(block, kind, {**self._shared, **own} if own or self._shared else own)
         if own:
             raise self._damaged("no member follows it")
+        if not self._closed:
+            raise DataError(
+                "the archive ends without a block of zeros: "
+                f"it may be cut off behind {self._last!r}, at byte {self._at}",
+                where=str(self._path),
+                hint="copy it again; if it is whole, close it: head -c 1024 /dev/zero >> " + self._path.name,
+            )
         return None
 
     def _member(self, block: bytes, kind: bytes, records: Mapping[bytes, bytes]) -> Header:
@@ -115,10 +118,10 @@ class Headers:
         while self._at < self._total:
             block = os.pread(self._file, _BLOCK, self._at)
             if block[:1] == b"\0" and not block.strip(b"\0"):
-                self.closed, self._shared = True, {}
+                self._closed, self._shared = True, {}
                 self._skip_zeros()
                 continue
-            self._start, self._at, self.closed = self._at, self._at + _BLOCK, False
+            self._start, self._at, self._closed = self._at, self._at + _BLOCK, False
             if len(block) < _BLOCK:
                 raise self._no_header(block)
             found = sum(block) - sum(block[148:156]) + 8 * ord(" ")

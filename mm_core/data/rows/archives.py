@@ -190,8 +190,6 @@ def _places(
         if known and name in found:
             raise _double(path, f"two members of the archive are named {name!r}")
         (found if known else others)[name] = place
-    if not headers.closed:
-        left_out("the archive ends without its last block: it may be cut off")
     if links:
         _follow(links, found, others, left_out)
     return found, [name for name in others if name[name.rfind("/") + 1 :][:1] not in (".", "")]
