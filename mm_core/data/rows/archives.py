@@ -11,13 +11,15 @@ from posixpath import dirname, join, normpath
 from typing import NamedTuple
 
 from mm_core.data.rows.captions import COMPRESSED, NO_MEDIUM, TAR_BESIDE, walked
-from mm_core.data.rows.media_rows import CAPTIONS, medium_of
+from mm_core.data.rows.media_rows import CAPTIONS, CLIPS, IMAGES, medium_of
 from mm_core.data.rows.paths import plain_file, refusal
 from mm_core.data.tar_headers import ACCEPTED, FILES, HARD, LINKS, Headers, Place
 from mm_core.errors import DataError
 
 _TEXTS = (CAPTIONS, ".json")
 _LONGEST = 2**24  # bytes of a text member
+_KNOWN = (*IMAGES, *CLIPS, *_TEXTS)
+_CUT = 100  # bytes of a name in a header alone
 _MOST_LINKS = 40  # that lead to each other, as Linux follows them
 
 
@@ -187,6 +189,8 @@ def _places(
             if known:
                 left_out(f"a member that is no file (type {kind.decode('latin-1')!r})")
             continue
+        elif not known and len(name) == _CUT and any(each.startswith(_split(base)[1]) for each in _KNOWN):
+            left_out("a member whose name is cut off")  # its long name is lost
         if known and name in found:
             raise _double(path, f"two members of the archive are named {name!r}")
         (found if known else others)[name] = place
