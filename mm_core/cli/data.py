@@ -66,7 +66,7 @@ def _datasets(config: RunConfig, split: str | None) -> Iterator[tuple[str, Datas
 
 
 def _inspect(config: RunConfig, args: argparse.Namespace) -> int:
-    from mm_core.data.datasets.media_report import inspect
+    from mm_core.data.datasets.media_report import inspect, remarks
 
     splits = {name: (data, inspect(data)) for name, data in _datasets(config, args.split)}
     buckets = _buckets(config, {name: data for name, (data, _) in splits.items()})
@@ -79,6 +79,9 @@ def _inspect(config: RunConfig, args: argparse.Namespace) -> int:
         print_json(found | ({"buckets": _as_json(buckets)} if buckets else {}))
         return 0
     _print_sources({name: sources for name, (_, sources) in splits.items()})
+    for name, (data, _) in splits.items():
+        for each in remarks(data):
+            print(f"data.{name}: {printable(each)}")
     _print_buckets(buckets)
     if args.page is not None:
         print(f"contact sheets: {args.page}")
@@ -120,11 +123,6 @@ def _print_sources(found: Mapping[str, Sequence[Found]]) -> None:
         for source in sources
     ]
     print_table([head, *rows])
-    for split, sources in found.items():
-        for source in sources:
-            for reason, left_out in source.left_out.items():
-                left = f"{plural(left_out, 'row')} left out: {printable(reason)}"
-                print(f"data.{split}: {printable(source.source)}: {left}")
 
 
 def _print_buckets(buckets: Mapping[str, Bucketed]) -> None:
@@ -145,8 +143,9 @@ def _sizes(sizes: Mapping[str, int]) -> str:
 
 
 def _check(config: RunConfig, args: argparse.Namespace) -> int:
-    from mm_core.data.datasets.media_report import check
+    from mm_core.data.datasets.media_report import check, remarks
 
+    notes: list[str] = []
     bad: list[dict[str, object]] = []
     differing: list[dict[str, object]] = []
     total = 0
@@ -164,14 +163,17 @@ def _check(config: RunConfig, args: argparse.Namespace) -> int:
                 shown = time.monotonic()
                 print(f"data.{split}: {state.done:,} of {state.of:,} read", file=sys.stderr, flush=True)
             total = before + state.done
+        notes += [f"data.{split}: {each}" for each in remarks(dataset)]
     if args.json:
-        print_json({"read": total, "bad": bad, "differing": differing})
+        print_json({"read": total, "bad": bad, "differing": differing, "notes": notes})
         return 1 if bad else 0
     if differing:
         what = f"the sizes in {plural(len(differing), 'row')} differ from the files, such as"
         lines = (f"  {printable(str(each['file']))}: {each['declared']}" for each in differing[:_SHOWN])
         print(f"{what}\n" + "\n".join(lines))
         print("  the files decide what is read; `where` and buckets go by the rows")
+    for note in notes:
+        print(printable(note))
     print(f"{plural(total, 'sample')} read, {len(bad):,} bad")
     return 1 if bad else 0
 
