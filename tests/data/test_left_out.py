@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,8 +17,11 @@ from mm_core.cli.main import main
 from mm_core.cli.main import train_main as train
 from mm_core.data.datasets.media_text import MediaTextDataset
 from mm_core.data.rows.sources import SourceReader
+from mm_core.diffusion.encoders.text import ByteTokenizer, HFTokenizer
 from mm_core.errors import DataError, RunWarning
+from mm_core.tasks.text_to_video.captions import cut_captions
 from support.archives import archive
+from support.pretrained_models import save_words
 from support.tiny_models import ONE_BLOCK
 
 
@@ -146,7 +150,7 @@ def test_a_folder_that_the_system_refuses_is_counted(tmp_path, monkeypatch):
     assert rows == ["a.jpg"] and dropped == {"a folder that cannot be opened: File name too long": 1}
 
 
-def a_run(folder: Path) -> str:
+def a_run(folder: Path, **encoder: int) -> str:
     """A config whose sources leave out rows and have empty captions: a folder, a table and an archive."""
     photos = folder / "photos"
     photos.mkdir()
@@ -162,7 +166,7 @@ def a_run(folder: Path) -> str:
     train = {"type": "media_text", "sources": [*sources, {"annotations": str(folder / "a.tar")}]}
     config = {
         "run": {"name": "media", "dir": str(folder / "runs")},
-        "task": ONE_BLOCK,
+        "task": {**ONE_BLOCK, "text_encoder": {**ONE_BLOCK["text_encoder"], **encoder}},
         "data": {"train": {**train, "num_frames": 1, "height": 8, "width": 8}, "loader": {"workers": 0}},
         "engine": {"type": "fsdp2"},
         "optimizer": {"type": "adamw", "lr": 1e-3},
@@ -199,3 +203,27 @@ def test_a_row_that_is_wrong_is_an_error_of_the_plan_wherever_it_stands(tmp_path
     (tmp_path / "photos/rows.jsonl").write_text("\n".join(rows))
     assert train(["--config", run, "--dry-run"]) == 1
     assert "line 151" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:.*left out:mm_core.errors.RunWarning")
+def test_captions_that_the_tokenizer_cuts_are_counted_by_check_and_by_the_run(tmp_path, capsys):
+    run = a_run(tmp_path, max_length=7)
+    rows = [{"path": "0.png", "cap": ["short", "exactl", "longer than this", "é" * 4]}]
+    (tmp_path / "photos/rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["data", "check", "--config", run]) == 0
+    cut = "of 13 captions cut to 7 tokens (max_length of the text encoder); the longest has 28"
+    assert f"data.train: 6 {cut}" in capsys.readouterr().out
+    assert train(["--config", run]) == 0
+    shown = capsys.readouterr().err
+    assert "is cut to the 7 of the text encoder's max_length" in shown
+    assert re.search(r"warning: [1-8] of 8 captions cut to 7 tokens .*; the longest has \d+", shown)
+
+
+def test_tokens_are_counted_before_the_cut_with_those_that_are_added(tmp_path):
+    save_words(tmp_path)
+    for tokenizer in (ByteTokenizer(4), HFTokenizer(str(tmp_path), 4)):
+        texts = ["w3", "w3 w4 w5 w6 w7 w8", ""]
+        _, mask = tokenizer(texts)
+        counts = tokenizer.token_counts(texts)
+        assert [min(4, count) for count in counts] == mask.sum(1).tolist()
+        assert cut_captions(tokenizer, texts, mask) == [counts[1]] and counts[1] > 4

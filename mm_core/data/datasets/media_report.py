@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from mm_core.contracts import Dataset, VideoInfo
 from mm_core.data.datasets.media_text import MediaTextDataset
+from mm_core.data.datasets.video_text import VideoTextDataset
 from mm_core.data.loading.buckets import Bucket
 from mm_core.data.rows.captions import clean_caption
 from mm_core.data.rows.media_rows import CAPTIONS, MediaRow
@@ -83,6 +84,7 @@ class Checked(NamedTuple):
         differs: how the sizes that its row declares differ from those of its file; empty if they do not.
         done: number of samples that have been read.
         of: number of samples.
+        captions: of the sample, if it could be read.
     """
 
     name: str
@@ -90,6 +92,7 @@ class Checked(NamedTuple):
     differs: str
     done: int
     of: int
+    captions: Sequence[str] = ()
 
 
 def inspect(dataset: Dataset) -> list[Found]:
@@ -195,33 +198,41 @@ def check(dataset: Dataset, threads: int) -> Iterator[Checked]:
         threads: number of threads that decode.
     """
     rows = len(dataset.rows) if isinstance(dataset, MediaTextDataset) else len(dataset)
-    read: Callable[[int], list[tuple[str, DataError | None, str]]] = partial(_read, dataset)
+    read: Callable[[int], list[_Read]] = partial(_read, dataset)
     with ThreadPoolExecutor(threads) as pool:
         numbers = iter(range(rows))
         waiting = [pool.submit(read, number) for number in islice(numbers, 4 * threads)]
         for done in range(1, rows + 1):
             found = waiting.pop(0).result()
             waiting += [pool.submit(read, number) for number in islice(numbers, 1)]
-            for each in found:
-                yield Checked(*each, done, rows)
+            for name, fault, differs, captions in found:
+                yield Checked(name, fault, differs, done, rows, captions)
 
 
-def _read(dataset: Dataset, number: int) -> list[tuple[str, DataError | None, str]]:
+_Read = tuple[str, DataError | None, str, Sequence[str]]
+
+
+def _read(dataset: Dataset, number: int) -> list[_Read]:
     name, differs = f"sample {number}", ""
+    captions: Sequence[str] = ()
     try:
         if isinstance(dataset, MediaTextDataset):
             row = dataset.rows[number]
             name = dataset.name_of(row)
             differs = _differences(row, dataset.decode(number))
+            captions = dataset.captions(row)
         else:
-            missing = dataset[number].get("missing")
-            if missing is not None:
+            sample = dataset[number]
+            if (missing := sample.get("missing")) is not None:
                 raise missing
+            captions = [text] if isinstance(text := sample.get("caption"), str) else []
+            if isinstance(dataset, VideoTextDataset):
+                captions = dataset.captions(number)
     except PartsError as parts:
-        return [(fault.where or name, fault, "") for fault in parts.faults.values()]
+        return [(fault.where or name, fault, "", ()) for fault in parts.faults.values()]
     except DataError as fault:
-        return [(name if isinstance(dataset, MediaTextDataset) else fault.where or name, fault, "")]
-    return [(name, None, differs)]
+        return [(name if isinstance(dataset, MediaTextDataset) else fault.where or name, fault, "", ())]
+    return [(name, None, differs, captions)]
 
 
 def _differences(row: MediaRow, info: VideoInfo) -> str:
