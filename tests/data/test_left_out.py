@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import yaml
+from PIL import Image
 
 from mm_core.builtin.configs.data import MediaSource
+from mm_core.cli.main import main
+from mm_core.cli.main import train_main as train
 from mm_core.data.datasets.media_text import MediaTextDataset
 from mm_core.data.rows.sources import SourceReader
+from mm_core.diffusion.encoders.text import ByteTokenizer, HFTokenizer
 from mm_core.errors import DataError, RunWarning
+from mm_core.tasks.text_to_video.captions import cut_captions
+from support.archives import archive
+from support.pretrained_models import save_words
+from support.tiny_models import ONE_BLOCK
 
 
 def read(folder: Path, *files: str) -> tuple[list[str], Mapping[str, int]]:
@@ -137,3 +148,82 @@ def test_a_folder_that_the_system_refuses_is_counted(tmp_path, monkeypatch):
         os.chdir("d" * 250)
     rows, dropped = read(source)
     assert rows == ["a.jpg"] and dropped == {"a folder that cannot be opened: File name too long": 1}
+
+
+def a_run(folder: Path, **encoder: int) -> str:
+    """A config whose sources leave out rows and have empty captions: a folder, a table and an archive."""
+    photos = folder / "photos"
+    photos.mkdir()
+    for number, text in enumerate(("a cat", "", " \n", "&nbsp;")):
+        Image.new("RGB", (8, 8)).save(photos / f"{number}.png")
+        (photos / f"{number}.txt").write_text(text)
+    (photos / "4.txt").write_text("of a picture that is not there")
+    rows = [{"path": "0.png", "cap": cap} for cap in ("a", "", ["b", "  "], ["", ""])]
+    (photos / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    archive(folder / "a.tar", {"1.png": (photos / "0.png").read_bytes(), "1.txt": b"c"})
+    table = {"annotations": str(photos / "rows.jsonl")}
+    sources = [{"annotations": str(photos)}, table, {**table, "caption_prefix": "a photo of "}]
+    train = {"type": "media_text", "sources": [*sources, {"annotations": str(folder / "a.tar")}]}
+    config = {
+        "run": {"name": "media", "dir": str(folder / "runs")},
+        "task": {**ONE_BLOCK, "text_encoder": {**ONE_BLOCK["text_encoder"], **encoder}},
+        "data": {"train": {**train, "num_frames": 1, "height": 8, "width": 8}, "loader": {"workers": 0}},
+        "engine": {"type": "fsdp2"},
+        "optimizer": {"type": "adamw", "lr": 1e-3},
+        "train": {"steps": 2, "micro_batch_size": 1, "global_batch_size": 4},
+        "log": {"trackers": []},
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+    return str(folder / "run.yaml")
+
+
+@pytest.mark.filterwarnings("ignore:.*left out:mm_core.errors.RunWarning")
+def test_plan_inspect_and_check_show_what_is_left_out_and_empty(tmp_path, capsys):
+    run = a_run(tmp_path)
+    photos = f"data.train: {tmp_path}/photos"
+    notes = [
+        f"{photos}: 1 row left out: a .txt file without an image or clip beside it",
+        f"{photos}: 3 empty captions, used as any other",
+        f"{photos}/rows.jsonl: 4 empty captions, used as any other",
+    ]
+    for command in (["inspect"], ["check"]):
+        assert main(["data", *command, "--config", run]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line for line in lines if line.startswith("data.train")] == notes
+    assert main(["data", "check", "--config", run, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["notes"] == notes
+    assert train(["--config", run, "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("note: data.")] == [f"note: {note}" for note in notes]
+
+
+def test_a_row_that_is_wrong_is_an_error_of_the_plan_wherever_it_stands(tmp_path, capsys):
+    run = a_run(tmp_path)
+    rows = [json.dumps({"path": "0.png", "cap": "a"})] * 150 + [json.dumps({"path": "0.png"})]
+    (tmp_path / "photos/rows.jsonl").write_text("\n".join(rows))
+    assert train(["--config", run, "--dry-run"]) == 1
+    assert "line 151" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:.*left out:mm_core.errors.RunWarning")
+def test_captions_that_the_tokenizer_cuts_are_counted_by_check_and_by_the_run(tmp_path, capsys):
+    run = a_run(tmp_path, max_length=7)
+    rows = [{"path": "0.png", "cap": ["short", "exactl", "longer than this", "é" * 4]}]
+    (tmp_path / "photos/rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["data", "check", "--config", run]) == 0
+    cut = "of 13 captions cut to 7 tokens (max_length of the text encoder); the longest has 28"
+    assert f"data.train: 6 {cut}" in capsys.readouterr().out
+    assert train(["--config", run]) == 0
+    shown = capsys.readouterr().err
+    assert "is cut to the 7 of the text encoder's max_length" in shown
+    assert re.search(r"warning: [1-8] of 8 captions cut to 7 tokens .*; the longest has \d+", shown)
+
+
+def test_tokens_are_counted_before_the_cut_with_those_that_are_added(tmp_path):
+    save_words(tmp_path)
+    for tokenizer in (ByteTokenizer(4), HFTokenizer(str(tmp_path), 4)):
+        texts = ["w3", "w3 w4 w5 w6 w7 w8", ""]
+        _, mask = tokenizer(texts)
+        counts = tokenizer.token_counts(texts)
+        assert [min(4, count) for count in counts] == mask.sum(1).tolist()
+        assert cut_captions(tokenizer, texts, mask) == [counts[1]] and counts[1] > 4

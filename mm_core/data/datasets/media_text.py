@@ -339,6 +339,11 @@ class MediaTextDataset:
             text = drawn_tags(text, source.tags, rng)
         return clean_caption(source.caption_prefix + text)
 
+    def captions(self, row: MediaRow) -> list[str]:
+        """All captions of a row, of tags all of them."""
+        prefix = self.wanted.sources[row.source].caption_prefix
+        return [clean_caption(prefix + text) for text in row.captions or (self._text_beside(row),)]
+
     def _text_beside(self, row: MediaRow) -> str:
         path = inside(self.sources[row.source].folder, str(Path(row.path).with_suffix(CAPTIONS)))
         try:
