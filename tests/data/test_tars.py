@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import os
 import random
 import tarfile
 from collections.abc import Callable
@@ -11,8 +12,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from mm_core.builtin.configs.data import MediaSource
+from mm_core.data.datasets.media_text import MediaTextDataset
 from mm_core.data.rows.media_rows import MediaRow
 from mm_core.data.rows.sources import SourceReader
 from mm_core.errors import DataError
@@ -288,6 +291,25 @@ def test_half_a_character_in_a_json_member_is_named(tmp_path):
     with pytest.raises(DataError, match=r"the caption contains \\udc80, half of a character") as fault:
         read(path)
     assert fault.value.where == f"{path}, a.jpg"
+
+
+def test_names_that_are_not_utf8_reach_the_loader(tmp_path):
+    """The archive's, its folder's, and its members'."""
+    photo = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(photo, "PNG")
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    content = (
+        file(b"\xff.png", photo.getvalue()) + file(b"\xff.txt", b"of it") + file(b"b.png") + file(b"b.txt")
+    )
+    (folder / os.fsdecode(b"\xfe.tar")).write_bytes(content + END)
+    data = MediaTextDataset([MediaSource(str(folder))], 1, 8, 8)
+    assert data[0]["caption"] == "of it" and os.fsencode(data[0]["id"]).endswith(b"caf\xe9/\xfe.tar/\xff.png")
+    assert data.source_of(0, None, None).span == (512, len(photo.getvalue()))
+    assert len(data.digests()["sources.0.annotations"]) == 64
+    with pytest.raises(DataError) as fault:
+        data[1]
+    assert (fault.value.where or "").endswith("b.png")
 
 
 # -- what is damaged ----------------------------------------------------------------------------------

@@ -204,7 +204,8 @@ class MediaTextDataset:
             if Path(wanted.annotations).is_dir():
                 places = self.rows.of_source(number)
                 own = hashlib.sha256(self.rows.digest(places))
-                own.update("\0".join(each.name for each in source.archives).encode())
+                names = (each.relative_to(source.folder).as_posix() for each in source.archives)
+                own.update("\0".join(names).encode(errors="surrogateescape"))
                 if not source.archives:
                     chosen = places[:: -(-len(places) // _COMPARED) or 1]
                     with ThreadPoolExecutor(_THREADS) as pool:
