@@ -168,7 +168,7 @@ class Headers:
         """A long name of GNU's, which a zero ends."""
         text = self._content(block)
         if not text[:-1] or text.find(b"\0") != len(text) - 1:
-            raise self._damaged("it is no long name")
+            raise self._damaged("this is not a long name")
         return text[:-1]
 
     def _records(self, block: bytes) -> dict[bytes, bytes]:
@@ -189,7 +189,7 @@ class Headers:
         tools = [tool for start, tool in _PACKERS.items() if not self._start and block.startswith(start)]
         if not tools:
             cut = len(block) < _BLOCK
-            return self._damaged("it is cut off" if cut else "its checksum is wrong, or it is no header")
+            return self._damaged("it is cut off" if cut else "its checksum is wrong, or this is not a header")
         return DataError(
             "the archive cannot be read: it is compressed",
             where=str(self._path),

@@ -213,8 +213,8 @@ def test_members_that_are_not_read_are_counted_if_they_have_a_caption(tmp_path):
     device = file(b"b.jpg", kind=b"3") + file(b"c.jpg", kind=b"V") + file(b"A.JPG") + file(b"a.txt", b"x")
     (tmp_path / "a.tar").write_bytes(device + AFTER + END)
     assert read(tmp_path / "a.tar")[1] == {
-        "a member that is no file (type '3')": 1,
-        "a member that is no file (type 'V')": 1,
+        "a member of type '3', not a file": 1,
+        "a member of type 'V', not a file": 1,
         "no .txt member and no caption in a .json member": 1,
         "a .txt file without an image or clip beside it": 1,
     }
@@ -338,8 +338,8 @@ GOOD = file(b"g.jpg") + file(b"g.txt", b"of g")
         (file(b"q", pax(path=b"a"), kind=b"x"), "no member follows"),
         (block(b"q", b"%o" % 2**25, b"x") + bytes(2**25), "would have 33554432 bytes"),
         (block(b"q", b"7777777", b"L"), "cut off"),
-        (file(b"q", b"a\0b\0", kind=b"L") + AFTER, "no long name"),
-        (file(b"q", b"a red dog", kind=b"K") + AFTER, "no long name"),
+        (file(b"q", b"a\0b\0", kind=b"L") + AFTER, "not a long name"),
+        (file(b"q", b"a red dog", kind=b"K") + AFTER, "not a long name"),
     ],
 )
 def test_a_damaged_header_is_named_with_its_place_and_the_member_before(tmp_path, content, why):

@@ -187,7 +187,7 @@ def _places(
             links[name] = normpath(link if kind == HARD else join(dirname(name), link))
         elif kind not in FILES:
             if known:
-                left_out(f"a member that is no file (type {kind.decode('latin-1')!r})")
+                left_out(f"a member of type {kind.decode('latin-1')!r}, not a file")
             continue
         elif not known and len(name) == _CUT and any(each.startswith(_split(base)[1]) for each in _KNOWN):
             left_out("a member whose name is cut off")  # its long name is lost
