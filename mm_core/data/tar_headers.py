@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mm_core.data.rows.annotations import escapes
-from mm_core.errors import DataError
+from mm_core.errors import DataError, plural
 
 ACCEPTED = "uncompressed tar files, whose members are 0001.jpg, 0001.txt (or 0001.json), 0002.mp4, ..."
 FILES, HARD, LINKS = (b"0", b"\0", b"7"), b"1", (b"1", b"2")
@@ -152,7 +152,7 @@ class Headers:
     def _span(self, size: int, what: str) -> Place:
         """The place of `size` bytes from here; the walk goes on behind them."""
         if self._at + size > self._total:
-            raise self._damaged(f"{what} is cut off: {size} bytes from {self._at} on, in {self._total}")
+            raise self._damaged(f"{what} is cut off: it ends at byte {self._at + size} of {self._total}")
         place = Place(self._at, size)
         self._at += -(-size // _BLOCK) * _BLOCK
         return place
@@ -160,7 +160,7 @@ class Headers:
     def _content(self, block: bytes) -> bytes:
         size = self._size(block)
         if size > _LONGEST:
-            raise self._damaged(f"it would have {size} bytes of names and records")
+            raise self._damaged(f"it would have {plural(size, 'byte')} of records")
         place = self._span(size, "it")
         return os.pread(self._file, size, place.start)
 

@@ -336,7 +336,7 @@ GOOD = file(b"g.jpg") + file(b"g.txt", b"of g")
         (file(b"q", pax(size=b"9" * 5000), kind=b"x") + block(b"a.jpg"), "the size of its member is"),
         (file(b"q", pax(size=b"9" * 18), kind=b"x") + block(b"a.jpg"), "is cut off"),
         (file(b"q", pax(path=b"a"), kind=b"x"), "no member follows"),
-        (block(b"q", b"%o" % 2**25, b"x") + bytes(2**25), "would have 33554432 bytes"),
+        (block(b"q", b"%o" % 2**25, b"x") + bytes(2**25), "would have 33,554,432 bytes"),
         (block(b"q", b"7777777", b"L"), "cut off"),
         (file(b"q", b"a\0b\0", kind=b"L") + AFTER, "not a long name"),
         (file(b"q", b"a red dog", kind=b"K") + AFTER, "not a long name"),
