@@ -312,6 +312,17 @@ def test_names_that_are_not_utf8_reach_the_loader(tmp_path):
     assert (fault.value.where or "").endswith("b.png")
 
 
+def test_a_pipe_in_place_of_an_archive_is_refused(tmp_path):
+    path = archive(tmp_path / "a.tar", SAMPLES)
+    data = MediaTextDataset([MediaSource(str(path))], 1, 8, 8)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(DataError, match="it is a named pipe, not a plain file"):
+        data[0]
+    with pytest.raises(DataError, match="this is a named pipe, not an archive"):
+        read(path)
+
+
 # -- what is damaged ----------------------------------------------------------------------------------
 
 GOOD = file(b"g.jpg") + file(b"g.txt", b"of g")

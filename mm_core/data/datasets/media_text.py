@@ -33,6 +33,7 @@ from mm_core.data.rows.mixture import Mixture
 from mm_core.data.rows.paths import refusal
 from mm_core.data.rows.sources import OpenedSource, SourceReader, media_of
 from mm_core.errors import ContractError, DataError, MMError, RunWarning, plural
+from mm_core.files import open_plain, read_plain
 
 IMAGE_FPS = 25.0
 """Frames per second of an image, as in the video readers."""
@@ -217,7 +218,7 @@ class MediaTextDataset:
     def _bytes_beside(self, row: int) -> bytes:
         own = self.rows[row]
         with suppress(OSError):
-            return (self.sources[own.source].folder / own.path).with_suffix(CAPTIONS).read_bytes()
+            return read_plain((self.sources[own.source].folder / own.path).with_suffix(CAPTIONS))
         return b""
 
     # -- samples --------------------------------------------------------------------------------
@@ -316,7 +317,7 @@ class MediaTextDataset:
         with tempfile.NamedTemporaryFile(suffix=Path(row.path).suffix) as copy:
             archive = self.sources[row.source].archives[row.archive]
             try:
-                with archive.open("rb") as file:
+                with open_plain(archive) as file:
                     file.seek(row.start)
                     copy.write(file.read(row.size))
                     copy.flush()
@@ -348,7 +349,7 @@ class MediaTextDataset:
     def _text_beside(self, row: MediaRow) -> str:
         path = inside(self.sources[row.source].folder, str(Path(row.path).with_suffix(CAPTIONS)))
         try:
-            return path.read_text(encoding="utf-8-sig")
+            return read_plain(path).decode("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             reason = refusal(error) if isinstance(error, OSError) else "it is not UTF-8 text"
             raise DataError(f"the caption cannot be read: {reason}", where=str(path)) from None

@@ -15,6 +15,7 @@ from mm_core.data.rows.media_rows import CAPTIONS, CLIPS, IMAGES, medium_of
 from mm_core.data.rows.paths import plain_file, refusal
 from mm_core.data.tar_headers import ACCEPTED, FILES, HARD, LINKS, Headers, Place
 from mm_core.errors import DataError
+from mm_core.files import open_plain
 
 _TEXTS = (CAPTIONS, ".json")
 _LONGEST = 2**24  # bytes of a text member
@@ -81,7 +82,7 @@ def read_archive(path: Path, left_out: Callable[[str], None]) -> Iterator[Member
             to, two have one name, or it is not clear which text belongs to an image or clip.
     """
     total = plain_file(path, "archive")
-    with _readable(path), path.open("rb") as file:
+    with _readable(path), open_plain(path) as file:
         places, others = _places(path, Headers(path, file.fileno(), total), left_out)
         texts = _Texts(path, places)
         used: set[str] = set()
