@@ -26,7 +26,45 @@ _PATIENCE = 24 * 3600.0
 """Seconds without a write after which a folder written by another host counts as abandoned."""
 
 _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota is used up"}
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 _STAGE = re.compile(r".*\.tmp-[0-9a-f]+(?:-(\d+)@(.+))?\Z")
+
+
+def kind_of_file(mode: int) -> str:
+    """What a path leads to that is no plain file, by its `st_mode`: `a named pipe`."""
+    return _KINDS.get(stat.S_IFMT(mode), "no file")
+
+
+def open_plain(path: Path) -> IO[bytes]:
+    """Opens a plain file for reading. A pipe would wait for a writer, and a device may never end.
+
+    Raises:
+        OSError: the path leads to anything else, or the system refuses it.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(handle).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(handle, "rb")
+    os.close(handle)
+    code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+    raise OSError(code, f"it is {kind_of_file(mode)}, not a plain file", str(path))
+
+
+def read_plain(path: Path) -> bytes:
+    """The content of a plain file; errors are those of `open_plain`."""
+    with open_plain(path) as file:
+        return file.read()
+
+
+def check_plain(path: Path) -> None:
+    """Checks a file that a library opens by its path; errors are those of `open_plain`."""
+    open_plain(path).close()
 
 
 @contextmanager

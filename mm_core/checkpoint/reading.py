@@ -18,6 +18,7 @@ from mm_core.checkpoint.retention import complete_steps
 from mm_core.config.load import load_config
 from mm_core.config.sections import RunConfig
 from mm_core.errors import CheckpointError
+from mm_core.files import read_plain
 from mm_core.runtime.ranks import Ranks
 from mm_core.weights.stored import TORCH_SUFFIXES
 
@@ -191,7 +192,7 @@ def stored_run(
 def _best(folder: Path, steps: Mapping[int, Path]) -> Path:
     """The checkpoint that BEST names."""
     with suppress(OSError, UnicodeDecodeError):
-        name = (folder / "BEST").read_text(encoding="utf-8").strip()
+        name = read_plain(folder / "BEST").decode().strip()
         for path in steps.values():
             if path.name == name:
                 return path

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mm_core.cli.options import add_allow_code, count, print_json, print_table, whole, write_named
 from mm_core.cli.ranks import add_ranks, on_ranks
 from mm_core.errors import MMError, plural, printable
+from mm_core.files import read_plain
 
 if TYPE_CHECKING:
     from mm_core.config.sections import RunConfig
@@ -191,8 +192,8 @@ def _facts(path: Path, allow_code: bool) -> dict[str, Any]:
     for file in (path / "record.json", path / "manifest.json"):
         if file.exists():
             try:
-                found = json.loads(file.read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
+                found = json.loads(read_plain(file))
+            except (OSError, ValueError, RecursionError) as error:
                 raise MMError(f"the file is damaged: {error}", where=str(file)) from None
             if not isinstance(found, dict):
                 raise MMError("the file holds no settings", where=str(file), accepted="a JSON object")

@@ -16,11 +16,13 @@ from mm_core.errors import DataError, MMError, plural, printable
 
 if TYPE_CHECKING:
     from mm_core.config.sections import RunConfig
-    from mm_core.contracts import Dataset
+    from mm_core.contracts import Dataset, SupportsTokenCounts
     from mm_core.data.datasets.media_report import Bucketed, Checked, Found
+    from mm_core.data.loading.cut_captions import CutCaptions
 
 _SIZES = 4  # of a source
 _SHOWN = 5  # rows whose sizes differ
+_AT_ONCE = 512  # captions that a tokenizer counts
 _EVERY = 10.0  # seconds between two lines of progress
 
 
@@ -66,7 +68,7 @@ def _datasets(config: RunConfig, split: str | None) -> Iterator[tuple[str, Datas
 
 
 def _inspect(config: RunConfig, args: argparse.Namespace) -> int:
-    from mm_core.data.datasets.media_report import inspect
+    from mm_core.data.datasets.media_report import inspect, remarks
 
     splits = {name: (data, inspect(data)) for name, data in _datasets(config, args.split)}
     buckets = _buckets(config, {name: data for name, (data, _) in splits.items()})
@@ -79,6 +81,9 @@ def _inspect(config: RunConfig, args: argparse.Namespace) -> int:
         print_json(found | ({"buckets": _as_json(buckets)} if buckets else {}))
         return 0
     _print_sources({name: sources for name, (_, sources) in splits.items()})
+    for name, (data, _) in splits.items():
+        for each in remarks(data):
+            print(f"data.{name}: {printable(each)}")
     _print_buckets(buckets)
     if args.page is not None:
         print(f"contact sheets: {args.page}")
@@ -120,11 +125,6 @@ def _print_sources(found: Mapping[str, Sequence[Found]]) -> None:
         for source in sources
     ]
     print_table([head, *rows])
-    for split, sources in found.items():
-        for source in sources:
-            for reason, left_out in source.left_out.items():
-                left = f"{plural(left_out, 'row')} left out: {printable(reason)}"
-                print(f"data.{split}: {printable(source.source)}: {left}")
 
 
 def _print_buckets(buckets: Mapping[str, Bucketed]) -> None:
@@ -145,15 +145,19 @@ def _sizes(sizes: Mapping[str, int]) -> str:
 
 
 def _check(config: RunConfig, args: argparse.Namespace) -> int:
-    from mm_core.data.datasets.media_report import check
+    from mm_core.data.datasets.media_report import check, remarks
+    from mm_core.data.loading.cut_captions import CutCaptions
 
+    notes: list[str] = []
+    tokenizer = _tokenizer(config, notes)
     bad: list[dict[str, object]] = []
     differing: list[dict[str, object]] = []
     total = 0
     for split, dataset in _datasets(config, args.split):
         shown, before = time.monotonic(), total
         state: Checked
-        for state in check(dataset, args.workers):
+        cut = CutCaptions()
+        for state in _counted(check(dataset, args.workers), tokenizer, cut):
             if state.fault is not None:
                 bad.append({"split": split, "file": state.name, "reason": _reason(state.fault)})
                 if not args.json:
@@ -164,16 +168,48 @@ def _check(config: RunConfig, args: argparse.Namespace) -> int:
                 shown = time.monotonic()
                 print(f"data.{split}: {state.done:,} of {state.of:,} read", file=sys.stderr, flush=True)
             total = before + state.done
+        notes += [f"data.{split}: {each}" for each in (*remarks(dataset), cut.described()) if each]
     if args.json:
-        print_json({"read": total, "bad": bad, "differing": differing})
+        print_json({"read": total, "bad": bad, "differing": differing, "notes": notes})
         return 1 if bad else 0
     if differing:
         what = f"the sizes in {plural(len(differing), 'row')} differ from the files, such as"
         lines = (f"  {printable(str(each['file']))}: {each['declared']}" for each in differing[:_SHOWN])
         print(f"{what}\n" + "\n".join(lines))
         print("  the files decide what is read; `where` and buckets go by the rows")
+    for note in notes:
+        print(printable(note))
     print(f"{plural(total, 'sample')} read, {len(bad):,} bad")
     return 1 if bad else 0
+
+
+def _tokenizer(config: RunConfig, notes: list[str]) -> SupportsTokenCounts | None:
+    """The tokenizer of the run's text encoder, if it counts; a note where its files are not there."""
+    from mm_core.contracts import SupportsTokenCounts
+    from mm_core.plan import build_task
+    from mm_core.tasks.text_to_video.captions import TokenizeCaptions
+
+    try:
+        transform = build_task(config).batch_transform()
+        if isinstance(transform, TokenizeCaptions) and isinstance(transform.tokenizer, SupportsTokenCounts):
+            transform.tokenizer.token_counts([""])  # opens its files
+            return transform.tokenizer
+    except MMError as fault:
+        notes.append(f"the tokens of captions are not counted: {fault.what}")
+    return None
+
+
+def _counted(
+    states: Iterator[Checked], tokenizer: SupportsTokenCounts | None, cut: CutCaptions
+) -> Iterator[Checked]:
+    """Passes samples on and counts their captions that the tokenizer cuts."""
+    waiting: list[str] = []
+    for state in states:
+        waiting += state.captions
+        if tokenizer is not None and (len(waiting) >= _AT_ONCE or state.done == state.of):
+            cut.count(tokenizer, waiting)
+            waiting = []
+        yield state
 
 
 def _reason(fault: DataError) -> str:

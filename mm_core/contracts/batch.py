@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple, Self
@@ -101,6 +101,7 @@ class VideoTextBatch(Batch):
         clip_size: frames, height and width (F,Y,X) of clips without pixels.
         levels: [3,256] float32, what each level of uint8 pixels stands for in red, green and blue; None: -1
             (black) to 1 (white).
+        cut: tokens of each caption that is longer than the text encoder takes, before it was cut.
     """
 
     pixels: Tensor | None
@@ -111,6 +112,7 @@ class VideoTextBatch(Batch):
     moments: Tensor | None = None
     clip_size: tuple[int, int, int] | None = None
     levels: Tensor | None = None
+    cut: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if self.pixels is None:

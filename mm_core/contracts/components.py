@@ -215,6 +215,21 @@ class SupportsDoSample(Protocol):
 Tokenizer = Callable[[Sequence[str]], tuple[Tensor, Tensor]]
 """captions -> ids[B,L] int64, mask[B,L] bool. Must be picklable, since it runs in data workers."""
 
+
+@runtime_checkable
+class SupportsTokenCounts(Protocol):
+    """Capability of a tokenizer that cuts captions: those that it has cut are counted.
+
+    Attributes:
+        max_length: most tokens per caption.
+    """
+
+    max_length: int
+
+    def token_counts(self, captions: Sequence[str]) -> list[int]:
+        """The tokens of each caption before it is cut, with those that are added to it."""
+
+
 EncodedText = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Mapping[str, Tensor]]
 """Hidden states [B,L,D], mask [B,L], and conditions for the predictor by name, if there are any."""
 

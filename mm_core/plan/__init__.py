@@ -2,7 +2,7 @@
 
 from mm_core.plan.activations import Activations, shared_activations
 from mm_core.plan.base_choices import base_choices, table_of
-from mm_core.plan.bucket_report import report_buckets
+from mm_core.plan.bucket_report import notes_of_data, report_buckets
 from mm_core.plan.bucketing import bucket_order, in_buckets
 from mm_core.plan.caching import cache_of, in_cache, open_datasets, plan_with_cache
 from mm_core.plan.planning import (
@@ -31,6 +31,7 @@ __all__ = [
     "in_buckets",
     "in_cache",
     "make_plan",
+    "notes_of_data",
     "open_datasets",
     "plan_with_cache",
     "report_buckets",

@@ -21,7 +21,7 @@ from mm_core.data.cache.rows import CacheRows, PartKey
 from mm_core.data.cache.shards import DAMAGED, FAULTY, NOT_FINITE, Keys
 from mm_core.data.cache.store import Store
 from mm_core.errors import CacheError, DataError
-from mm_core.files import os_reason, replace_text
+from mm_core.files import os_reason, read_plain, replace_text
 
 _SHOWN = 5
 """How many samples of each reason are named."""
@@ -206,8 +206,8 @@ class RunCache:
 
     def _recorded(self, number: int) -> dict[str, Any] | None:
         """What a digest that begins with this number is made of; None without a whole file of it."""
-        with suppress(OSError, ValueError):
-            found: dict[str, Any] = json.loads(self._facts_file(number).read_bytes())
+        with suppress(OSError, ValueError, RecursionError):
+            found: dict[str, Any] = json.loads(read_plain(self._facts_file(number)))
             if int.from_bytes(digest_of(found)[:8], "little") == number:
                 return found
         return None

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeGuard
 
 from mm_core.errors import MMError, did_you_mean, plural
+from mm_core.files import open_plain, read_plain
 
 METRICS = "metrics.jsonl"
 _STEP_FOLDER = re.compile(r"step_(\d{1,15})\Z")
@@ -138,7 +139,7 @@ def read_run(folder: Path, label: str) -> Run:
     config = folder / "config.yaml"
     if config.exists():
         try:
-            run.config_text = config.read_text(encoding="utf-8", errors="replace")
+            run.config_text = read_plain(config).decode(errors="replace")
         except OSError:
             run.remarks.append(f"{config.name} skipped: not readable")
     run.shots = read_shots(folder / "samples")
@@ -180,7 +181,7 @@ def read_series(path: Path) -> tuple[dict[str, Series], int]:
     """
     series: dict[str, Series] = {}
     unreadable = 0
-    with path.open("rb") as lines:
+    with open_plain(path) as lines:
         for line in lines:
             row = _row(line)
             if row is None:
@@ -217,7 +218,7 @@ def _number(value: object) -> float | None:
 def _document(path: Path, remarks: list[str]) -> dict[str, object]:
     """The JSON object in a file; {} if the file is missing, or, with a remark, if it cannot be read."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(read_plain(path))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError):
@@ -272,7 +273,7 @@ def _own(path: Path) -> bool:
 
 def _prompts(path: Path) -> list[tuple[str, str]]:
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
+        rows = json.loads(read_plain(path))
     except (OSError, ValueError, RecursionError):
         return []
     if not isinstance(rows, list):

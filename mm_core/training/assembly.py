@@ -15,6 +15,7 @@ from mm_core.checkpoint.store import CheckpointStore
 from mm_core.config.dump import to_yaml
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import Engine, Randomness
+from mm_core.data.loading.cut_captions import CutCaptions
 from mm_core.data.loading.plain import promise_of
 from mm_core.data.loading.sampler import Order
 from mm_core.data.loading.skipped import SkipLedger
@@ -136,7 +137,8 @@ def equip(
     ledger = SkipLedger(folder, config.data.loader.max_failed_share)
     guard = make_guard(parts, restored, reporter)
     read = iter(loader) if isinstance(loader, TrainingStream) else ledger.watch(loader)
-    filling = None
+    cut, filling = CutCaptions(), None
+    read = cut.watch(read, reporter.note)
     if parts.filled is not None:
         filling = FilledBatches(read, task, parts.filled, plan.engine, engine.device, reporter.note)
     callbacks = CallbackList.of(config, [("the feature cache", filling)] if filling is not None else [])
@@ -169,6 +171,7 @@ def equip(
         between=between,
         clip_grad_norm=config.train.clip_grad_norm,
         start=restored.step,
+        cut=cut,
     )
     training.late = late_steps(training)
     return training

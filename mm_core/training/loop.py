@@ -8,7 +8,7 @@ implement. The loop also uses the data, the gradient guard, the reporter and the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
 from time import perf_counter
@@ -27,6 +27,7 @@ from mm_core.contracts import (
     Task,
 )
 from mm_core.contracts.bases.task_module import loss_of
+from mm_core.data.loading.cut_captions import CutCaptions
 from mm_core.errors import CheckpointError, MMError, PeerError, TrainingError
 from mm_core.plan import RunPlan
 from mm_core.runtime.ranks import gather_rows
@@ -57,6 +58,7 @@ class Training:
         start: steps already taken when the run was assembled.
         late: ends a step on a device that decides about updates itself, and returns whether the run ends
             (`LateSteps`); None: steps end as below.
+        cut: counts the captions that are cut.
     """
 
     plan: RunPlan
@@ -71,6 +73,7 @@ class Training:
     clip_grad_norm: float | None
     start: int
     late: Callable[[IssuedStep, Sequence[Loss]], bool] | None = None
+    cut: CutCaptions = field(default_factory=CutCaptions)
 
 
 def run_steps(training: Training, start: int) -> int:

@@ -96,6 +96,8 @@ def running(run: Training) -> Iterator[None]:
     try:
         between.start(run.start)
         yield
+        if cut := run.cut.of_ranks(run.engine.data_ranks.leads).described():
+            run.reporter.note(f"warning: {cut}")
         if skipped.exists():
             what = "samples that could not be read were replaced, or parts of them skipped"
             run.reporter.note(f"{what}; see {skipped} for the list")

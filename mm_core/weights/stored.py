@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mm_core.errors import CheckpointError
+from mm_core.files import open_plain, read_plain
 from mm_core.weights.archives import check_archive
 from mm_core.weights.formats.format import StoredTensors
 from mm_core.weights.formats.key_map import Shape
@@ -206,7 +207,7 @@ def missing_at(path: Path) -> list[str]:
 
 def _names_in(index: Path) -> list[str]:
     """The file names in an index, unchecked. Raises one of `_DAMAGED` for anything else."""
-    return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    return sorted(set(json.loads(read_plain(index))["weight_map"].values()))
 
 
 def indexed(index: Path) -> list[Path]:
@@ -280,7 +281,7 @@ def load_tensors(path: Path, stand_ins: Mapping[str, type] | None = None) -> obj
     try:
         with warnings.catch_warnings(), torch.serialization.safe_globals(allowed):
             warnings.simplefilter("ignore", UserWarning)  # the error below is enough
-            with path.open("rb") as file:
+            with open_plain(path) as file:
                 _check_begins(file.read(64))
                 check_archive(file, 0, path.stat().st_size)
             try:

@@ -31,6 +31,7 @@ from mm_core.checkpoint.files.layout import DISTRUST, Checksum, DamagedError
 from mm_core.checkpoint.files.mismatch import Mismatch, size_text
 from mm_core.checkpoint.files.tensor_files import check_finite, write_file
 from mm_core.errors import CheckpointError
+from mm_core.files import open_plain
 from mm_core.runtime.ranks import Ranks
 from mm_core.weights.archives import check_archive
 
@@ -120,7 +121,7 @@ def check_archives(folder: Path, checked: Metadata, own: Collection[str]) -> Non
     """Raises DamagedError if a tensor archive in the checkpoint files `own` claims more bytes than it has."""
     for name in own:
         places = [place for place in checked.storage_data.values() if place.relative_path == name]
-        with (folder / name).open("rb") as file:
+        with open_plain(folder / name) as file:
             for place in places:
                 try:
                     check_archive(file, place.offset, place.length)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mm_core.errors import CheckpointError, plural
-from mm_core.files import write_durably
+from mm_core.files import open_plain, write_durably
 
 Document = Mapping[str, Any]
 """A JSON object, such as facts and manifests. The module `facts` refuses invalid values."""
@@ -63,7 +63,7 @@ class Checksum:
 def checksum(path: Path) -> Checksum:
     """Computes the checksum of a checkpoint file by reading all of it."""
     size = crc = 0
-    with path.open("rb") as stream:
+    with open_plain(path) as stream:
         while chunk := stream.read(_CHUNK):
             size, crc = size + len(chunk), zlib.crc32(chunk, crc)
     return Checksum(size, crc)
@@ -169,7 +169,7 @@ def read_json(path: Path) -> Document:
 def _parsed(path: Path) -> Any:
     """JSON from a file, with limits on size and depth that no valid checkpoint reaches. ValueError for
     numbers that are not finite, which JSON does not have."""
-    with path.open("rb") as stream:
+    with open_plain(path) as stream:
         text = stream.read(_LARGEST + 1)
     if len(text) > _LARGEST:
         raise ValueError(f"more than {_LARGEST} bytes")

@@ -36,6 +36,7 @@ from mm_core.checkpoint.files.layout import (
     unreadable,
 )
 from mm_core.errors import CheckpointError
+from mm_core.files import open_plain
 
 _DTYPES = {name: kind for name, kind in vars(torch).items() if isinstance(kind, torch.dtype)}
 _FIELDS: dict[type, frozenset[str]] = {
@@ -107,7 +108,7 @@ def _stand_in(module: str, name: str) -> object:
 def read_metadata(folder: Path, files: Mapping[str, Checksum]) -> Metadata:
     """Reads `.metadata` of a checkpoint without running code; it may refer only to bytes in `files`."""
     try:
-        with (folder / METADATA).open("rb") as stream:
+        with open_plain(folder / METADATA) as stream:
             found = _metadata(_Unpickler(stream).load(), files)
     except CheckpointError as fault:
         raise DamagedError(fault.what, where=str(folder), hint=DISTRUST) from None

@@ -174,6 +174,7 @@ def _dry_run(config: RunConfig, world: int, args: argparse.Namespace) -> int:
         base_choices,
         build_task,
         make_plan,
+        notes_of_data,
         plan_with_cache,
         shared_activations,
         table_of,
@@ -184,7 +185,8 @@ def _dry_run(config: RunConfig, world: int, args: argparse.Namespace) -> int:
     cached = config.data.cache is not None
     plan = plan_with_cache(config, world, task) if cached else make_plan(config, world, task)
     rows, spec = config.train.micro_batch_size, config.data.train.options
-    plan = replace(plan, activations=shared_activations(task, plan.engine, spec, rows))
+    notes = (*plan.notes, *notes_of_data(config))
+    plan = replace(plan, activations=shared_activations(task, plan.engine, spec, rows), notes=notes)
     choices = base_choices(config, world, adapters)
     operators = _operators(config, args.device) if args.ops else None
     if args.json:

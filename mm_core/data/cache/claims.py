@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import socket
 import time
@@ -10,11 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from mm_core.errors import CacheError
-from mm_core.files import os_reason
+from mm_core.files import open_plain, os_reason
 from mm_core.processes import alive, started
 
 SILENT = 600.0
 """Seconds after which a process that has not touched its claims counts as dead, on whatever host."""
+_LONGEST = 1000  # bytes of a claim
+_ID = re.compile(r"[0-9]{1,9}")
 
 
 class Claims:
@@ -75,17 +78,24 @@ class Claims:
 def _freed(path: Path) -> bool:
     """Removes the claim of a dead process; false where a living one has the chunk."""
     try:
-        claim, silent = path.read_text(), time.time() - path.stat().st_mtime
-    except OSError:  # there is none
+        claim, silent = _read(path), time.time() - path.stat().st_mtime
+    except FileNotFoundError:
         return True
+    except OSError as error:
+        raise CacheError(f"a claim cannot be read: {os_reason(error)}", where=str(path)) from None
     return not _held(claim, silent) and _removed(path, claim)
+
+
+def _read(path: Path) -> str:
+    with open_plain(path) as file:
+        return file.read(_LONGEST).decode(errors="replace")
 
 
 def _held(claim: str, silent: float) -> bool:
     """Whether a living process has a claim. One without an owner is being written."""
     owner, _, host = claim.partition("@")
     pid, _, when = owner.partition(" ")
-    if silent >= SILENT or host != socket.gethostname() or not pid.isdigit():
+    if silent >= SILENT or host != socket.gethostname() or not _ID.fullmatch(pid):
         return silent < SILENT
     # Since a restart of the container, another process may have the id of one that has ended.
     return alive(int(pid)) and when == started(int(pid))
@@ -96,7 +106,7 @@ def _removed(path: Path, claim: str) -> bool:
     stale = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     with suppress(OSError):  # of several that see it, one renames it
         path.rename(stale)
-        if stale.read_text() != claim:
+        if _read(stale) != claim:
             stale.rename(path)
             return False
         stale.unlink()

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mm_core.data.cache.store import Lookup
-from mm_core.files import replacing
+from mm_core.files import open_plain, read_plain, replacing
 
 _KNOWN = np.dtype([("high", "<u8"), ("low", "<u8"), ("hash", "V16")])
 """What is remembered: a digest of a file's path, size and time of change, and the hash of its bytes."""
@@ -64,7 +64,7 @@ class FileHashes:
         found = [np.empty(0, _KNOWN)]
         for path in sorted(self.folder.glob("*.hashes")):
             with suppress(OSError):  # another process has joined it with others
-                content = path.read_bytes()
+                content = read_plain(path)
                 self._loaded.append(path)
                 if content[:16] == digest(content[16:]):  # damaged: its files are read again
                     found.append(np.frombuffer(content[16:], _KNOWN))
@@ -134,7 +134,7 @@ def _name(span: Span) -> tuple[bytes, int | None]:
 def _hashed(span: Span) -> bytes | None:
     found, left = hashlib.blake2b(digest_size=16), span.size
     try:
-        with span.path.open("rb") as file:
+        with open_plain(span.path) as file:
             file.seek(span.start)
             while piece := file.read(1 << 20 if left < 0 else min(left, 1 << 20)):
                 found.update(piece)

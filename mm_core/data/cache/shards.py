@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mm_core.contracts import Features
 from mm_core.errors import CacheError
-from mm_core.files import durable, os_reason, stage_name, sync_folder
+from mm_core.files import check_plain, durable, os_reason, stage_name, sync_folder
 
 Keys = np.ndarray[Any, np.dtype[np.void]]
 """Structured array of `KEY`."""
@@ -134,6 +134,7 @@ def _checksum(key: np.void, features: Mapping[str, Tensor]) -> int:
 
 def _mapped(path: Path) -> Any:
     try:
+        check_plain(path)
         return safe_open(str(path), framework="pt", device="cpu")
     except FileNotFoundError:
         raise

@@ -16,7 +16,7 @@ from torch import Tensor
 from mm_core.contracts import Features
 from mm_core.data.cache.shards import FAULTY, KEY, Keys, Shard, open_shard, remove_shard, write_shard
 from mm_core.errors import CacheError
-from mm_core.files import os_reason, remove_stale_stages, replace_text
+from mm_core.files import os_reason, read_plain, remove_stale_stages, replace_text
 
 _MOST_OPEN = 512
 """Shards whose memory mapping a process keeps."""
@@ -105,7 +105,7 @@ class Store:
             elif create:  # object stores keep no empty folders; a read-only cache can be read without them
                 with suppress(OSError):
                     self._make_folders()
-            found = about.read_bytes()[:200].decode(errors="replace")
+            found = read_plain(about)[:200].decode(errors="replace")
         except FileNotFoundError:
             raise CacheError(
                 "there is no feature cache",

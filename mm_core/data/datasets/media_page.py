@@ -10,7 +10,15 @@ from io import BytesIO
 from PIL import Image
 
 from mm_core.contracts import Dataset
-from mm_core.data.datasets.media_report import BUCKET_COLUMNS, Bucketed, Found, inspected, spread
+from mm_core.data.datasets.media_report import (
+    BUCKET_COLUMNS,
+    Bucketed,
+    Found,
+    empty_captions,
+    inspected,
+    remarked,
+    spread,
+)
 from mm_core.data.datasets.media_text import MediaTextDataset
 from mm_core.data.media.frames import read_frames
 from mm_core.data.media.images import read_photo
@@ -45,8 +53,8 @@ def render(
             parts += [f'<p class="remark">{escape(each)}</p>' for each in bucketed.remarks()]
         for number, source in enumerate(found):
             parts.append(f'<p class="prompt">{escape(source.source)}</p>')
-            for reason, count in source.left_out.items():
-                parts.append(f'<p class="remark">{plural(count, "row")} left out: {escape(reason)}</p>')
+            for each in remarked(source.left_out, empty_captions(media, number)):
+                parts.append(f'<p class="remark">{escape(each)}</p>')
             figures = "".join(_figure(media, place) for place in spread(media, number, _SHOWN))
             parts.append(f'<div class="shots samples">{figures}</div>')
     return document(f"{title}: mm data inspect", f"<main>{''.join(parts)}</main>")

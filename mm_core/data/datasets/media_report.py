@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import NamedTuple
 
 from mm_core.contracts import Dataset, VideoInfo
 from mm_core.data.datasets.media_text import MediaTextDataset
+from mm_core.data.datasets.video_text import VideoTextDataset
 from mm_core.data.loading.buckets import Bucket
-from mm_core.data.rows.media_rows import MediaRow
-from mm_core.errors import ContractError, DataError, PartsError
+from mm_core.data.rows.captions import clean_caption
+from mm_core.data.rows.media_rows import CAPTIONS, MediaRow
+from mm_core.errors import ContractError, DataError, PartsError, plural
 
 _RATES = 0.01  # rates that differ by less are rounded, such as 24 and 23.976
+_READING, _AT_ONCE = 16, 1000  # threads that look for empty captions, and files that one of them takes
+_SHORT = 64  # bytes of a file that may be white space
 _PROBED = 16  # files of a source whose headers are read for its sizes
 
 
@@ -77,6 +84,7 @@ class Checked(NamedTuple):
         differs: how the sizes that its row declares differ from those of its file; empty if they do not.
         done: number of samples that have been read.
         of: number of samples.
+        captions: of the sample, if it could be read.
     """
 
     name: str
@@ -84,6 +92,7 @@ class Checked(NamedTuple):
     differs: str
     done: int
     of: int
+    captions: Sequence[str] = ()
 
 
 def inspect(dataset: Dataset) -> list[Found]:
@@ -105,6 +114,52 @@ def inspect(dataset: Dataset) -> list[Found]:
         )
         for number, source in enumerate(dataset.sources)
     ]
+
+
+def remarks(dataset: Dataset) -> list[str]:
+    """What of the sources of a dataset is not used and why, and empty captions; a line for each."""
+    found: list[str] = []
+    if isinstance(dataset, MediaTextDataset):
+        for number, source in enumerate(dataset.sources):
+            lines = remarked(source.dropped, empty_captions(dataset, number))
+            found += [f"{source.name}: {each}" for each in lines]
+    return found
+
+
+def remarked(left_out: Mapping[str, int], empty: int) -> list[str]:
+    """What is left out of a source, and its empty captions, in words."""
+    lines = [f"{plural(count, 'row')} left out: {reason}" for reason, count in left_out.items()]
+    return [*lines, *([f"{plural(empty, 'empty caption')}, used as any other"] if empty else [])]
+
+
+def empty_captions(dataset: MediaTextDataset, number: int) -> int:
+    """The captions of a source that are empty; a source with a prefix has none."""
+    wanted, source = dataset.wanted.sources[number], dataset.sources[number]
+    if wanted.caption_prefix.strip():
+        return 0
+    places = dataset.rows.of_source(number)
+    found = dataset.rows.blank_captions(places)
+    if source.archives or not Path(wanted.annotations).is_dir():
+        return found
+
+    def blank(places: range) -> int:
+        return sum(_is_blank(source.folder, row) for row in map(dataset.rows.__getitem__, places))
+
+    with ThreadPoolExecutor(_READING) as pool:
+        parts = (places[first : first + _AT_ONCE] for first in range(0, len(places), _AT_ONCE))
+        return found + sum(pool.map(blank, parts))
+
+
+def _is_blank(folder: Path, row: MediaRow) -> bool:
+    """Whether the caption beside a file is empty; one that cannot be read is not."""
+    if row.captions:
+        return False
+    path = f"{folder}/{row.path[: row.path.rfind('.')]}{CAPTIONS}"
+    with suppress(OSError, ValueError):
+        found = os.stat(path)  # noqa: PTH116  # of a million files
+        if stat.S_ISREG(found.st_mode) and found.st_size <= _SHORT:
+            return not found.st_size or not clean_caption(Path(path).read_text(encoding="utf-8-sig"))
+    return False
 
 
 def inspected(dataset: Dataset) -> MediaTextDataset:
@@ -143,33 +198,41 @@ def check(dataset: Dataset, threads: int) -> Iterator[Checked]:
         threads: number of threads that decode.
     """
     rows = len(dataset.rows) if isinstance(dataset, MediaTextDataset) else len(dataset)
-    read: Callable[[int], list[tuple[str, DataError | None, str]]] = partial(_read, dataset)
+    read: Callable[[int], list[_Read]] = partial(_read, dataset)
     with ThreadPoolExecutor(threads) as pool:
         numbers = iter(range(rows))
         waiting = [pool.submit(read, number) for number in islice(numbers, 4 * threads)]
         for done in range(1, rows + 1):
             found = waiting.pop(0).result()
             waiting += [pool.submit(read, number) for number in islice(numbers, 1)]
-            for each in found:
-                yield Checked(*each, done, rows)
+            for name, fault, differs, captions in found:
+                yield Checked(name, fault, differs, done, rows, captions)
 
 
-def _read(dataset: Dataset, number: int) -> list[tuple[str, DataError | None, str]]:
+_Read = tuple[str, DataError | None, str, Sequence[str]]
+
+
+def _read(dataset: Dataset, number: int) -> list[_Read]:
     name, differs = f"sample {number}", ""
+    captions: Sequence[str] = ()
     try:
         if isinstance(dataset, MediaTextDataset):
             row = dataset.rows[number]
             name = dataset.name_of(row)
             differs = _differences(row, dataset.decode(number))
+            captions = dataset.captions(row)
         else:
-            missing = dataset[number].get("missing")
-            if missing is not None:
+            sample = dataset[number]
+            if (missing := sample.get("missing")) is not None:
                 raise missing
+            captions = [text] if isinstance(text := sample.get("caption"), str) else []
+            if isinstance(dataset, VideoTextDataset):
+                captions = dataset.captions(number)
     except PartsError as parts:
-        return [(fault.where or name, fault, "") for fault in parts.faults.values()]
+        return [(fault.where or name, fault, "", ()) for fault in parts.faults.values()]
     except DataError as fault:
-        return [(name if isinstance(dataset, MediaTextDataset) else fault.where or name, fault, "")]
-    return [(name, None, differs)]
+        return [(name if isinstance(dataset, MediaTextDataset) else fault.where or name, fault, "", ())]
+    return [(name, None, differs, captions)]
 
 
 def _differences(row: MediaRow, info: VideoInfo) -> str:

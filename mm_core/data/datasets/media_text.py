@@ -33,6 +33,7 @@ from mm_core.data.rows.mixture import Mixture
 from mm_core.data.rows.paths import refusal
 from mm_core.data.rows.sources import OpenedSource, SourceReader, media_of
 from mm_core.errors import ContractError, DataError, MMError, RunWarning, plural
+from mm_core.files import open_plain, read_plain
 
 IMAGE_FPS = 25.0
 """Frames per second of an image, as in the video readers."""
@@ -84,7 +85,7 @@ class MediaTextDataset:
         self._made: dict[tuple[str, Size], Mapping[str, Any]] = {}  # shared by the rows that are read alike
         for source in self.sources:
             if source.uncaptioned:
-                reasons = ", ".join(source.dropped)
+                reasons = ", ".join(f"{reason} ({count:,})" for reason, count in source.dropped.items())
                 what = f"{plural(source.uncaptioned, 'image or clip')} left out: {reasons}"
                 warnings.warn(f"{source.name}: {what}", RunWarning, stacklevel=2)
         counts = [sum(source.kept.values()) for source in self.sources]
@@ -204,7 +205,8 @@ class MediaTextDataset:
             if Path(wanted.annotations).is_dir():
                 places = self.rows.of_source(number)
                 own = hashlib.sha256(self.rows.digest(places))
-                own.update("\0".join(each.name for each in source.archives).encode())
+                names = (each.relative_to(source.folder).as_posix() for each in source.archives)
+                own.update("\0".join(names).encode(errors="surrogateescape"))
                 if not source.archives:
                     chosen = places[:: -(-len(places) // _COMPARED) or 1]
                     with ThreadPoolExecutor(_THREADS) as pool:
@@ -216,7 +218,7 @@ class MediaTextDataset:
     def _bytes_beside(self, row: int) -> bytes:
         own = self.rows[row]
         with suppress(OSError):
-            return (self.sources[own.source].folder / own.path).with_suffix(CAPTIONS).read_bytes()
+            return read_plain((self.sources[own.source].folder / own.path).with_suffix(CAPTIONS))
         return b""
 
     # -- samples --------------------------------------------------------------------------------
@@ -315,7 +317,7 @@ class MediaTextDataset:
         with tempfile.NamedTemporaryFile(suffix=Path(row.path).suffix) as copy:
             archive = self.sources[row.source].archives[row.archive]
             try:
-                with archive.open("rb") as file:
+                with open_plain(archive) as file:
                     file.seek(row.start)
                     copy.write(file.read(row.size))
                     copy.flush()
@@ -339,10 +341,15 @@ class MediaTextDataset:
             text = drawn_tags(text, source.tags, rng)
         return clean_caption(source.caption_prefix + text)
 
+    def captions(self, row: MediaRow) -> list[str]:
+        """All captions of a row, of tags all of them."""
+        prefix = self.wanted.sources[row.source].caption_prefix
+        return [clean_caption(prefix + text) for text in row.captions or (self._text_beside(row),)]
+
     def _text_beside(self, row: MediaRow) -> str:
         path = inside(self.sources[row.source].folder, str(Path(row.path).with_suffix(CAPTIONS)))
         try:
-            return path.read_text(encoding="utf-8-sig")
+            return read_plain(path).decode("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             reason = refusal(error) if isinstance(error, OSError) else "it is not UTF-8 text"
             raise DataError(f"the caption cannot be read: {reason}", where=str(path)) from None

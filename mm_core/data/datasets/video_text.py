@@ -104,6 +104,10 @@ class VideoTextDataset:
         text = clean_caption(annotation.captions[int(caption * len(annotation.captions))])
         return Source(annotation.path, text, self._made, path, drawn=(start, *draws_of(self.transform, rng)))
 
+    def captions(self, row: int) -> list[str]:
+        """All captions of a row."""
+        return [clean_caption(text) for text in self.rows[row].captions]
+
     @cached_property
     def _made(self) -> Mapping[str, Any]:
         wanted = self.wanted

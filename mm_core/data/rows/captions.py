@@ -1,9 +1,136 @@
-"""Texts of rows: cleaning captions from the web, and finding text that no tokenizer takes."""
+"""Texts of rows: captions beside their files, captions from the web cleaned, text that no tokenizer takes."""
 
 from __future__ import annotations
 
 import html
+import os
+import re
 import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from mm_core.data.rows.media_rows import CAPTIONS, Medium, medium_of
+from mm_core.data.rows.paths import refusal
+
+_BESIDE_BOTH = ".json"  # its picture has a caption too; nobody takes it for a picture
+_DOCUMENTS = frozenset({".md", ".rst", ".html"})  # their .txt is another form of them, no caption
+NO_MEDIUM = f"a {CAPTIONS} file without an image or clip beside it"
+
+TAR_BESIDE = "a .tar file beside images and clips (name it as a source of its own)"
+COMPRESSED = re.compile(
+    r"\.(tar\.(gz|bz2|xz|zst|lz4|lzma|lz|z)|tgz|taz|tbz2?|tb2|txz|tlz|tzst)$", re.IGNORECASE
+)
+"""Found in the names of compressed archives."""
+
+LINK_OUT = "a linked folder: files outside the source are not read (name it as a source of its own)"
+LINK_WITHIN = "a linked folder, whose files are read in their own place"
+
+
+class Beside(NamedTuple):
+    """The files of one folder, by names alone: hidden ones are no part of it.
+
+    Attributes:
+        media: its images and clips, by name, and the medium of each.
+        captions: the text of each that has one; of another name where only upper and lower case differ.
+        unread: number of further files and captions for each reason why they are not used.
+        strange: number of files of each suffix that are neither read nor captioned.
+    """
+
+    media: Mapping[str, Medium]
+    captions: Mapping[str, str]
+    unread: Counter[str]
+    strange: Counter[str]
+
+
+def walked(root: Path) -> Iterator[tuple[str, Beside]]:
+    """Each folder of a source, as "" or "a/b/", with its files.
+
+    Linked folders are not entered: a file outside the source is refused, and one within is met in its place.
+    """
+    refused: Counter[str] = Counter()
+
+    def refuse(fault: OSError) -> None:
+        refused[f"a folder that cannot be opened: {refusal(fault)}"] += 1
+
+    for place, folders, names in os.walk(root, onerror=refuse):
+        folders.sort()
+        found = beside(names)
+        for name in folders:
+            if os.path.islink(link := f"{place}/{name}"):  # noqa: PTH114  # is_symlink may raise
+                inner = Path(os.path.realpath(link)).is_relative_to(os.path.realpath(root))
+                found.unread[LINK_WITHIN if inner else LINK_OUT] += 1
+        within = Path(place).relative_to(root).as_posix()
+        yield "" if within == "." else f"{within}/", found
+    yield "", Beside({}, {}, refused, Counter())
+
+
+def beside(names: Iterable[str]) -> Beside:
+    """Finds which text file of a folder is the caption of which image or clip."""
+    media: dict[str, Medium] = {}
+    texts: set[str] = set()
+    others: list[str] = []
+    for name in sorted(names):
+        if name[0] == ".":
+            continue
+        if name[-4:].lower() == CAPTIONS:
+            texts.add(name)
+        elif (medium := medium_of(name)) is not None:
+            media[name] = medium
+        else:
+            others.append(name)
+    captions = {name: text for name in media if (text := name[: name.rfind(".")] + CAPTIONS) in texts}
+    free = texts.difference(captions.values())
+    if free and len(captions) < len(media):
+        found = _but_for_case([name for name in media if name not in captions], free)
+        captions |= found
+        free.difference_update(found.values())
+    unread, strange = _unread(others, free)
+    return Beside(media, captions, unread, strange)
+
+
+def _but_for_case(media: Iterable[str], texts: Iterable[str]) -> dict[str, str]:
+    """The captions of media by their names in lower case, where only one text and one name have them."""
+    own: dict[str, set[str]] = {}
+    for text in texts:
+        own.setdefault(text[:-4].lower(), set()).add(text)
+    stems: dict[str, set[str]] = {}
+    keys = {name: _split(name)[0].lower() for name in media}
+    for name, key in keys.items():
+        stems.setdefault(key, set()).add(_split(name)[0])
+    return {
+        name: min(own[key]) for name, key in keys.items() if len(own.get(key, ())) == len(stems[key]) == 1
+    }
+
+
+def _split(name: str) -> tuple[str, str]:
+    """A file name without its suffix, and the suffix; "" where it has none."""
+    stem, dot, suffix = name.rpartition(".")
+    return (stem, dot + suffix) if dot else (name, "")
+
+
+def _unread(others: Iterable[str], texts: Iterable[str]) -> tuple[Counter[str], Counter[str]]:
+    """What is not used of files of unknown suffixes and of texts without an image or clip: for `Beside`."""
+    reasons: Counter[str] = Counter()
+    strange: Counter[str] = Counter()
+    waiting = {text[:-4].lower() for text in texts}
+    met: set[str] = set()
+    for name in others:
+        stem, suffix = _split(name.lower())
+        if suffix == ".tar":
+            reasons[TAR_BESIDE] += 1
+        elif stem not in waiting and COMPRESSED.search(name):
+            reasons["a compressed archive is not read: unpack it"] += 1
+        elif stem not in waiting or suffix in _DOCUMENTS or suffix == _BESIDE_BOTH:
+            strange[suffix] += 1
+        else:
+            reasons[f"{suffix or 'a file without a suffix'} is not read"] += 1
+        if suffix != _BESIDE_BOTH:
+            met.add(stem)
+    if alone := sum(text[:-4].lower() not in met for text in texts):
+        reasons[NO_MEDIUM] = alone
+    return reasons, strange
 
 
 def clean_caption(text: str) -> str:

@@ -144,7 +144,7 @@ class MappedRows(Sequence[MediaRow]):
             return [self[place] for place in range(*index.indices(len(self)))]
         place = range(len(self))[index]  # negative ones too; IndexError outside
         start, end = (int(self._ends[place - 1]) if place else 0), int(self._ends[place])
-        path, *captions = self._text[start:end].tobytes().decode().split(_BETWEEN)
+        path, *captions = self._text[start:end].tobytes().decode(errors="surrogateescape").split(_BETWEEN)
         source, image, frames, height, width, fps, archive, first, size = self.facts[place].item()
         sizes = (frames or None, fps or None, height or None, width or None)
         return MediaRow(
@@ -172,6 +172,19 @@ class MappedRows(Sequence[MediaRow]):
             found.update(self.facts[name][places.start : places.stop].tobytes())
         return found.digest()
 
+    def blank_captions(self, places: range) -> int:
+        """How many captions of these rows are empty or white space; those beside files are not counted."""
+        first = int(self._ends[places.start - 1]) if places.start else 0
+        ends = self._ends[places.start : places.stop] - first
+        if not len(ends):
+            return 0
+        text = self._text[first : first + int(ends[-1])]
+        starts = np.flatnonzero(text == 0)  # of each caption, by what is between
+        cuts = np.sort(np.concatenate([starts, [0], ends[:-1]]))
+        # The highest byte from each cut to the next one; controls and spaces are up to 32.
+        highest = np.maximum.reduceat(text, cuts)
+        return int(np.count_nonzero((highest <= 32) & (text[cuts] == 0)))
+
     @staticmethod
     def write(rows: Iterable[MediaRow | RowBlock], folder: Path) -> None:
         """Writes rows, one or one block at a time, into the files of a folder."""
@@ -198,7 +211,7 @@ class MappedRows(Sequence[MediaRow]):
             joined = _BETWEEN.join((path, *captions))
             if joined.count(_BETWEEN) > len(captions):
                 joined = _BETWEEN.join(word.replace(_BETWEEN, " ") for word in (path, *captions))
-            text += joined.encode()
+            text += joined.encode(errors="surrogateescape")
             ends.append(len(text))
         np.save(folder / "facts.npy", np.frombuffer(facts, dtype=_FACTS))
         np.save(folder / "text.npy", np.frombuffer(text, dtype=np.uint8))

@@ -8,16 +8,11 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
+from mm_core import files
 from mm_core.errors import DataError, MMError, article
-
-_KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
+from mm_core.files import kind_of_file
 
 
 def status(path: Path, what: str) -> os.stat_result | None:
@@ -53,9 +48,19 @@ def plain_file(path: Path, what: str, missing: str | None = None) -> int:
             hint="correct the path, or copy the file to this place",
         )
     if not stat.S_ISREG(found.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "no file")
+        kind = kind_of_file(found.st_mode)
         raise DataError(f"this is {kind}, not {article(what)}", where=str(path), accepted="plain files")
     return found.st_size
+
+
+def open_plain(path: Path, what: str) -> IO[bytes]:
+    """Opens a file that data name; only a plain one: nothing waits for a pipe, and no device is read.
+
+    Raises:
+        DataError: it is anything else, or the system refuses the path; the error calls it `what`.
+    """
+    with refused(what, path):
+        return files.open_plain(path)
 
 
 def check_folder(path: Path, what: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,8 +15,8 @@ from typing import Any, TypeVar
 
 from mm_core.builtin.configs.data import MediaColumns, MediaSource
 from mm_core.data.rows.annotations import describe_faults, escapes
-from mm_core.data.rows.archives import Member, read_archive
-from mm_core.data.rows.captions import half_character
+from mm_core.data.rows.archives import Member, archives_of, beside_archives, read_archive
+from mm_core.data.rows.captions import half_character, walked
 from mm_core.data.rows.json_rows import RowFile, kind_of
 from mm_core.data.rows.media_rows import (
     CAPTIONS,
@@ -29,7 +28,7 @@ from mm_core.data.rows.media_rows import (
     medium_of,
     number_of,
 )
-from mm_core.data.rows.paths import check_folder, status
+from mm_core.data.rows.paths import check_folder, plain_file, status
 from mm_core.data.rows.tables import SUFFIXES, Cells, Column, batch_cells, parquet_batches, read_table
 from mm_core.data.rows.where import Where
 from mm_core.errors import DataError, plural
@@ -86,7 +85,8 @@ class SourceReader:
         self.where = None if source.where is None else Where(source.where)
         self.kept: dict[Medium, int] = {}
         self.dropped: Counter[str] = Counter()
-        self.archives = self._archives()
+        self._strange: Counter[str] = Counter()  # files of a folder by their unknown suffixes
+        self.archives = archives_of(self.path)
         own = self.path if self.path.is_dir() else self.path.parent
         self.folder = own if source.folder is None else Path(source.folder)
         self.in_table = not self.archives and not self.path.is_dir()
@@ -127,6 +127,7 @@ class SourceReader:
 
     def _counted(self, found: Iterator[Rows | None], most: int | None) -> Iterator[Rows]:
         self.dropped.clear()
+        self._strange.clear()
         self._faults.clear()
         seen = images = clips = 0
         for row in found:
@@ -150,6 +151,9 @@ class SourceReader:
             reasons = ", ".join(
                 f"{reason} ({plural(count, 'row')})" for reason, count in self.dropped.items()
             )
+            if strange := self._strange.most_common(5):
+                shown = ", ".join(f"{suffix or 'no suffix'} ({count:,})" for suffix, count in strange)
+                reasons += f"{'; ' if reasons else ''}its files are {shown}"
             raise DataError(
                 f"the source has no image or clip{': ' + reasons if reasons else ''}",
                 where=str(self.path),
@@ -166,36 +170,42 @@ class SourceReader:
             self._in_archives() if self.archives else self._in_table() if self.in_table else self._in_folder()
         )
 
-    def _archives(self) -> tuple[Path, ...]:
-        if self.path.suffix.lower() == ".tar":
-            return (self.path,)
-        if not self.path.is_dir():
-            return ()
-        return tuple(sorted(path for path in self.path.iterdir() if path.suffix.lower() == ".tar"))
-
     # -- kinds of sources: each yields a row, or None for one that is left out ------------------
 
     def _in_folder(self) -> Iterator[MediaRow | None]:
-        for place, folders, names in os.walk(self.path):
-            folders.sort()
-            there = set(names)
-            for name in sorted(names):
-                medium = medium_of(name)
-                if medium is None or name.startswith("."):
-                    continue
-                path = (Path(place) / name).relative_to(self.path).as_posix()
-                if Path(name).stem + CAPTIONS not in there:
+        for within, found in walked(self.path):
+            self._strange.update(found.strange)
+            for name, medium in found.media.items():
+                text = found.captions.get(name)
+                if text is None:
                     self._left_out(f"no {CAPTIONS} file beside it")
                     yield None
-                elif self._admits({"path": path}):
-                    yield MediaRow(self.number, path, medium, ())
-                else:
+                elif not self._admits({"path": within + name}):
                     yield None
+                elif text == name[: name.rfind(".")] + CAPTIONS:
+                    yield MediaRow(self.number, within + name, medium, ())
+                else:
+                    yield self._captioned(within + name, medium, self.path / within / text)
+            for reason, count in found.unread.items():
+                for _ in range(count):
+                    self._left_out(reason)
+                    yield None
+
+    def _captioned(self, path: str, medium: Medium, text: Path) -> MediaRow | None:
+        """The row of a file whose caption has another name, which only its row can hold."""
+        try:
+            plain_file(text, "caption")
+            return MediaRow(self.number, path, medium, (text.read_text(encoding="utf-8-sig"),))
+        except (DataError, OSError, UnicodeDecodeError):
+            self._left_out(f"its {CAPTIONS} file cannot be read")
+            return None
 
     def _in_archives(self) -> Iterator[MediaRow | None]:
         for number, archive in enumerate(self.archives):
-            for member in read_archive(archive):
+            for member in read_archive(archive, self._left_out):
                 yield self._of_member(number, member, archive)
+        for reason in beside_archives(self.path):
+            self._left_out(reason)
 
     def _of_member(self, number: int, member: Member, archive: Path) -> MediaRow | None:
         name, (start, size), where = member.name, member.place, f"{archive}, {member.name}"
@@ -211,6 +221,8 @@ class SourceReader:
         sizes = declared(*(values.get(str(column)) for column in self.sizes.values()))
         if not captions:
             self._left_out(f"no {CAPTIONS} member and no caption in a .json member")
+        elif fault := _fault(name, captions, None):
+            raise DataError(fault, where=where)
         elif self._admits({**sizes._asdict(), **values, "path": name}):
             medium = medium_of(name) or "clip"
             return MediaRow(self.number, name, medium, captions, *sizes, number, start, size)

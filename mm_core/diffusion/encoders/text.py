@@ -42,6 +42,10 @@ class ByteTokenizer:
         ids = torch.tensor([row + [PAD] * (longest - len(row)) for row in rows])
         return ids, ids != PAD
 
+    def token_counts(self, captions: Sequence[str]) -> list[int]:
+        """See `SupportsTokenCounts`."""
+        return [len(caption.encode()) + 1 for caption in captions]
+
 
 class ByteTextEncoder(nn.Module):
     """The text encoder `bytes`: hidden states from fixed random tables, the same on every machine.
@@ -143,6 +147,10 @@ class HFTokenizer:
         missing = self.max_length - ids.shape[1] if self.padding == "max_length" else 0
         ends = (missing, 0) if self._opened.padding_side == "left" else (0, missing)
         return F.pad(ids, ends, value=self._opened.pad_token_id), F.pad(mask, ends)
+
+    def token_counts(self, captions: Sequence[str]) -> list[int]:
+        """See `SupportsTokenCounts`."""
+        return [len(ids) for ids in self._opened(list(captions), verbose=False)["input_ids"]]
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in vars(self).items() if name != "_opened"}

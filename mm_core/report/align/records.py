@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mm_core.errors import MMError, did_you_mean, some
+from mm_core.files import read_plain
 
 PHASES = {"parameter": 0, "gradient": 2, "grad_norm": 3, "updated": 4, "optimizer": 5}
 """Kinds of rows of a step as a whole, in the order of a step; the others are of a micro-batch: phase 1."""
@@ -137,16 +138,16 @@ def read_record(folder: Path, names: Names | None = None) -> Record:
         MMError: the folder holds no record, or a damaged one, or the rows of a rank are missing.
     """
     try:
-        facts = json.loads((folder / "record.json").read_text(encoding="utf-8"))
+        facts = json.loads(read_plain(folder / "record.json"))
         if not isinstance(facts, dict):
             raise ValueError("record.json is no JSON object")
         files = _files_of_ranks(folder, facts.get("world"))
         # What follows the last newline is a row that was cut, or nothing.
-        texts = [file.read_text(encoding="utf-8").rpartition("\n")[0] for file in files]
+        texts = [read_plain(file).decode().rpartition("\n")[0] for file in files]
         found = [[json.loads(line) for line in text.splitlines()] for text in texts]
         closed = all(_END in of_rank[-1:] for of_rank in found)
         values = [_checked(each) for of_rank in found for each in of_rank if each != _END]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise MMError(
             f"the folder holds no record that is complete: {error}",
             where=str(folder),

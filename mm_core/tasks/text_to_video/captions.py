@@ -8,7 +8,15 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from mm_core.contracts import Batch, DictBatch, Features, TextEncoder, Tokenizer, VideoTextBatch
+from mm_core.contracts import (
+    Batch,
+    DictBatch,
+    Features,
+    SupportsTokenCounts,
+    TextEncoder,
+    Tokenizer,
+    VideoTextBatch,
+)
 from mm_core.data.cache.samples import stacked
 from mm_core.device import copied_to
 from mm_core.errors import ContractError
@@ -34,7 +42,17 @@ class TokenizeCaptions:
             return clips_of(batch, self.tokenizer)
         assert isinstance(batch, VideoTextBatch)
         ids, mask = self.tokenizer(batch.captions)
-        return replace(batch, text_ids=ids, text_mask=mask)
+        cut = cut_captions(self.tokenizer, batch.captions, mask)
+        return replace(batch, text_ids=ids, text_mask=mask, cut=cut)
+
+
+def cut_captions(tokenizer: Tokenizer, captions: Sequence[str], mask: Tensor) -> list[int]:
+    """The tokens of each caption that is longer than its mask; only those that fill it are counted again."""
+    if not isinstance(tokenizer, SupportsTokenCounts) or mask.shape[1] < tokenizer.max_length:
+        return []
+    full = [caption for caption, filled in zip(captions, mask.all(1).tolist(), strict=True) if filled]
+    counts = tokenizer.token_counts(full) if full else []
+    return [count for count in counts if count > tokenizer.max_length]
 
 
 def clips_of(batch: DictBatch, tokenizer: Tokenizer) -> VideoTextBatch:
@@ -47,10 +65,12 @@ def clips_of(batch: DictBatch, tokenizer: Tokenizer) -> VideoTextBatch:
     values = batch.values
     pixels, captions = (values.get(name, values.get(other)) for name, other in _NAMES)
     ids, mask = (values.get(name) for name in ("prompt_ids", "prompt_mask"))
+    cut: Sequence[int] = ()
     if captions is not None:
         if not (isinstance(captions, (list, tuple)) and all(isinstance(text, str) for text in captions)):
             raise ContractError("the `caption` of a sample is not a text", where="data", accepted=_CLIP)
         ids, mask = tokenizer(captions)
+        cut = cut_captions(tokenizer, captions, mask)
     lacks = [names[0] for names, value in zip(_NAMES, (pixels, captions), strict=True) if value is None]
     if ids is not None and mask is not None and lacks == ["caption"]:
         lacks = []
@@ -73,6 +93,7 @@ def clips_of(batch: DictBatch, tokenizer: Tokenizer) -> VideoTextBatch:
         text_ids=ids.flatten(1).long(),
         text_mask=mask.flatten(1).bool(),
         fps=None if fps is None else fps.float(),
+        cut=cut,
     )
 
 

@@ -39,6 +39,15 @@ class WanTokenizer:
         """Turns captions into token ids [B,max_length] int64 and their mask [B,max_length] bool."""
         return self.tokenizer([clean_prompt(caption) for caption in captions])
 
+    @property
+    def max_length(self) -> int:
+        """See `SupportsTokenCounts`."""
+        return self.tokenizer.max_length
+
+    def token_counts(self, captions: Sequence[str]) -> list[int]:
+        """See `SupportsTokenCounts`."""
+        return self.tokenizer.token_counts([clean_prompt(caption) for caption in captions])
+
 
 class WanUMT5(nn.Module):
     """UMT5 text encoder for Wan's captions (https://arxiv.org/abs/2304.09151), frozen.

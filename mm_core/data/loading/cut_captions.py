@@ -1,0 +1,61 @@
+"""Counts the captions that are longer than a text encoder takes, and are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from mm_core.contracts import Batch, SupportsTokenCounts, VideoTextBatch
+from mm_core.errors import plural
+from mm_core.runtime.ranks import Ranks
+
+
+@dataclass
+class CutCaptions:
+    """The captions that have been read, those of them that were cut, and the tokens of the longest."""
+
+    seen: int = 0
+    cut: int = 0
+    longest: int = 0
+    limit: int = 0
+
+    def add(self, seen: int, lengths: Sequence[int], limit: int) -> None:
+        """Adds `seen` captions, and the tokens of those that were cut to `limit`."""
+        self.seen += seen
+        if lengths:
+            self.cut, self.limit = self.cut + len(lengths), limit
+            self.longest = max(self.longest, *lengths)
+
+    def count(self, tokenizer: SupportsTokenCounts, captions: Sequence[str]) -> None:
+        """Adds captions, and those of them that the tokenizer cuts."""
+        most = tokenizer.max_length
+        lengths = tokenizer.token_counts(captions) if captions else []
+        self.add(len(captions), [length for length in lengths if length > most], most)
+
+    def watch(self, batches: Iterable[Batch], note: Callable[[str], None]) -> Iterator[Batch]:
+        """Passes batches on and counts their captions; a note at the first one that was cut."""
+        for batch in batches:
+            if isinstance(batch, VideoTextBatch):
+                first = not self.cut
+                limit = 0 if batch.text_ids is None else batch.text_ids.shape[1]
+                self.add(len(batch), batch.cut, limit)
+                if first and self.cut:
+                    what = f"warning: a caption of {self.longest:,} tokens is cut to the {limit:,} of"
+                    note(f"{what} the text encoder's max_length; the end of the run counts all of them")
+            yield batch
+
+    def of_ranks(self, leads: bool) -> CutCaptions:
+        """The sum over the ranks that lead their share of the data (`leads`). A collective call."""
+        found = CutCaptions()
+        for each in Ranks.current().gather(self if leads else CutCaptions()):
+            found.add(each.seen, [], 0)
+            found.cut += each.cut
+            found.longest, found.limit = max(found.longest, each.longest), max(found.limit, each.limit)
+        return found
+
+    def described(self) -> str:
+        """What was cut, in words; "" for nothing."""
+        if not self.cut:
+            return ""
+        cut = f"{self.cut:,} of {plural(self.seen, 'caption')} cut to {plural(self.limit, 'token')}"
+        return f"{cut} (max_length of the text encoder); the longest has {self.longest:,}"
