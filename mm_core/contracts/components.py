@@ -226,6 +226,9 @@ class SupportsTokenCounts(Protocol):
 
     max_length: int
 
+    def __call__(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """See `Tokenizer`."""
+
     def token_counts(self, captions: Sequence[str]) -> list[int]:
         """The tokens of each caption before it is cut, with those that are added to it."""
 

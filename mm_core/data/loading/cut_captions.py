@@ -40,8 +40,8 @@ class CutCaptions:
                 limit = 0 if batch.text_ids is None else batch.text_ids.shape[1]
                 self.add(len(batch), batch.cut, limit)
                 if first and self.cut:
-                    what = f"warning: a caption of {self.longest:,} tokens is cut to the {limit:,} of"
-                    note(f"{what} the text encoder's max_length; the end of the run counts all of them")
+                    cut = f"a caption has {plural(self.longest, 'token')}, of which {limit:,} are read"
+                    note(f"warning: {cut} (max_length of the text encoder); the run's end counts them all")
             yield batch
 
     def of_ranks(self, leads: bool) -> CutCaptions:
