@@ -217,8 +217,8 @@ Tokenizer = Callable[[Sequence[str]], tuple[Tensor, Tensor]]
 
 
 @runtime_checkable
-class SupportsTokenCounts(Protocol):
-    """Capability of a tokenizer that cuts captions: those that it has cut are counted.
+class CountingTokenizer(Protocol):
+    """A tokenizer whose cut captions are counted.
 
     Attributes:
         max_length: most tokens per caption.

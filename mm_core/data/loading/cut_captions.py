@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from mm_core.contracts import Batch, SupportsTokenCounts, VideoTextBatch
+from mm_core.contracts import Batch, CountingTokenizer, VideoTextBatch
 from mm_core.errors import plural
 from mm_core.runtime.ranks import Ranks
 
@@ -26,7 +26,7 @@ class CutCaptions:
             self.cut, self.limit = self.cut + len(lengths), limit
             self.longest = max(self.longest, *lengths)
 
-    def count(self, tokenizer: SupportsTokenCounts, captions: Sequence[str]) -> None:
+    def count(self, tokenizer: CountingTokenizer, captions: Sequence[str]) -> None:
         """Adds captions, and those of them that the tokenizer cuts."""
         most = tokenizer.max_length
         lengths = tokenizer.token_counts(captions) if captions else []

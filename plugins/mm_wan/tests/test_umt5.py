@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel, UMT5EncoderModel
 
 import mm_core
-from mm_core.contracts import SupportsTokenCounts, TextEncoder
+from mm_core.contracts import CountingTokenizer, TextEncoder
 from mm_core.errors import CheckpointError
 
 CPU = torch.device("cpu")
@@ -141,7 +141,7 @@ def test_either_name_of_the_embeddings_serves(checkpoint, copied, names):
 
 def test_tokens_of_cleaned_captions_are_counted_before_the_cut(checkpoint):
     tokenizer = loaded(checkpoint, max_length=8).tokenizer()
-    assert isinstance(tokenizer, SupportsTokenCounts) and tokenizer.max_length == 8
+    assert isinstance(tokenizer, CountingTokenizer) and tokenizer.max_length == 8
     one, same, longer = tokenizer.token_counts(["two", " two\n ", "two boats " * 9])
     assert one == same == int(tokenizer(["two"])[1].sum()) and longer > 9
 
