@@ -16,7 +16,7 @@ from mm_core.errors import DataError, MMError, plural, printable
 
 if TYPE_CHECKING:
     from mm_core.config.sections import RunConfig
-    from mm_core.contracts import Dataset, SupportsTokenCounts
+    from mm_core.contracts import CountingTokenizer, Dataset
     from mm_core.data.datasets.media_report import Bucketed, Checked, Found
     from mm_core.data.loading.cut_captions import CutCaptions
 
@@ -183,15 +183,15 @@ def _check(config: RunConfig, args: argparse.Namespace) -> int:
     return 1 if bad else 0
 
 
-def _tokenizer(config: RunConfig, notes: list[str]) -> SupportsTokenCounts | None:
+def _tokenizer(config: RunConfig, notes: list[str]) -> CountingTokenizer | None:
     """The tokenizer of the run's text encoder, if it counts; a note where its files are not there."""
-    from mm_core.contracts import SupportsTokenCounts
+    from mm_core.contracts import CountingTokenizer
     from mm_core.plan import build_task
     from mm_core.tasks.text_to_video.captions import TokenizeCaptions
 
     try:
         transform = build_task(config).batch_transform()
-        if isinstance(transform, TokenizeCaptions) and isinstance(transform.tokenizer, SupportsTokenCounts):
+        if isinstance(transform, TokenizeCaptions) and isinstance(transform.tokenizer, CountingTokenizer):
             transform.tokenizer.token_counts([""])  # opens its files
             return transform.tokenizer
     except MMError as fault:
@@ -200,7 +200,7 @@ def _tokenizer(config: RunConfig, notes: list[str]) -> SupportsTokenCounts | Non
 
 
 def _counted(
-    states: Iterator[Checked], tokenizer: SupportsTokenCounts | None, cut: CutCaptions
+    states: Iterator[Checked], tokenizer: CountingTokenizer | None, cut: CutCaptions
 ) -> Iterator[Checked]:
     """Passes samples on and counts their captions that the tokenizer cuts."""
     waiting: list[str] = []

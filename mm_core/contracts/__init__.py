@@ -25,6 +25,7 @@ from mm_core.contracts.batch import (
 )
 from mm_core.contracts.components import (
     Autoencoder,
+    CountingTokenizer,
     EncodedText,
     Frozen,
     NoiseScheduler,
@@ -36,7 +37,6 @@ from mm_core.contracts.components import (
     SupportsFiles,
     SupportsForTokens,
     SupportsPosterior,
-    SupportsTokenCounts,
     SupportsWeightsFrom,
     TextEncoder,
     Tokenizer,
@@ -135,6 +135,7 @@ __all__ = [
     "ConditionShapes",
     "ContextPlan",
     "Conversing",
+    "CountingTokenizer",
     "DataRanks",
     "Dataset",
     "DatasetBase",
@@ -210,7 +211,6 @@ __all__ = [
     "SupportsShardPlan",
     "SupportsSources",
     "SupportsStream",
-    "SupportsTokenCounts",
     "SupportsTruncated",
     "SupportsUpdate",
     "SupportsWeightsFrom",

@@ -217,14 +217,17 @@ Tokenizer = Callable[[Sequence[str]], tuple[Tensor, Tensor]]
 
 
 @runtime_checkable
-class SupportsTokenCounts(Protocol):
-    """Capability of a tokenizer that cuts captions: those that it has cut are counted.
+class CountingTokenizer(Protocol):
+    """A tokenizer whose cut captions are counted.
 
     Attributes:
         max_length: most tokens per caption.
     """
 
     max_length: int
+
+    def __call__(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """See `Tokenizer`."""
 
     def token_counts(self, captions: Sequence[str]) -> list[int]:
         """The tokens of each caption before it is cut, with those that are added to it."""

@@ -15,6 +15,7 @@ from PIL import Image
 from mm_core.builtin.configs.data import MediaSource
 from mm_core.cli.main import main
 from mm_core.cli.main import train_main as train
+from mm_core.contracts import Source
 from mm_core.data.datasets.media_text import MediaTextDataset
 from mm_core.data.rows.sources import SourceReader
 from mm_core.diffusion.encoders.text import ByteTokenizer, HFTokenizer
@@ -22,6 +23,7 @@ from mm_core.errors import DataError, RunWarning
 from mm_core.tasks.text_to_video.captions import cut_captions
 from support.archives import archive
 from support.pretrained_models import save_words
+from support.ranks import run_ranks
 from support.tiny_models import ONE_BLOCK
 
 
@@ -215,7 +217,7 @@ def test_captions_that_the_tokenizer_cuts_are_counted_by_check_and_by_the_run(tm
     assert f"data.train: 6 {cut}" in capsys.readouterr().out
     assert train(["--config", run]) == 0
     shown = capsys.readouterr().err
-    assert "is cut to the 7 of the text encoder's max_length" in shown
+    assert re.search(r"warning: a caption has \d+ tokens, of which 7 are read \(max_length", shown)
     assert re.search(r"warning: [1-8] of 8 captions cut to 7 tokens .*; the longest has \d+", shown)
 
 
@@ -227,3 +229,30 @@ def test_tokens_are_counted_before_the_cut_with_those_that_are_added(tmp_path):
         counts = tokenizer.token_counts(texts)
         assert [min(4, count) for count in counts] == mask.sum(1).tolist()
         assert cut_captions(tokenizer, texts, mask) == [counts[1]] and counts[1] > 4
+
+
+@pytest.mark.slow
+def test_the_cut_captions_of_all_ranks_are_one_number():
+    said = "2 of 20 captions cut to 16 tokens (max_length of the text encoder); the longest has 22\n"
+    assert run_ranks(Path(__file__).with_name("cut_ranks.py"), 3) == [said] * 3
+
+
+@pytest.mark.filterwarnings("ignore:.*left out:mm_core.errors.RunWarning")
+def test_the_cache_keeps_the_rows_that_were_read_before_and_knows_those_that_are_new(tmp_path):
+    read(tmp_path, "b.jpg", "b.txt")
+
+    def sources() -> dict[str, Source]:
+        data = MediaTextDataset([MediaSource(str(tmp_path))], 1, 8, 8)
+        return {
+            Path(each.id).name: each for each in (data.source_of(n, None, None) for n in range(len(data)))
+        }
+
+    before = sources()
+    (tmp_path / "A.jpg").touch()
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "c.xyz").touch()
+    first = sources()
+    (tmp_path / "a.txt").write_text("two")
+    second = sources()
+    assert first["b.jpg"] == second["b.jpg"] == before["b.jpg"] and len(first) == 2
+    assert first["A.jpg"] != second["A.jpg"]

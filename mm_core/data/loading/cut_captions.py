@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from mm_core.contracts import Batch, SupportsTokenCounts, VideoTextBatch
+from mm_core.contracts import Batch, CountingTokenizer, VideoTextBatch
 from mm_core.errors import plural
 from mm_core.runtime.ranks import Ranks
 
@@ -26,7 +26,7 @@ class CutCaptions:
             self.cut, self.limit = self.cut + len(lengths), limit
             self.longest = max(self.longest, *lengths)
 
-    def count(self, tokenizer: SupportsTokenCounts, captions: Sequence[str]) -> None:
+    def count(self, tokenizer: CountingTokenizer, captions: Sequence[str]) -> None:
         """Adds captions, and those of them that the tokenizer cuts."""
         most = tokenizer.max_length
         lengths = tokenizer.token_counts(captions) if captions else []
@@ -40,8 +40,8 @@ class CutCaptions:
                 limit = 0 if batch.text_ids is None else batch.text_ids.shape[1]
                 self.add(len(batch), batch.cut, limit)
                 if first and self.cut:
-                    what = f"warning: a caption of {self.longest:,} tokens is cut to the {limit:,} of"
-                    note(f"{what} the text encoder's max_length; the end of the run counts all of them")
+                    cut = f"a caption has {plural(self.longest, 'token')}, of which {limit:,} are read"
+                    note(f"warning: {cut} (max_length of the text encoder); the run's end counts them all")
             yield batch
 
     def of_ranks(self, leads: bool) -> CutCaptions:

@@ -43,7 +43,7 @@ class ByteTokenizer:
         return ids, ids != PAD
 
     def token_counts(self, captions: Sequence[str]) -> list[int]:
-        """See `SupportsTokenCounts`."""
+        """See `CountingTokenizer`."""
         return [len(caption.encode()) + 1 for caption in captions]
 
 
@@ -149,7 +149,7 @@ class HFTokenizer:
         return F.pad(ids, ends, value=self._opened.pad_token_id), F.pad(mask, ends)
 
     def token_counts(self, captions: Sequence[str]) -> list[int]:
-        """See `SupportsTokenCounts`."""
+        """See `CountingTokenizer`."""
         return [len(ids) for ids in self._opened(list(captions), verbose=False)["input_ids"]]
 
     def __getstate__(self) -> dict[str, object]:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from mm_core.contracts import (
     Batch,
+    CountingTokenizer,
     DictBatch,
     Features,
-    SupportsTokenCounts,
     TextEncoder,
     Tokenizer,
     VideoTextBatch,
@@ -48,7 +48,7 @@ class TokenizeCaptions:
 
 def cut_captions(tokenizer: Tokenizer, captions: Sequence[str], mask: Tensor) -> list[int]:
     """The tokens of each caption that is longer than its mask; only those that fill it are counted again."""
-    if not isinstance(tokenizer, SupportsTokenCounts) or mask.shape[1] < tokenizer.max_length:
+    if not isinstance(tokenizer, CountingTokenizer) or mask.shape[1] < tokenizer.max_length:
         return []
     full = [caption for caption, filled in zip(captions, mask.all(1).tolist(), strict=True) if filled]
     counts = tokenizer.token_counts(full) if full else []

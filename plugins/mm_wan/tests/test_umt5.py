@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel, UMT5EncoderModel
 
 import mm_core
-from mm_core.contracts import TextEncoder
+from mm_core.contracts import CountingTokenizer, TextEncoder
 from mm_core.errors import CheckpointError
 
 CPU = torch.device("cpu")
@@ -137,6 +137,13 @@ def test_either_name_of_the_embeddings_serves(checkpoint, copied, names):
     whole, encoder = loaded(checkpoint), loaded(copied)
     ids, mask = whole.tokenizer()(PROMPTS)
     assert torch.equal(encoder.encode(ids, mask)[0], whole.encode(ids, mask)[0])
+
+
+def test_tokens_of_cleaned_captions_are_counted_before_the_cut(checkpoint):
+    tokenizer = loaded(checkpoint, max_length=8).tokenizer()
+    assert isinstance(tokenizer, CountingTokenizer) and tokenizer.max_length == 8
+    one, same, longer = tokenizer.token_counts(["two", " two\n ", "two boats " * 9])
+    assert one == same == int(tokenizer(["two"])[1].sum()) and longer > 9
 
 
 def test_where_the_tokenizer_is_looked_for(checkpoint, copied, tmp_path):

@@ -41,11 +41,11 @@ class WanTokenizer:
 
     @property
     def max_length(self) -> int:
-        """See `SupportsTokenCounts`."""
+        """See `CountingTokenizer`."""
         return self.tokenizer.max_length
 
     def token_counts(self, captions: Sequence[str]) -> list[int]:
-        """See `SupportsTokenCounts`."""
+        """See `CountingTokenizer`."""
         return self.tokenizer.token_counts([clean_prompt(caption) for caption in captions])
 
 
