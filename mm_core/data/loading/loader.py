@@ -35,6 +35,7 @@ from mm_core.data.loading.plain import PlainSamples
 from mm_core.data.loading.sampler import Order, SlotSpec
 from mm_core.data.loading.skipped import UnreadableError
 from mm_core.data.loading.workers import StartWorker, read_by_workers, start_server
+from mm_core.data.media.limits import DecodeLimit, DecoderHungError
 from mm_core.errors import DataError, MMError, PartsError, RunWarning
 from mm_core.plugin.authors import author_line
 from mm_core.plugin.checks.places import place_of
@@ -143,6 +144,7 @@ class MicroBatchLoader:
         prefetch: micro-batches each worker keeps ready.
         pin_memory: whether to use page-locked memory, unless `device_type` is "cpu".
         device_type: type of the device that batches are copied to.
+        decode_seconds: how long a worker may decode one file: longer ones are unreadable. None: no limit.
 
     Raises (while iterating):
         UnreadableError: a sample and all its replacements are unreadable.
@@ -163,6 +165,7 @@ class MicroBatchLoader:
         prefetch: int,
         pin_memory: bool,
         device_type: str,
+        decode_seconds: float | None = None,
     ) -> None:
         self.per_step = len(order.micro_batches(0, share.rank, share.count))
         self._length = len(steps) * self.per_step
@@ -170,14 +173,16 @@ class MicroBatchLoader:
         # The server starts first: it may move the folder in which workers register.
         needed = [__name__, *(type(one).__module__ for one in (dataset, order, batch_transform))]
         context = start_server(needed) if workers else None
+        limit = None if decode_seconds is None else DecodeLimit(decode_seconds)
+        self._slots = _Slots(order, share, steps, self.per_step)
         self._loader: DataLoader[Batch | Fault] = DataLoader(
             _Reading(*self._sent),
             batch_size=None,
-            sampler=_Slots(order, share, steps),
+            sampler=self._slots,
             num_workers=workers,
             prefetch_factor=prefetch if workers else None,
             pin_memory=pin_memory and device_type != "cpu",
-            worker_init_fn=StartWorker() if workers else None,
+            worker_init_fn=StartWorker(limit) if workers else None,
             multiprocessing_context=context,
             generator=torch.Generator().manual_seed(0),  # torch's draw must not advance the global generator
         )
@@ -188,18 +193,39 @@ class MicroBatchLoader:
     def __iter__(self) -> Iterator[Batch]:
         """Starts the data workers, then yields micro-batches. The workers end with the iterator."""
         code = AuthorCode(self._sent[0], None, self._sent[-1])
-        return faults_raised(read_by_workers(self._loader, self._sent), PixelRange(code))
+        return faults_raised(self._read_on(self._started(0)), PixelRange(code))
+
+    def _started(self, first: int) -> Iterator[Batch | Fault]:
+        self._slots.first = first
+        return read_by_workers(self._loader, self._sent)
+
+    def _read_on(self, reading: Iterator[Batch | Fault]) -> Iterator[Batch | Fault]:
+        """What workers send; when a decoder hangs, new ones read the rest without its file."""
+        count = 0
+        while True:
+            try:
+                for batch in reading:
+                    count += 1
+                    yield batch
+                return
+            except DecoderHungError:
+                reading = self._started(count)
 
 
 class _Slots:
-    """The sampler for torch's DataLoader: one list of rows for each micro-batch."""
+    """The sampler for torch's DataLoader: one list of rows for each micro-batch from `first` on."""
 
-    def __init__(self, order: Order, share: DataRanks, steps: range) -> None:
-        self.order, self.share, self.steps = order, share, steps
+    def __init__(self, order: Order, share: DataRanks, steps: range, per_step: int) -> None:
+        self.order, self.share, self.steps, self.per_step, self.first = order, share, steps, per_step, 0
 
     def __iter__(self) -> Iterator[list[SlotSpec]]:
-        for step in self.steps:
-            yield from self.order.micro_batches(step, self.share.rank, self.share.count)
+        return self._from(self.first)
+
+    def _from(self, first: int) -> Iterator[list[SlotSpec]]:
+        taken, left_out = divmod(first, self.per_step)
+        for step in self.steps[taken:]:
+            yield from self.order.micro_batches(step, self.share.rank, self.share.count)[left_out:]
+            left_out = 0
 
 
 class AuthorCode:
