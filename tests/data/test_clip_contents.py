@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from fractions import Fraction
 from pathlib import Path
 
@@ -13,7 +14,10 @@ import torch
 from av.stream import Disposition
 from PIL import Image
 
-from mm_core.contracts import VideoInfo
+from mm_core.contracts import Source, VideoInfo
+from mm_core.data.cache.hashes import FileHashes, Span, digest
+from mm_core.data.cache.keys import digest_of
+from mm_core.data.cache.rows import CacheRows, PartKey
 from mm_core.data.media.package_readers import DecordReader
 from mm_core.data.media.readers import PyAVReader
 from mm_core.errors import DataError
@@ -207,3 +211,48 @@ def test_containers_of_the_page_are_read(tmp_path, suffix, codec):
     assert PyAVReader().probe(file).num_frames == 10
     levels = PyAVReader().read(file, [(k + 0.5) / 25 for k in range(10)]).float().mean((1, 2, 3))
     assert (levels - 20 * torch.arange(10)).abs().max() < 8
+
+
+def keys_of(files: list[Path], known: Path) -> list[bytes]:
+    """Keys of the features of clips in a cache that knows the hashes in a folder."""
+    reader = {"frames": 1, "reader": {"type": "PyAVReader"}}
+    rows = CacheRows(None, None, 1, 0)
+    hashes = FileHashes(known)
+    sources = [Source(file.name, "", reader, file) for file in files]
+    found = rows.keys_of(sources, [PartKey("latents", False, bytes(16))], hashes)
+    hashes.save()
+    return [one.tobytes() for one in found[:, 0]]
+
+
+def test_clips_that_are_read_otherwise_have_other_keys_and_all_others_keep_theirs(tmp_path, encode):
+    gif, clear = tmp_path / "as_ever.gif", Image.new("RGBA", (8, 8), (0, 0, 0, 0))
+    clear.save(gif, save_all=True, append_images=[clear])
+    as_ever = [
+        encode(tmp_path / "as_ever.mp4", 4),
+        encode(tmp_path / "as_ever.mkv", 4),
+        gif,
+        two_streams(tmp_path / "first.mp4", (24, 12), 0),
+    ]
+    otherwise = [
+        two_streams(tmp_path / "second.mp4", (1, 24), 1),
+        *(red_behind(tmp_path / f"{n}.{a[2]}", a[0], a[1], a[3], 4) for n, a in enumerate(ALPHA)),
+    ]
+    (tmp_path / "text.mp4").write_text("ffconcat version 1.0\nfile as_ever.mp4\n")
+    otherwise.append(tmp_path / "text.mp4")
+    with (tmp_path / "a.tar").open("wb") as archive:
+        archive.write(otherwise[0].read_bytes())
+    for file in (*as_ever, *otherwise):
+        os.utime(file, (1e9, 1e9))
+    golden = [digest(bytes(16), digest_of({"frames": 1, "reader": {"type": "PyAVReader"}}), blake, b"()")
+              for blake in (digest(file.read_bytes()) for file in (*as_ever, *otherwise))]  # fmt: skip
+    found = keys_of([*as_ever, *otherwise], tmp_path / "files")
+    same = [key[:16] == before for key, before in zip(found, golden, strict=True)]
+    assert same == [True] * len(as_ever) + [False] * len(otherwise)
+    for file in (*as_ever, *otherwise):  # a later start opens no file
+        size = file.stat().st_size
+        file.write_bytes(bytes(size))
+        os.utime(file, (1e9, 1e9))
+    assert keys_of([*as_ever, *otherwise], tmp_path / "files") == found
+    member = Span(tmp_path / "a.tar", 0, (tmp_path / "a.tar").stat().st_size, clip=True)
+    one, other = FileHashes(tmp_path / "none").of([member, member._replace(clip=False)])
+    assert one != other

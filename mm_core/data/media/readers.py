@@ -41,7 +41,7 @@ _SEEK_FROM = 1.0  # seconds; before this, decoding from the start costs less tha
 EPSILON = 1e-3  # seconds; times and timestamps are compared within this (Matroska rounds to it)
 _BACK = (0.0, 2.0, 10.0)  # seconds before the first wanted time to which seeks go, one after another
 
-_OPTIONS = {
+OPTIONS = {
     "protocol_whitelist": "file",  # a playlist in disguise must not make FFmpeg open URLs
     "pattern_type": "none",  # `a%03d.jpg` is the name of one file, not a pattern
     # Containers of one file; a playlist in disguise would open others.
@@ -148,7 +148,7 @@ def opened(path: Path, max_pixels: int) -> Iterator[tuple[InputContainer, VideoS
     if plain_file(path, "video") == 0:
         raise DataError("the video is an empty file (0 bytes)", where=str(path), hint=AGAIN)
     try:
-        container = av.open(absolute_name(path), metadata_errors="replace", options=_OPTIONS)
+        container = av.open(absolute_name(path), metadata_errors="replace", options=OPTIONS)
     except FAULTS as error:
         listed = getattr(error, "errno", None) != errno.EINVAL
         raise DataError(
@@ -174,10 +174,8 @@ def absolute_name(path: Path) -> str:
 
 
 def _stream(container: InputContainer, path: Path, max_pixels: int) -> VideoStream:
-    """The video stream that players show, ready to decode: the default one, else the longest, and no cover
-    picture. DataError if there is none."""
-    covers, usual = av.stream.Disposition.attached_pic, av.stream.Disposition.default
-    streams = [s for s in container.streams.video if not s.disposition & covers]
+    """The container's `shown_stream`, ready to decode. DataError if there is none."""
+    streams = streams_of(container)
     if not streams:
         kinds = sorted({s.type for s in container.streams})
         raise DataError(
@@ -185,7 +183,7 @@ def _stream(container: InputContainer, path: Path, max_pixels: int) -> VideoStre
             where=str(path),
             hint="use a file that contains a video, or remove it from the data",
         )
-    stream = max(streams, key=lambda each: (bool(each.disposition & usual), _length(each)))
+    stream = shown_stream(streams)
     if stream.codec_context is None:
         raise DataError(
             "FFmpeg does not support the codec of this video",
@@ -203,6 +201,17 @@ def _stream(container: InputContainer, path: Path, max_pixels: int) -> VideoStre
     stream.codec_context.thread_count = 1  # data workers already run in parallel
     stream.codec_context.thread_type = "NONE"
     return stream
+
+
+def streams_of(container: InputContainer) -> list[VideoStream]:
+    """The video streams of a container; the cover picture of an audio file is none."""
+    return [s for s in container.streams.video if not s.disposition & av.stream.Disposition.attached_pic]
+
+
+def shown_stream(streams: Sequence[VideoStream]) -> VideoStream:
+    """The stream that players show: the default one, else the longest."""
+    usual = av.stream.Disposition.default
+    return max(streams, key=lambda each: (bool(each.disposition & usual), _length(each)))
 
 
 def _length(stream: VideoStream) -> float:
