@@ -45,6 +45,18 @@ def test_a_decoder_that_hangs_is_ended_with_its_worker_and_the_run_goes_on_as_wi
     assert losses(hung) == losses(refused) and len(losses(hung)) == 8
 
 
+@pytest.mark.slow
+def test_a_build_of_a_cache_leaves_a_clip_out_whose_decoder_hangs(tiny, shapes, tmp_path, mm):
+    clips = [row["path"] for row in json.loads((shapes / "data.json").read_text())]
+    reader = f"{{type: local/hanging, clips: {json.dumps([Path(clips[30]).name])}}}"
+    done = mm(
+        "cache", "build", "--config", tiny, f"plugins.path=[{PLUGIN}]", f"data.train.reader={reader}",
+        f"data.cache.dir={tmp_path}/cache", "data.loader.workers=2", "data.decode_seconds=6",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert "encoded 63 latents" in done.out and "1 sample cannot be read" in done.out, done.out
+
+
 def test_the_plan_notes_that_nothing_ends_a_decoder_in_the_training_process(tiny):
     def notes(*overrides: str) -> str:
         return " ".join(make_plan(load_config(tiny, overrides), world=1).notes)
