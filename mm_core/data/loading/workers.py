@@ -318,7 +318,7 @@ def _abandon(reading: Any) -> None:
     if reading is not None:
         reading._shutdown = True
         if getattr(reading, "_worker_pids_set", False):  # another iterator may get this one's address
-            signal_handling._remove_worker_pids(id(reading))
+            signal_handling._remove_worker_pids(id(reading))  # type: ignore[attr-defined]
             reading._worker_pids_set = False
         if hasattr(reading, "_pin_memory_thread_done_event"):
             reading._pin_memory_thread_done_event.set()

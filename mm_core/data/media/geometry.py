@@ -28,12 +28,12 @@ _ONE_THREAD = {"threads": 1} if "threads" in (VideoReformatter.reformat.__doc__ 
 
 def _unnamed(kind: type[Type], value: int) -> Type:
     """A type of side data that PyAV does not know, such as EXIF: it could not list a frame's others."""
-    found = object.__new__(kind)
+    found: Any = object.__new__(kind)
     found._name_, found._value_ = f"TYPE_{value}", value
-    return found
+    return found  # type: ignore[no-any-return]
 
 
-Type._missing_ = classmethod(_unnamed)
+Type._missing_ = classmethod(_unnamed)  # type: ignore[assignment, method-assign]
 
 
 class Orientation(NamedTuple):
@@ -110,6 +110,8 @@ def rgb(frame: VideoFrame, stream: VideoStream, path: Path, converter: VideoRefo
 
 def see_through(pixels: VideoFormat, stream: VideoStream) -> bool:
     """Whether frames of a pixel format have transparency; the fourth byte of raw pixels means nothing."""
+    if "a" not in pixels.name:  # each frame is asked, and most are yuv420p
+        return False
     codec = stream.codec_context.name
     if pixels.name == "pal8":
         return codec in ("apng", "png")

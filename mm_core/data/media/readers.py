@@ -210,6 +210,8 @@ def streams_of(container: InputContainer) -> list[VideoStream]:
 
 def shown_stream(streams: Sequence[VideoStream]) -> VideoStream:
     """The stream that players show: the default one, else the longest."""
+    if len(streams) == 1:
+        return streams[0]
     usual = av.stream.Disposition.default
     return max(streams, key=lambda each: (bool(each.disposition & usual), _length(each)))
 
