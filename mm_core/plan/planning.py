@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -48,13 +48,13 @@ from mm_core.plan.bucketing import (
     check_sizes_set,
     mean_step,
 )
+from mm_core.plan.decoding import decode_notes
 from mm_core.plan.length import check_schedule, profile_notes
 from mm_core.plan.model_states import StageBytes, model_states
 from mm_core.plan.padding import padding_notes
 from mm_core.plan.run_plan import ComponentFact, MissingFile, ModuleFact, RunPlan
 from mm_core.plugin.checks.places import place_of_object
 from mm_core.plugin.checks.values import returned
-from mm_core.schema.fields import ComponentConfig
 from mm_core.weights.adapters.inject import Structure, add_adapters
 from mm_core.weights.fitting import formats_of
 from mm_core.weights.stored import missing_at
@@ -185,7 +185,7 @@ def make_plan(
     steps = _steps(config, size, order, train)
     check_schedule(config, steps)
     notes = (*untested_torch(), *_notes(task), *padding_notes(config, task), *profile_notes(config, steps))
-    notes = (*notes, *_decode_notes(config))
+    notes = (*notes, *decode_notes(config))
     modules = _modules(task)
     return RunPlan(
         name=config.run.name,
@@ -254,16 +254,6 @@ def _notes(task: TaskModule) -> tuple[str, ...]:
     if not isinstance(task, SupportsNotes):
         return ()
     return tuple(returned(SupportsNotes.notes, task.notes(), task))
-
-
-def _decode_notes(config: RunConfig) -> Iterator[str]:
-    values = [value for dataset in config.data.splits.values() for value in dataset.options.values()]
-    clips = any(isinstance(value, ComponentConfig) and value.kind == "video_reader" for value in values)
-    if clips and not config.data.loader.workers:
-        yield (
-            "with data.loader.workers: 0 the training process decodes, which cannot be ended:"
-            " data.decode_seconds does not hold, and a decoder that hangs stops the run"
-        )
 
 
 def _engine_notes(

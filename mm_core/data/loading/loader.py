@@ -32,8 +32,8 @@ from mm_core.contracts import (
 )
 from mm_core.data.loading.bucketed import BucketedSamples, BucketOrder
 from mm_core.data.loading.plain import PlainSamples
-from mm_core.data.loading.sampler import Order, SlotSpec
-from mm_core.data.loading.skipped import UnreadableError
+from mm_core.data.loading.sampler import Order, Slots, SlotSpec
+from mm_core.data.loading.skipped import UnreadableError, records_of
 from mm_core.data.loading.workers import StartWorker, read_by_workers, start_server
 from mm_core.data.media.limits import DecodeLimit, DecoderHungError
 from mm_core.errors import DataError, MMError, PartsError, RunWarning
@@ -174,7 +174,7 @@ class MicroBatchLoader:
         needed = [__name__, *(type(one).__module__ for one in (dataset, order, batch_transform))]
         context = start_server(needed) if workers else None
         limit = None if decode_seconds is None else DecodeLimit(decode_seconds)
-        self._slots = _Slots(order, share, steps, self.per_step)
+        self._slots = Slots(order, share, steps, self.per_step)
         self._loader: DataLoader[Batch | Fault] = DataLoader(
             _Reading(*self._sent),
             batch_size=None,
@@ -210,22 +210,6 @@ class MicroBatchLoader:
                 return
             except DecoderHungError:
                 reading = self._started(count)
-
-
-class _Slots:
-    """The sampler for torch's DataLoader: one list of rows for each micro-batch from `first` on."""
-
-    def __init__(self, order: Order, share: DataRanks, steps: range, per_step: int) -> None:
-        self.order, self.share, self.steps, self.per_step, self.first = order, share, steps, per_step, 0
-
-    def __iter__(self) -> Iterator[list[SlotSpec]]:
-        return self._from(self.first)
-
-    def _from(self, first: int) -> Iterator[list[SlotSpec]]:
-        taken, left_out = divmod(first, self.per_step)
-        for step in self.steps[taken:]:
-            yield from self.order.micro_batches(step, self.share.rank, self.share.count)[left_out:]
-            left_out = 0
 
 
 class AuthorCode:
@@ -385,11 +369,11 @@ class _Reading(AuthorCode, TorchDataset[Batch | Fault]):
             except CodeError:
                 raise
             except DataError as error:
-                tried += _records(error, index, replaced=True)
+                tried += records_of(error, index, replaced=True)
                 continue
             missing = sample.get("missing")
             if isinstance(missing, PartsError):
-                tried += _records(missing, index, replaced=False)
+                tried += records_of(missing, index, replaced=False)
                 sample = {name: value for name, value in sample.items() if name != "missing"}
             failures.extend(failure for failure in tried if failure not in failures)
             return {**sample, "key": slot.key, "weight": slot.weight}
@@ -411,13 +395,3 @@ class _Reading(AuthorCode, TorchDataset[Batch | Fault]):
             else:
                 sample = self.dataset[index]
             return self.checked(sample, Mapping, f"sample {index}", "a plain dict")
-
-
-def _records(error: DataError, index: int, replaced: bool) -> list[FailureRecord]:
-    """Failure records of an unreadable sample, or of each of its unreadable parts."""
-    if not isinstance(error, PartsError):
-        return [FailureRecord(error.where or f"sample {index}", index, error.what, replaced=replaced)]
-    return [
-        FailureRecord(fault.where or f"part {part}", index, fault.what, part, error.of, replaced)
-        for part, fault in error.faults.items()
-    ]

@@ -175,10 +175,8 @@ def read_pixels(
             if not _is(frame, torch.uint8, (*frame.shape[:2], 3)):
                 raise _returned(frame, "stream", reader, "torch.uint8 [Y, X, 3] for each frame")
             if pixels is None:
-                pixels, missing = (
-                    torch.empty(3, known[0][1], *size, dtype=torch.uint8),
-                    set(range(known[0][1])),
-                )
+                pixels = torch.empty(3, known[0][1], *size, dtype=torch.uint8)
+                missing = set(range(known[0][1]))
                 one = transform.frame_by_frame((frame.shape[0], frame.shape[1]), *size, rng)
             changed = one(frame)
             if not _is(changed, torch.uint8, (3, *size)):
