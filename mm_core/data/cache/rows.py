@@ -192,7 +192,11 @@ class CacheRows:
         self, sources: Sequence[Source], parts: Sequence[PartKey], hashes: FileHashes, fresh: bool = False
     ) -> Keys:
         """The keys [N,P] of sources; zeros for media that cannot be read."""
-        spans = [Span(each.path, *(each.span or ())) for each in sources if each.path is not None]
+        spans = [
+            Span(each.path, *(each.span or (0, -1)), clip=each.made.get("reader") is not None)
+            for each in sources
+            if each.path is not None
+        ]
         contents = iter(hashes.of(spans, fresh))
         rows: list[bytes] = []
         for source in sources:

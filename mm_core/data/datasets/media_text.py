@@ -23,6 +23,7 @@ from mm_core.data.datasets.video_text import Size, collate_clips, made_of
 from mm_core.data.media.frames import clip_times, read_frames
 from mm_core.data.media.image_headers import image_size
 from mm_core.data.media.images import read_photo
+from mm_core.data.media.limits import decoding
 from mm_core.data.media.readers import PyAVReader
 from mm_core.data.media.transforms import draws_of, levels_of, read_pixels, transform_of, transformed
 from mm_core.data.rows.annotations import inside
@@ -283,7 +284,7 @@ class MediaTextDataset:
         wanted, (num_frames, height, width) = self.wanted, size
         name, caption, fps = self.name_of(row), self.caption(row, rng), IMAGE_FPS
         start = self._start(rng)
-        with self.opened(row) as path:
+        with self.opened(row) as path, decoding(name):
             if row.medium == "image":
                 frame = read_photo(path, wanted.max_pixels).permute(1, 2, 0)[None]
                 pixels = transformed(self.transform, frame, (height, width), rng, name)

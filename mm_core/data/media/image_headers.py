@@ -10,6 +10,7 @@ from pathlib import Path
 
 from PIL import Image, ImageFile
 
+from mm_core.data.media.limits import decoding
 from mm_core.data.rows.paths import plain_file
 from mm_core.errors import DataError, MMError, plural
 
@@ -67,7 +68,7 @@ def opened_image(path: Path, max_pixels: int | None = None) -> Iterator[ImageFil
     if plain_file(path, "image", missing="there is no such image") == 0:
         raise DataError("the image is an empty file (0 bytes)", where=str(path), hint=_AGAIN)
     try:
-        with Image.open(path) as opened:
+        with decoding(str(path)), Image.open(path) as opened:
             if max_pixels is not None and opened.width * opened.height > max_pixels:
                 raise _too_large(f"{opened.width}x{opened.height}", path, max_pixels)
             yield opened

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fractions import Fraction
@@ -27,7 +29,7 @@ from mm_core.data.media.geometry import (
 )
 from mm_core.data.media.image_headers import check_still, opened_image
 from mm_core.data.media.images import read_image
-from mm_core.data.media.timeline import AGAIN, Replay, peek, timed, timeline
+from mm_core.data.media.timeline import AGAIN, Replay, packets_of, peek, timed, timeline
 from mm_core.data.rows.paths import plain_file
 from mm_core.errors import DataError, MMError, plain_reason, plural
 
@@ -39,10 +41,17 @@ _SEEK_FROM = 1.0  # seconds; before this, decoding from the start costs less tha
 EPSILON = 1e-3  # seconds; times and timestamps are compared within this (Matroska rounds to it)
 _BACK = (0.0, 2.0, 10.0)  # seconds before the first wanted time to which seeks go, one after another
 
-_OPTIONS = {
+OPTIONS = {
     "protocol_whitelist": "file",  # a playlist in disguise must not make FFmpeg open URLs
     "pattern_type": "none",  # `a%03d.jpg` is the name of one file, not a pattern
+    # Containers of one file; a playlist in disguise would open others.
+    "format_whitelist": "mov,mp4,matroska,webm,avi,mpeg,mpegts,flv,asf,ogg,mxf,dv,gif,apng,ivf,h264,hevc,"
+    "m4v,mjpeg,mpegvideo,yuv4mpegpipe,image2,jpeg_pipe,png_pipe,webp,webp_pipe,bmp_pipe,tiff_pipe,ppm_pipe",
 }
+_CONTAINERS = (
+    "MP4, MOV, 3GP, Matroska, WebM, AVI, MPEG-PS and -TS, FLV, WMV, Ogg, MXF, DV, IVF, bare H.264, HEVC and"
+    " MPEG streams, Y4M, GIF, APNG, and still pictures"
+)
 
 _PICTURE_RATE = 25.0  # frames per second of a still picture, as in FFmpeg
 
@@ -70,7 +79,7 @@ class Reader:
             picture = _picture(container, path)
             if picture is not None:
                 return _of_picture(picture), UPRIGHT, False
-            return _described(container.demux(stream), container, stream, path)
+            return _described(packets_of(container, stream), container, stream, path)
 
 
 class PyAVReader(Reader):
@@ -113,7 +122,7 @@ class PyAVReader(Reader):
                 times = checked_times(choose(_of_picture(picture)), path)
                 yield from _at_times(picture, times, path)
                 return
-            replay = Replay(container.demux(stream))
+            replay = Replay(packets_of(container, stream))
             times = checked_times(choose(_described(replay, container, stream, path)[0]), path)
             packets = replay.rest()
             if packets is not None and (yield from _read(packets, container, stream, times, path)):
@@ -128,23 +137,25 @@ class PyAVReader(Reader):
                 if picture is not None:
                     yield from _at_times(picture, times, path)
                     return
-                if (yield from _read(container.demux(stream), container, stream, times, path, sought)):
+                if (yield from _read(packets_of(container, stream), container, stream, times, path, sought)):
                     return
 
 
 @contextmanager
 def opened(path: Path, max_pixels: int) -> Iterator[tuple[InputContainer, VideoStream]]:
-    """(container, its first real video stream), checked by its header before anything is decoded. DataError
+    """(container, its video stream), checked by its header before anything is decoded. DataError
     for errors in the block as well, since a damaged file may have a good header."""
     if plain_file(path, "video") == 0:
         raise DataError("the video is an empty file (0 bytes)", where=str(path), hint=AGAIN)
     try:
-        container = av.open(absolute_name(path), metadata_errors="replace", options=_OPTIONS)
+        container = av.open(absolute_name(path), metadata_errors="replace", options=OPTIONS)
     except FAULTS as error:
+        listed = getattr(error, "errno", None) != errno.EINVAL
         raise DataError(
-            f"this is not a readable video: {plain_reason(error)}",
+            f"this is not a readable video: {plain_reason(error) if listed else 'no container that is read'}",
             where=str(path),
-            hint="the file may be truncated, damaged, or in a format that FFmpeg does not support",
+            accepted=None if listed else _CONTAINERS,
+            hint="the file may be truncated, damaged, or in a format that is not supported",
         ) from None
     try:
         with container:
@@ -163,9 +174,8 @@ def absolute_name(path: Path) -> str:
 
 
 def _stream(container: InputContainer, path: Path, max_pixels: int) -> VideoStream:
-    """The container's first real video stream, ready to decode. DataError if there is none."""
-    covers = av.stream.Disposition.attached_pic  # the cover picture of an audio file is not a video
-    streams = [s for s in container.streams.video if not s.disposition & covers]
+    """The container's `shown_stream`, ready to decode. DataError if there is none."""
+    streams = streams_of(container)
     if not streams:
         kinds = sorted({s.type for s in container.streams})
         raise DataError(
@@ -173,7 +183,7 @@ def _stream(container: InputContainer, path: Path, max_pixels: int) -> VideoStre
             where=str(path),
             hint="use a file that contains a video, or remove it from the data",
         )
-    stream = streams[0]
+    stream = shown_stream(streams)
     if stream.codec_context is None:
         raise DataError(
             "FFmpeg does not support the codec of this video",
@@ -191,6 +201,26 @@ def _stream(container: InputContainer, path: Path, max_pixels: int) -> VideoStre
     stream.codec_context.thread_count = 1  # data workers already run in parallel
     stream.codec_context.thread_type = "NONE"
     return stream
+
+
+def streams_of(container: InputContainer) -> list[VideoStream]:
+    """The video streams of a container; the cover picture of an audio file is none."""
+    return [s for s in container.streams.video if not s.disposition & av.stream.Disposition.attached_pic]
+
+
+def shown_stream(streams: Sequence[VideoStream]) -> VideoStream:
+    """The stream that players show: the default one, else the longest."""
+    if len(streams) == 1:
+        return streams[0]
+    usual = av.stream.Disposition.default
+    return max(streams, key=lambda each: (bool(each.disposition & usual), _length(each)))
+
+
+def _length(stream: VideoStream) -> float:
+    """Seconds of a stream: in Matroska by a tag, since FFmpeg gives each stream the length of all."""
+    if found := re.match(r"(\d+):(\d+):(\d+(?:\.\d+)?)", stream.metadata.get("DURATION", "")):
+        return 3600.0 * int(found[1]) + 60 * int(found[2]) + float(found[3])
+    return float((stream.duration or 0) * stream.time_base) if stream.time_base else 0.0
 
 
 def _picture(container: InputContainer, path: Path) -> Tensor | None:
@@ -285,7 +315,7 @@ def _from_keyframe(
         # If the file itself is damaged, reading from the start raises the error again.
         with suppress(*FAULTS):
             container.seek(target, stream=stream, backward=True)
-            packets = dropwhile(lambda packet: not packet.is_keyframe, container.demux(stream))
+            packets = dropwhile(lambda packet: not packet.is_keyframe, packets_of(container, stream))
             frames = timed(packets, container, path, seeked=True)
             if (yield from _pick(frames, stream, wanted, path, zero)):
                 return True

@@ -13,6 +13,7 @@ Medium = Literal["image", "clip"]
 
 IMAGES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".tif", ".tiff", ".bmp"})
 CLIPS = frozenset({".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".gif"})
+CLIPS |= {".flv", ".wmv", ".3gp"}
 """Suffixes of files, in lower case."""
 
 _MEDIA: Mapping[str, Medium] = {**dict.fromkeys(CLIPS, "clip"), **dict.fromkeys(IMAGES, "image")}

@@ -1,0 +1,44 @@
+"""Which clips are read otherwise than in version 1 of the feature cache: their features have other keys."""
+
+from __future__ import annotations
+
+import errno
+from io import BytesIO
+from pathlib import Path
+
+import av
+
+from mm_core.data.media.geometry import see_through
+from mm_core.data.media.readers import FAULTS, OPTIONS, absolute_name, shown_stream, streams_of
+from mm_core.data.media.timeline import hides_alpha
+
+
+def read_anew(path: Path, start: int = 0, size: int = -1) -> bool:
+    """Whether the frames of a clip are others than before, or it is read or refused since then.
+
+    Args:
+        path: the file, or an archive.
+        start: first byte of a member of the archive.
+        size: number of bytes of the member; -1: all of the file.
+    """
+    source: str | BytesIO = absolute_name(path)
+    if size >= 0:
+        with path.open("rb") as file:
+            file.seek(start)
+            source = BytesIO(file.read(size))
+    try:
+        with av.open(source, metadata_errors="replace", options=OPTIONS) as container:
+            streams = streams_of(container)
+            if not streams:
+                return False
+            shown = shown_stream(streams)
+            if shown is not streams[0]:
+                return True
+            codec = shown.codec_context
+            if codec is None or codec.name == "gif":  # what is transparent in a GIF was white
+                return False
+            if codec.name == "mjpeg":  # was refused with EXIF
+                return b"Exif\0\0" in bytes(next(container.demux(shown)))
+            return hides_alpha(shown) or (codec.format is not None and see_through(codec.format, shown))
+    except FAULTS as error:
+        return getattr(error, "errno", None) == errno.EINVAL  # not in the list of formats
