@@ -269,7 +269,7 @@ class SourceReader:
             if named:
                 found = {name: values[each] for name, each in zip(named, own, strict=True)}
                 if separated:
-                    found = {name: number_of(value) for name, value in found.items()}
+                    found = {name: number_of(value) if value else None for name, value in found.items()}
                 given = {**facts._asdict(), **{k: v for k, v in found.items() if v is not None}}
                 if not self._admits(given):
                     yield None
@@ -292,7 +292,7 @@ class SourceReader:
                 return True
             self._left_out(f"where: {self.source.where}")
         except TypeError as error:
-            empty = [name for name, value in given.items() if value is None]
+            empty = [name for name, value in given.items() if value is None or value != value]
             self._left_out(f"where: {' and '.join(empty)} unknown" if empty else f"where: {error}")
         return False
 
