@@ -144,7 +144,7 @@ class MappedRows(Sequence[MediaRow]):
             return [self[place] for place in range(*index.indices(len(self)))]
         place = range(len(self))[index]  # negative ones too; IndexError outside
         start, end = (int(self._ends[place - 1]) if place else 0), int(self._ends[place])
-        path, *captions = self._text[start:end].tobytes().decode().split(_BETWEEN)
+        path, *captions = self._text[start:end].tobytes().decode(errors="surrogateescape").split(_BETWEEN)
         source, image, frames, height, width, fps, archive, first, size = self.facts[place].item()
         sizes = (frames or None, fps or None, height or None, width or None)
         return MediaRow(
@@ -198,7 +198,7 @@ class MappedRows(Sequence[MediaRow]):
             joined = _BETWEEN.join((path, *captions))
             if joined.count(_BETWEEN) > len(captions):
                 joined = _BETWEEN.join(word.replace(_BETWEEN, " ") for word in (path, *captions))
-            text += joined.encode()
+            text += joined.encode(errors="surrogateescape")
             ends.append(len(text))
         np.save(folder / "facts.npy", np.frombuffer(facts, dtype=_FACTS))
         np.save(folder / "text.npy", np.frombuffer(text, dtype=np.uint8))

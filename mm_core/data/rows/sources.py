@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from mm_core.builtin.configs.data import MediaColumns, MediaSource
 from mm_core.data.rows.annotations import describe_faults, escapes
 from mm_core.data.rows.archives import Member, read_archive
-from mm_core.data.rows.captions import half_character
+from mm_core.data.rows.captions import half_character, unnameable
 from mm_core.data.rows.json_rows import RowFile, kind_of
 from mm_core.data.rows.media_rows import (
     CAPTIONS,
@@ -337,6 +337,8 @@ def _fault(path: object, texts: Sequence[str], caption: object) -> str | None:
         return f"the path is {kind_of(path)}, not a file name"
     if escapes(path):
         return f"the path {path!r} leads outside the folder"
+    if not path.isascii() and (half := unnameable(path)):
+        return f"the path contains {half}, half of a character"
     if not texts:
         return f"the caption is {kind_of(caption)}, not a text or a list of texts"
     for text in texts:

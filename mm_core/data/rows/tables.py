@@ -237,7 +237,7 @@ def parquet_batches(
             for batch in table.iter_batches(columns=sorted({name for name in names if name is not None})):
                 batch.validate(full=True)  # text that is not UTF-8
                 yield batch, names
-    except (ArrowException, OSError) as error:
+    except (ArrowException, OSError, UnicodeError) as error:
         what = f"the table cannot be read as Parquet: {' '.join(str(error).split())[:200]}"
         raise DataError(what, where=str(file)) from None
 
