@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pytest
@@ -401,9 +402,9 @@ def test_of_two_that_claim_at_once_one_has_the_chunk(tmp_path, monkeypatch, dead
         taken.append(other.take("a"))
         return token(size)
 
-    read = Path.read_text
+    read = claims.open_plain
 
-    def looked(path: Path) -> str:
+    def looked(path: Path) -> IO[bytes]:
         if dead:
             return read(path)
         monkeypatch.undo()
@@ -413,7 +414,7 @@ def test_of_two_that_claim_at_once_one_has_the_chunk(tmp_path, monkeypatch, dead
             taken.append(other.take("a"))
 
     monkeypatch.setattr(claims.secrets, "token_hex", meanwhile)
-    monkeypatch.setattr(Path, "read_text", looked)
+    monkeypatch.setattr(claims, "open_plain", looked)
     assert not one.take("a") and taken == [True]
     one.release_all()
     assert not Claims(tmp_path).take("a"), "it is the other's still"

@@ -144,6 +144,18 @@ def clean_caption(text: str) -> str:
     return " ".join(text.split())
 
 
+def unnameable(path: str) -> str | None:
+    """The first letter of a path that no file name has, as an escape; None if there is none.
+
+    Python writes bytes of names that are not UTF-8 as the surrogates U+DC80 to U+DCFF: they are files' names.
+    """
+    try:
+        path.encode(errors="surrogateescape")
+    except UnicodeEncodeError as error:
+        return ascii(path[error.start])[1:-1]
+    return None
+
+
 def half_character(text: str) -> str | None:
     """The first unpaired surrogate in a sample's text, as an escape; None if there is none.
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from mm_core.builtin.configs.data import MediaColumns, MediaSource
 from mm_core.data.rows.annotations import describe_faults, escapes
 from mm_core.data.rows.archives import Member, archives_of, beside_archives, read_archive
-from mm_core.data.rows.captions import half_character, walked
+from mm_core.data.rows.captions import half_character, unnameable, walked
 from mm_core.data.rows.json_rows import RowFile, kind_of
 from mm_core.data.rows.media_rows import (
     CAPTIONS,
@@ -281,7 +281,7 @@ class SourceReader:
             if named:
                 found = {name: values[each] for name, each in zip(named, own, strict=True)}
                 if separated:
-                    found = {name: number_of(value) for name, value in found.items()}
+                    found = {name: number_of(value) if value else None for name, value in found.items()}
                 given = {**facts._asdict(), **{k: v for k, v in found.items() if v is not None}}
                 if not self._admits(given):
                     yield None
@@ -304,7 +304,7 @@ class SourceReader:
                 return True
             self._left_out(f"where: {self.source.where}")
         except TypeError as error:
-            empty = [name for name, value in given.items() if value is None]
+            empty = [name for name, value in given.items() if value is None or value != value]
             self._left_out(f"where: {' and '.join(empty)} unknown" if empty else f"where: {error}")
         return False
 
@@ -349,6 +349,8 @@ def _fault(path: object, texts: Sequence[str], caption: object) -> str | None:
         return f"the path is {kind_of(path)}, not a file name"
     if escapes(path):
         return f"the path {path!r} leads outside the folder"
+    if not path.isascii() and (half := unnameable(path)):
+        return f"the path contains {half}, half of a character"
     if not texts:
         return f"the caption is {kind_of(caption)}, not a text or a list of texts"
     for text in texts:

@@ -14,7 +14,7 @@ from mm_core.errors import DataError, did_you_mean, plural
 if TYPE_CHECKING:
     from _csv import Reader
 
-    from pyarrow import RecordBatch
+    from pyarrow import Array, RecordBatch, Scalar
 
 Column = str | int
 """The name of a column, or its number from 0."""
@@ -237,14 +237,31 @@ def parquet_batches(
             for batch in table.iter_batches(columns=sorted({name for name in names if name is not None})):
                 batch.validate(full=True)  # text that is not UTF-8
                 yield batch, names
-    except (ArrowException, OSError) as error:
+    except (ArrowException, OSError, UnicodeError) as error:
         what = f"the table cannot be read as Parquet: {' '.join(str(error).split())[:200]}"
         raise DataError(what, where=str(file)) from None
 
 
+def _cells(column: Array) -> list[object]:
+    """The values of a column; None for those that Python cannot hold, such as a date in the year 10000."""
+    try:
+        values: list[object] = column.to_pylist()
+        return values
+    except (ValueError, OverflowError):
+        return [_cell(each) for each in column]
+
+
+def _cell(scalar: Scalar) -> object:
+    try:
+        value: object = scalar.as_py()
+        return value
+    except (ValueError, OverflowError):
+        return None
+
+
 def batch_cells(batch: Batch, before: int) -> Iterator[Cells]:
     """The rows of a batch, of which `before` precede it in the table."""
-    table: Mapping[str, list[object]] = batch[0].to_pydict()
+    table = {name: _cells(batch[0].column(name)) for name in set(batch[1]) - {None}}
     absent = [None] * batch[0].num_rows
     cells = (absent if name is None else table[name] for name in batch[1])
     for number, values in enumerate(zip(*cells, strict=True), before + 1):

@@ -24,6 +24,8 @@ ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant"
 
 PLACEHOLDER = re.compile("<(image|video)>")
 
+_URL = re.compile(r"(?i)(https?|ftp|file|s3|gs|data)(?=:)")
+
 _PATHS = ("path", "url", "image", "video")
 """Fields in which a part of a turn may name its file."""
 
@@ -251,9 +253,14 @@ def _part(part: object, number: int, own: list[tuple[Medium, str]]) -> Mapping[s
     kind = given.get("type")
     if kind == "text" and isinstance(given.get("text"), str):
         return {"type": "text", "text": given["text"]}
+    if kind == "image_url":  # of OpenAI's format: a text, or {"url": text, "detail": ..}
+        named = given.get("image_url")
+        own.append(("image", _path(named.get("url") if isinstance(named, Mapping) else named)))
+        return {"type": "image", "named": "yes"}
     if kind not in ("image", "video"):
         raise _Fault(
-            f"turn {number} has a part of unknown type", 'parts {"type": "text" | "image" | "video", ..}'
+            f"turn {number} has a part of unknown type",
+            'parts {"type": "text" | "image" | "image_url" | "video", ..}',
         )
     path = next((given[name] for name in _PATHS if name in given), None)
     if path is not None:
@@ -293,13 +300,20 @@ def _files(row: Mapping[str, object], kind: str) -> list[str]:
     found: list[str] = []
     for key in (kind, f"{kind}s"):
         value = row.get(key)
-        found += [_path(path) for path in (value if isinstance(value, list) else [value]) if path is not None]
+        if value not in _NOTHING:
+            found += [
+                _path(path) for path in (value if isinstance(value, list) else [value]) if path is not None
+            ]
     return found
 
 
 def _path(path: object) -> str:
     if not isinstance(path, str) or not path:
         raise _Fault(f"{path!r} is not a path to an image or video", "a relative path")
+    if scheme := _URL.match(path):
+        raise _Fault(
+            f"{path[:60]!r} is a URL ({scheme[1].lower()}:), which is not read", "the path of a file"
+        )
     if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
         raise _Fault(f"the path {path!r} leads outside the folder", "a relative path below the folder")
     if not _is_unicode(path):
