@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         start_server,
     )
     from mm_core.data.media.frames import read_frames
-    from mm_core.data.media.image_headers import opened_image
+    from mm_core.data.media.image_headers import opened_image, upright_size
     from mm_core.data.media.images import read_image
     from mm_core.data.media.readers import PyAVReader
     from mm_core.data.media.transforms import ResizeCrop
@@ -51,6 +51,7 @@ __all__ = [
     "read_image",
     "read_prompts",
     "start_server",
+    "upright_size",
     "write_clips",
 ]
 
