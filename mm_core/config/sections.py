@@ -142,6 +142,8 @@ class DataSection:
     test: Annotated[ComponentConfig, Kind("dataset")] | None = None  # evaluated once, after the last step
     loader: LoaderSection = field(default_factory=LoaderSection)
     cache: CacheSection | None = None  # null: encoders run in every step
+    decode_seconds: Annotated[float, Range(ge=0.1, le=86400)] = 60.0
+    """how long a data worker may decode one file; the worker is then ended, and the file is unreadable"""
 
     @property
     def splits(self) -> dict[str, ComponentConfig]:

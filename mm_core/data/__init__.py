@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mm_core.data.media.frames import read_frames
     from mm_core.data.media.image_headers import opened_image, upright_size
     from mm_core.data.media.images import read_image
+    from mm_core.data.media.limits import decoding
     from mm_core.data.media.readers import PyAVReader
     from mm_core.data.media.transforms import ResizeCrop
     from mm_core.data.media.video_files import write_clips
@@ -42,6 +43,7 @@ __all__ = [
     "check_folder",
     "check_stop",
     "collate_clips",
+    "decoding",
     "inside",
     "kind_of",
     "moving_shapes",

@@ -64,6 +64,7 @@ class EvaluationData:
         seed: the run's.
         loader: settings of the data loader, as in training.
         device: that batches are copied to.
+        decode_seconds: see `MicroBatchLoader`.
 
     Raises:
         DataError: the dataset has no rows.
@@ -81,6 +82,7 @@ class EvaluationData:
         seed: int,
         loader: LoaderSection,
         device: torch.device,
+        decode_seconds: float | None = None,
     ) -> None:
         if not len(dataset):
             raise DataError("the dataset has no rows to evaluate", where=where, hint="check its file")
@@ -89,6 +91,7 @@ class EvaluationData:
         self._dataset, self._where, self._transform = dataset, where, transform
         self._share = ranks
         self._seed, self._loader, self._device = seed, loader, device
+        self._decode_seconds = decode_seconds
         self._plan: Order = (
             in_evaluation(dataset, self.rows, ranks.count, seed)
             if isinstance(dataset, BucketedSamples)
@@ -121,6 +124,7 @@ class EvaluationData:
             prefetch=self._loader.prefetch,
             pin_memory=self._loader.pin_memory,
             device_type=self._device.type,
+            decode_seconds=self._decode_seconds,
         )
         try:
             for batch in loader:

@@ -132,6 +132,7 @@ class Validator:
                 seed=config.run.seed,
                 loader=config.data.loader,
                 device=engine.device,
+                decode_seconds=config.data.decode_seconds,
             )
 
     # -- held-out loss -------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
@@ -26,6 +26,7 @@ from mm_core.data.cache.shards import FAULTY, SHARD_BYTES, Keys, finite, size_of
 from mm_core.data.cache.store import Store
 from mm_core.data.loading.loader import faults_raised
 from mm_core.data.loading.workers import StartWorker, read_by_workers, start_server
+from mm_core.data.media.limits import DecodeLimit, DecoderHungError
 from mm_core.device import current_device, set_numerics
 from mm_core.errors import CacheError, DataError
 from mm_core.loading.frozen import load_frozen
@@ -125,6 +126,22 @@ def _repair(store: Store, built: Built, show: Callable[[Progress], None]) -> Non
 
 _Entry = tuple[Keys, Features]
 _Chunk = tuple[str, list[int]]
+
+
+class _Asked:
+    """What workers are to read, in order; what has not come when they end is asked of the next ones again."""
+
+    def __init__(self, wanted: Iterator[Wanted]) -> None:
+        self._rest, self._waiting = wanted, deque[Wanted]()
+
+    def __iter__(self) -> Iterator[Wanted]:
+        yield from [*self._waiting]
+        for one in self._rest:
+            self._waiting.append(one)
+            yield one
+
+    def came(self) -> None:
+        self._waiting.popleft()
 
 
 class _Build:
@@ -237,19 +254,27 @@ class _Build:
                 yield Read(chunk, [(texts, [number for number in own if number not in bad])], faults)
 
     def _media(self, chunks: Iterable[_Chunk]) -> Generator[Read, None, None]:
-        loader = self.config.data.loader
+        loader, asked = self.config.data.loader, _Asked(self._in_batches(chunks))
         context = start_server([Reading.__module__]) if loader.workers else None
+        limit = DecodeLimit(self.config.data.decode_seconds)
         batches: DataLoader[Any] = DataLoader(
             Reading(self.splits, self.config.run.seed),
             batch_size=None,
-            sampler=self._in_batches(chunks),
+            sampler=asked,
             num_workers=loader.workers,
             prefetch_factor=loader.prefetch if loader.workers else None,
-            worker_init_fn=StartWorker() if loader.workers else None,
+            worker_init_fn=StartWorker(limit) if loader.workers else None,
             multiprocessing_context=context,
             generator=torch.Generator().manual_seed(0),
         )
-        yield from faults_raised(read_by_workers(batches, self.splits))
+        while True:
+            try:
+                for read in faults_raised(read_by_workers(batches, self.splits)):
+                    asked.came()
+                    yield read
+                return
+            except DecoderHungError:
+                continue  # new workers refuse its file
 
     def _in_batches(self, chunks: Iterable[_Chunk]) -> Iterator[Wanted]:
         """Items of a chunk that have one size, as many as a micro-batch has."""

@@ -48,6 +48,7 @@ from mm_core.plan.bucketing import (
     check_sizes_set,
     mean_step,
 )
+from mm_core.plan.decoding import decode_notes
 from mm_core.plan.length import check_schedule, profile_notes
 from mm_core.plan.model_states import StageBytes, model_states
 from mm_core.plan.padding import padding_notes
@@ -184,6 +185,7 @@ def make_plan(
     steps = _steps(config, size, order, train)
     check_schedule(config, steps)
     notes = (*untested_torch(), *_notes(task), *padding_notes(config, task), *profile_notes(config, steps))
+    notes = (*notes, *decode_notes(config))
     modules = _modules(task)
     return RunPlan(
         name=config.run.name,

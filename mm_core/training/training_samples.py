@@ -90,6 +90,7 @@ def make_loader(
         prefetch=section.prefetch,
         pin_memory=section.pin_memory,
         device_type=engine.device.type,
+        decode_seconds=config.data.decode_seconds,
     )
 
 

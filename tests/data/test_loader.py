@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import multiprocessing
 import os
@@ -24,6 +25,7 @@ from mm_core.data.datasets.video_text import VideoTextDataset
 from mm_core.data.loading.loader import CodeError, MicroBatchLoader
 from mm_core.data.loading.sampler import BatchPlan, Order, SlotSpec
 from mm_core.data.loading.skipped import SkipLedger, UnreadableError
+from mm_core.data.media.limits import decoding
 from mm_core.errors import ContractError, DataError, PartsError, RunWarning
 from mm_core.plugin.local import import_file, module_name, read_local
 from support import ranks, warm
@@ -67,6 +69,16 @@ class Stuck(Numbers):
         if index in self.bad:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().sample_at(index, rng)
+
+
+class Hangs(Numbers):
+    """Never comes back from some samples: in one call of C, which no thread of the process outlives."""
+
+    def sample_at(self, index: int, rng: Randomness) -> dict[str, Any]:
+        with decoding(f"n/{index}"):
+            if index in self.bad:
+                ctypes.PyDLL(None).sleep(3600)
+        return super(Hangs, Hangs(self.size)).sample_at(index, rng)
 
 
 def upper(batch: Batch) -> Batch:
@@ -352,6 +364,19 @@ def test_a_worker_that_dies_is_a_readable_error() -> None:
     with pytest.raises(DataError, match="a data worker") as caught:
         list(loader(Stuck(8, bad=(2,)), workers=1))
     assert "lower data.loader.workers" in str(caught.value.hint)
+
+
+@pytest.mark.slow
+def test_a_decoder_that_hangs_is_replaced_as_an_unreadable_sample_is() -> None:
+    """From the micro-batch on that is missing, within a step too; the third time costs nothing."""
+    hangs = loader(Hangs(12, bad=(4, 9)), workers=2, decode_seconds=3.0, end_step=8)
+    read = [*hangs, *hangs]
+    expected = [*loader(Numbers(12, bad=(4, 9)), end_step=8)] * 2
+    assert [batch.ids for batch in read] == [batch.ids for batch in expected]
+    assert [batch.drawn for batch in read] == [batch.drawn for batch in expected]
+    failures = [[(one.id, one.index) for one in batch.failures] for batch in read]
+    assert failures == [[(one.id, one.index) for one in batch.failures] for batch in expected]
+    assert {one.reason for batch in read for one in batch.failures} == {"the decoder did not end within 3 s"}
 
 
 def test_workers_ignore_signals_to_the_group_and_end_with_the_iterator() -> None:

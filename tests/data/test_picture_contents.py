@@ -13,8 +13,11 @@ import torch
 from PIL import Image, ImageCms, ImageOps, features
 
 from mm_core.builtin.configs.data import MediaSource
+from mm_core.data.cache.hashes import FileHashes
+from mm_core.data.cache.rows import CacheRows, PartKey
 from mm_core.data.datasets.media_text import MediaTextDataset
 from mm_core.data.datasets.video_text import VideoTextDataset
+from mm_core.data.media import versions
 from mm_core.data.media.image_headers import image_size
 from mm_core.data.media.images import read_photo
 from mm_core.data.media.readers import PyAVReader
@@ -233,3 +236,56 @@ def test_a_picture_larger_than_the_readers_limit_is_refused_before_it_is_decoded
     Image.fromarray(NOISE).save(tmp_path / "a", "PNG")
     with pytest.raises(DataError, match="frames of 80x40 are larger than the reader's max_pixels"):
         PyAVReader(max_pixels=100).read(tmp_path / "a", [0.0])
+
+
+def keys(data: MediaTextDataset, folder: Path) -> list[bytes]:
+    rows = CacheRows(data, None, 1, 0)
+    found = rows.keys(
+        [(row, 0) for row in range(len(rows))], [PartKey("pixels", False, bytes(16))], FileHashes(folder)
+    )
+    return [each.tobytes() for each in found]
+
+
+def test_the_cache_encodes_anew_the_pictures_that_are_read_otherwise_and_no_others(tmp_path, monkeypatch):
+    image = Image.fromarray(NOISE)
+    srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    clear = image.convert("RGBA")
+    clear.putalpha(100)
+    image.save(tmp_path / "p3.jpg", icc_profile=p3())
+    clear.save(tmp_path / "clear", "PNG")
+    image.save(tmp_path / "profiled", "JPEG", icc_profile=p3())
+    image.save(tmp_path / "plain.jpg")
+    image.save(tmp_path / "srgb.png", icc_profile=srgb)
+    image.convert("CMYK").save(tmp_path / "cmyk.jpg", icc_profile=b"any")
+    clear.save(tmp_path / "clear.png")
+    exif = Image.Exif()
+    exif[ORIENTATION] = 6
+    image.save(tmp_path / "turned.jpg", exif=exif)
+    image.save(tmp_path / "turned.tif", tiffinfo={ORIENTATION: 6})
+    image.save(tmp_path / "opaque", "PNG")
+    image.save(tmp_path / "still.png", "GIF")
+    others = [
+        "plain.jpg",
+        "srgb.png",
+        "cmyk.jpg",
+        "clear.png",
+        "turned.jpg",
+        "turned.tif",
+        "opaque",
+        "still.png",
+    ]
+    data = media(tmp_path, "p3.jpg", "clear", "profiled", *others)
+    now = keys(data, tmp_path / "a")
+    assert now == keys(data, tmp_path / "b") and len({*now}) == len(now)
+    monkeypatch.setattr(versions, "read_anew", lambda *given, **more: False)  # what version 1 had
+    before = keys(data, tmp_path / "c")
+    assert [one != other for one, other in zip(now, before, strict=True)] == [True] * 3 + [False] * len(
+        others
+    )
+
+
+def test_a_clip_under_the_suffix_of_a_picture_has_the_key_of_its_frames(tmp_path, encode):
+    encode(tmp_path / "c.mp4", 6).rename(tmp_path / "c.jpg")
+    data = media(tmp_path, "c.jpg", num_frames=5, size=None)
+    one, other = (data.source_of(0, (frames, 16, 16), None).made for frames in (1, 5))
+    assert (one["frames"], other["frames"]) == (1, 5)

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from mm_core.data.loading import loader, workers
+from mm_core.data.media.limits import DecodeLimit, DecoderHungError
 from mm_core.errors import DataError
 from mm_core.runtime import leftovers as aftermath
 from support import ranks
@@ -223,6 +224,19 @@ def test_a_death_that_breaks_the_thread_that_pins_memory(
         raise PINNING
     assert caught.value.where == "process 41, exit status -9"
     assert killed == [42]  # the number of one that has ended may be another process's
+
+
+def test_a_decoder_that_hangs_is_named_where_memory_is_pinned_too(tmp_path: Path) -> None:
+    start = workers.StartWorker(limit := DecodeLimit(3))
+    start.folder = tmp_path
+    (tmp_path / "decoding_41").write_bytes(b"clips/a.mp4\0what a longer name has left")
+    reading = StandInForAccelerator([StandInWorker(41, -signal.SIGALRM)])
+    with (
+        pytest.raises(DecoderHungError, match="the decoder did not end within 3 s"),
+        workers.deaths_explained(reading, start),
+    ):
+        raise PINNING
+    assert limit.hung == {"clips/a.mp4"}
 
 
 def test_a_batch_that_the_pinning_thread_could_not_take() -> None:

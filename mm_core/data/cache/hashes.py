@@ -6,7 +6,7 @@ import hashlib
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property
@@ -27,14 +27,23 @@ FILES = "files"
 _RECENT = 2 * 10**9  # nanoseconds in which a file may change again without another time
 _MOST_FILES = 32
 _THREADS = 8
+_CLIPS = b"clips 2"
+_IMAGES = b"images 2"
+"""Versions of how clips and images are read."""
+_AS_EVER = bytes(16)
 
 
 class Span(NamedTuple):
-    """A file, or `size` bytes of it from `start`."""
+    """A file, or `size` bytes of it from `start`.
+
+    With `clip` or `image`, the hash is another one if it has changed how this clip or image is read.
+    """
 
     path: Path
     start: int = 0
     size: int = -1
+    clip: bool = False
+    image: bool = False
 
 
 def digest(*parts: bytes) -> bytes:
@@ -82,6 +91,23 @@ class FileHashes:
             fresh: whether known ones are read again.
         """
         names = [_name(span) for span in spans]
+        found = self._of(spans, names, _hashed, fresh)
+        media = [n for n, each in enumerate(spans) if (each.clip or each.image) and found[n] is not None]
+        versions = [(digest(names[n][0], _version(spans[n])), names[n][1]) for n in media]
+        marks = self._of([spans[n] for n in media], versions, _marked, fresh)
+        for n, mark in zip(media, marks, strict=True):
+            if mark != _AS_EVER:
+                found[n] = digest(found[n] or b"", mark or b"")
+        return found
+
+    def _of(
+        self,
+        spans: Sequence[Span],
+        names: Sequence[tuple[bytes, int | None]],
+        read: Callable[[Span], bytes | None],
+        fresh: bool,
+    ) -> list[bytes | None]:
+        """16 bytes of each span under its name: known ones, or what is read."""
         keys = np.frombuffer(b"".join(key for key, _ in names), _KNOWN.descr[:2])
         places = self._lookup.find(keys).tolist()
         found = [
@@ -91,13 +117,13 @@ class FileHashes:
         there = [n for n, (_, changed) in enumerate(names) if changed is not None]
         unknown = [n for n in there if fresh or found[n] is None]
         if unknown:
-            self.read += len(unknown)
+            self.read += len(unknown) * (read is _hashed)
             with ThreadPoolExecutor(_THREADS) as pool:
-                for place, read in zip(unknown, pool.map(_hashed, (spans[n] for n in unknown)), strict=True):
-                    found[place] = read
+                for place, fact in zip(unknown, pool.map(read, (spans[n] for n in unknown)), strict=True):
+                    found[place] = fact
                     key, changed = names[place]
-                    if read is not None and changed is not None and time.time_ns() - changed > _RECENT:
-                        self._new[key] = read
+                    if fact is not None and changed is not None and time.time_ns() - changed > _RECENT:
+                        self._new[key] = fact
         return found
 
     def save(self) -> None:
@@ -129,6 +155,19 @@ def _name(span: Span) -> tuple[bytes, int | None]:
         return bytes(16), None
     name = f"{span.path.absolute()}\0{found.st_size}\0{found.st_mtime_ns}\0{span.start}\0{span.size}"
     return digest(os.fsencode(name)), found.st_mtime_ns
+
+
+def _version(span: Span) -> bytes:
+    return _CLIPS if span.clip else _IMAGES
+
+
+def _marked(span: Span) -> bytes:
+    """How a clip or image is read by its header: `_AS_EVER`, or the version since which it is so."""
+    from mm_core.data.media.versions import read_anew
+
+    with suppress(OSError):
+        return digest(_version(span)) if read_anew(*span[:3], clip=span.clip) else _AS_EVER
+    return _AS_EVER
 
 
 def _hashed(span: Span) -> bytes | None:

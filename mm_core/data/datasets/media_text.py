@@ -21,8 +21,9 @@ from mm_core.data.datasets import Sample
 from mm_core.data.datasets.media_sizes import sizes_of
 from mm_core.data.datasets.video_text import Size, collate_clips, made_of
 from mm_core.data.media.frames import clip_times, read_frames
-from mm_core.data.media.image_headers import image_size, unless_clip
+from mm_core.data.media.image_headers import holds_clip, image_size, unless_clip
 from mm_core.data.media.images import read_photo
+from mm_core.data.media.limits import decoding
 from mm_core.data.media.readers import PyAVReader
 from mm_core.data.media.transforms import draws_of, levels_of, read_pixels, transform_of, transformed
 from mm_core.data.rows.annotations import inside
@@ -132,19 +133,20 @@ class MediaTextDataset:
             DataError: its path or its caption cannot be used.
         """
         size, own = size or self._size, self.rows[row]
-        if own.medium == "image":
-            size = (1, *size[1:])
-        made = self._made.get((own.medium, size))
-        if made is None:
-            reader = self.reader if own.medium == "clip" else None
-            made = made_of(size, self.wanted.fps, self.transform, reader)
-            if reader is None:
-                made["max_pixels"] = self.wanted.max_pixels
-            self._made[own.medium, size] = made
         place = self.sources[own.source]
         path = inside(place.folder, own.path) if own.archive is None else place.archives[own.archive]
         span = None if own.archive is None else (own.start, own.size)
-        start = (self._start(rng),) if own.medium == "clip" else ()
+        medium = "clip" if own.medium == "image" and holds_clip(path, span or (0, -1)) else own.medium
+        if medium == "image":
+            size = (1, *size[1:])
+        made = self._made.get((medium, size))
+        if made is None:
+            reader = self.reader if medium == "clip" else None
+            made = made_of(size, self.wanted.fps, self.transform, reader)
+            if reader is None:
+                made["max_pixels"] = self.wanted.max_pixels
+            self._made[medium, size] = made
+        start = (self._start(rng),) if medium == "clip" else ()
         drawn = (*start, *draws_of(self.transform, rng))
         return Source(self.name_of(own), self.caption(own, rng), made, path, span, drawn)
 
@@ -287,7 +289,7 @@ class MediaTextDataset:
         wanted, (num_frames, height, width) = self.wanted, size
         name, caption, fps = self.name_of(row), self.caption(row, rng), IMAGE_FPS
         start = self._start(rng)
-        with self.opened(row) as path:
+        with self.opened(row) as path, decoding(name):
             photo = self.photo(row, path)
             if photo is not None:
                 pixels = transformed(self.transform, photo, (height, width), rng, name)

@@ -32,9 +32,10 @@ from mm_core.contracts import (
 )
 from mm_core.data.loading.bucketed import BucketedSamples, BucketOrder
 from mm_core.data.loading.plain import PlainSamples
-from mm_core.data.loading.sampler import Order, SlotSpec
-from mm_core.data.loading.skipped import UnreadableError
+from mm_core.data.loading.sampler import Order, Slots, SlotSpec
+from mm_core.data.loading.skipped import UnreadableError, records_of
 from mm_core.data.loading.workers import StartWorker, read_by_workers, start_server
+from mm_core.data.media.limits import DecodeLimit, DecoderHungError
 from mm_core.errors import DataError, MMError, PartsError, RunWarning
 from mm_core.plugin.authors import author_line
 from mm_core.plugin.checks.places import place_of
@@ -143,6 +144,7 @@ class MicroBatchLoader:
         prefetch: micro-batches each worker keeps ready.
         pin_memory: whether to use page-locked memory, unless `device_type` is "cpu".
         device_type: type of the device that batches are copied to.
+        decode_seconds: how long a worker may decode one file: longer ones are unreadable. None: no limit.
 
     Raises (while iterating):
         UnreadableError: a sample and all its replacements are unreadable.
@@ -163,6 +165,7 @@ class MicroBatchLoader:
         prefetch: int,
         pin_memory: bool,
         device_type: str,
+        decode_seconds: float | None = None,
     ) -> None:
         self.per_step = len(order.micro_batches(0, share.rank, share.count))
         self._length = len(steps) * self.per_step
@@ -170,14 +173,16 @@ class MicroBatchLoader:
         # The server starts first: it may move the folder in which workers register.
         needed = [__name__, *(type(one).__module__ for one in (dataset, order, batch_transform))]
         context = start_server(needed) if workers else None
+        limit = None if decode_seconds is None else DecodeLimit(decode_seconds)
+        self._slots = Slots(order, share, steps, self.per_step)
         self._loader: DataLoader[Batch | Fault] = DataLoader(
             _Reading(*self._sent),
             batch_size=None,
-            sampler=_Slots(order, share, steps),
+            sampler=self._slots,
             num_workers=workers,
             prefetch_factor=prefetch if workers else None,
             pin_memory=pin_memory and device_type != "cpu",
-            worker_init_fn=StartWorker() if workers else None,
+            worker_init_fn=StartWorker(limit) if workers else None,
             multiprocessing_context=context,
             generator=torch.Generator().manual_seed(0),  # torch's draw must not advance the global generator
         )
@@ -188,18 +193,23 @@ class MicroBatchLoader:
     def __iter__(self) -> Iterator[Batch]:
         """Starts the data workers, then yields micro-batches. The workers end with the iterator."""
         code = AuthorCode(self._sent[0], None, self._sent[-1])
-        return faults_raised(read_by_workers(self._loader, self._sent), PixelRange(code))
+        return faults_raised(self._read_on(self._started(0)), PixelRange(code))
 
+    def _started(self, first: int) -> Iterator[Batch | Fault]:
+        self._slots.first = first
+        return read_by_workers(self._loader, self._sent)
 
-class _Slots:
-    """The sampler for torch's DataLoader: one list of rows for each micro-batch."""
-
-    def __init__(self, order: Order, share: DataRanks, steps: range) -> None:
-        self.order, self.share, self.steps = order, share, steps
-
-    def __iter__(self) -> Iterator[list[SlotSpec]]:
-        for step in self.steps:
-            yield from self.order.micro_batches(step, self.share.rank, self.share.count)
+    def _read_on(self, reading: Iterator[Batch | Fault]) -> Iterator[Batch | Fault]:
+        """What workers send; when a decoder hangs, new ones read the rest without its file."""
+        count = 0
+        while True:
+            try:
+                for batch in reading:
+                    count += 1
+                    yield batch
+                return
+            except DecoderHungError:
+                reading = self._started(count)
 
 
 class AuthorCode:
@@ -359,11 +369,11 @@ class _Reading(AuthorCode, TorchDataset[Batch | Fault]):
             except CodeError:
                 raise
             except DataError as error:
-                tried += _records(error, index, replaced=True)
+                tried += records_of(error, index, replaced=True)
                 continue
             missing = sample.get("missing")
             if isinstance(missing, PartsError):
-                tried += _records(missing, index, replaced=False)
+                tried += records_of(missing, index, replaced=False)
                 sample = {name: value for name, value in sample.items() if name != "missing"}
             failures.extend(failure for failure in tried if failure not in failures)
             return {**sample, "key": slot.key, "weight": slot.weight}
@@ -385,13 +395,3 @@ class _Reading(AuthorCode, TorchDataset[Batch | Fault]):
             else:
                 sample = self.dataset[index]
             return self.checked(sample, Mapping, f"sample {index}", "a plain dict")
-
-
-def _records(error: DataError, index: int, replaced: bool) -> list[FailureRecord]:
-    """Failure records of an unreadable sample, or of each of its unreadable parts."""
-    if not isinstance(error, PartsError):
-        return [FailureRecord(error.where or f"sample {index}", index, error.what, replaced=replaced)]
-    return [
-        FailureRecord(fault.where or f"part {part}", index, fault.what, part, error.of, replaced)
-        for part, fault in error.faults.items()
-    ]

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from mm_core.contracts import Randomness, SampleKey
+from mm_core.contracts import DataRanks, Randomness, SampleKey
 from mm_core.errors import PlanError, plural
 
 _WINDOW, _WINDOWS = 64, 8
@@ -199,3 +199,19 @@ def grouped_order(lengths: Tensor, global_batch_size: int, seed: int, epoch: int
         batches.append(part[lengths[part].argsort(stable=True)].view(-1, global_batch_size))
     shuffled = torch.randperm(count, generator=Randomness(seed).generator("batches", epoch))
     return torch.cat([torch.cat(batches)[shuffled].flatten(), order[whole:]])
+
+
+class Slots:
+    """The sampler for torch's DataLoader: one list of rows for each micro-batch from `first` on."""
+
+    def __init__(self, order: Order, share: DataRanks, steps: range, per_step: int) -> None:
+        self.order, self.share, self.steps, self.per_step, self.first = order, share, steps, per_step, 0
+
+    def __iter__(self) -> Iterator[list[SlotSpec]]:
+        return self._from(self.first)
+
+    def _from(self, first: int) -> Iterator[list[SlotSpec]]:
+        taken, left_out = divmod(first, self.per_step)
+        for step in self.steps[taken:]:
+            yield from self.order.micro_batches(step, self.share.rank, self.share.count)[left_out:]
+            left_out = 0

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from mm_core.contracts import Batch, FailureRecord
-from mm_core.errors import DataError, plural
+from mm_core.errors import DataError, PartsError, plural
 
 SKIPPED = "skipped.jsonl"
 """The file in a run's folder."""
@@ -27,6 +27,16 @@ class UnreadableError(DataError):
     def __init__(self, what: str, failures: Sequence[FailureRecord], **details: str | None) -> None:
         self.failures = list(failures)
         super().__init__(what, **details)
+
+
+def records_of(error: DataError, index: int, replaced: bool) -> list[FailureRecord]:
+    """Failure records of an unreadable sample, or of each of its unreadable parts."""
+    if not isinstance(error, PartsError):
+        return [FailureRecord(error.where or f"sample {index}", index, error.what, replaced=replaced)]
+    return [
+        FailureRecord(fault.where or f"part {part}", index, fault.what, part, error.of, replaced)
+        for part, fault in error.faults.items()
+    ]
 
 
 class SkipLedger:

@@ -29,7 +29,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
 
+from mm_core.data.media.limits import DecodeLimit, DecoderHungError
 from mm_core.errors import DataError
 from mm_core.runtime import leftovers as aftermath
 
@@ -145,10 +147,13 @@ class StartWorker:
 
     The worker uses one thread, ignores signals to the process group (the run still reads data until it has
     saved), and ends with the training process and with the server, however these end.
+
+    Args:
+        limit: how long it may decode one file; None: for ever.
     """
 
-    def __init__(self) -> None:
-        self.folder = Path(aftermath.folders()[0])
+    def __init__(self, limit: DecodeLimit | None = None) -> None:
+        self.folder, self.limit = Path(aftermath.folders()[0]), limit
         self.server: int | None = None
 
     def __getstate__(self) -> dict[str, object]:
@@ -166,7 +171,17 @@ class StartWorker:
         sys.excepthook = _report
         _let_server_end()
         aftermath.note_worker(self.folder)
+        if self.limit is not None:
+            self.limit.hold(self.folder)
         threading.Thread(target=self._end_with_others, name="mm_core parent watch", daemon=True).start()
+
+    def hung_in(self, ended: Sequence[BaseProcess]) -> DecoderHungError | None:
+        """The error for workers that the limit has ended, if these have."""
+        if self.limit is None:
+            return None
+        ids = [worker.pid for worker in ended if worker.exitcode == -signal.SIGALRM]
+        names = [name for pid in ids if pid and (name := self.limit.take(self.folder, pid))]
+        return DecoderHungError(names[0], self.limit.seconds) if names else None
 
     def _end_with_others(self) -> None:
         """Ends the worker once the training process or the server has ended.
@@ -208,34 +223,40 @@ def read_by_workers(loader: DataLoader[T], sent: object) -> Iterator[T]:
     Args:
         loader: its workers start by `StartWorker`.
         sent: the objects that are sent to them, see `script_for`.
+
+    Raises (while iterating):
+        DecoderHungError: `StartWorker` has a limit, and a file took longer. Workers that are started anew
+            refuse it.
+        DataError: a worker ended otherwise.
     """
     if not loader.num_workers:
         return _drained(iter(loader))
     with starting(), script_for(sent), starts_explained():
-        return _drained(iter(loader))
+        return _drained(iter(loader), loader.worker_init_fn)
 
 
-def _drained(reading: Iterator[T]) -> Iterator[T]:
+def _drained(reading: Iterator[T], start: object = None) -> Iterator[T]:
     try:
-        with deaths_explained(reading):
+        with deaths_explained(reading, start):
             yield from reading
     finally:
         del reading  # a traceback may keep this frame alive, and with it the workers
 
 
 @contextmanager
-def deaths_explained(reading: object) -> Iterator[None]:
+def deaths_explained(reading: object, start: object = None) -> Iterator[None]:
     """A context that turns errors from the death of a data worker into a DataError with the reason.
 
     Args:
         reading: torch's iterator, which holds the worker processes.
+        start: the `StartWorker` of the processes, if it has a limit.
     """
     try:
         yield
     except (RuntimeError, OSError, EOFError) as error:
         if isinstance(error, RuntimeError):
             if "DataLoader worker" in str(error):
-                raise _death(reading) from error
+                raise _death(reading, start) from error
             if "Pin memory thread exited" not in str(error):
                 raise
         # Workers send batches as file descriptors: a death in between breaks the connection before the exit
@@ -244,7 +265,7 @@ def deaths_explained(reading: object) -> Iterator[None]:
         while not _ended(reading) and time.monotonic() < end:
             time.sleep(0.01)
         if _ended(reading):
-            raise _death(reading) from error
+            raise _death(reading, start) from error
         raise DataError(
             f"a batch could not be received from its data worker: {type(error).__name__}: {error}",
             hint="raise the limit of open files (ulimit -n), or lower data.loader.workers",
@@ -268,10 +289,12 @@ def _ended(reading: object) -> list[BaseProcess]:
     return [worker for worker in getattr(reading, "_workers", ()) if worker.exitcode is not None]
 
 
-def _death(reading: object) -> DataError:
+def _death(reading: object, start: object) -> DataError:
     ended = _ended(reading)
     where = ", ".join(f"process {worker.pid}, exit status {worker.exitcode}" for worker in ended) or None
     _abandon(reading)
+    if isinstance(start, StartWorker) and (hung := start.hung_in(ended)):
+        return hung
     if ended and all(worker.exitcode == _SERVER_LOST for worker in ended):
         return DataError("the process that starts the data workers was killed, and they ended", hint=_MEMORY)
     if any((worker.exitcode or 0) > 0 for worker in ended):
@@ -294,5 +317,8 @@ def _abandon(reading: Any) -> None:
             os.kill(worker.pid, signal.SIGKILL)
     if reading is not None:
         reading._shutdown = True
+        if getattr(reading, "_worker_pids_set", False):  # another iterator may get this one's address
+            signal_handling._remove_worker_pids(id(reading))  # type: ignore[attr-defined]
+            reading._worker_pids_set = False
         if hasattr(reading, "_pin_memory_thread_done_event"):
             reading._pin_memory_thread_done_event.set()

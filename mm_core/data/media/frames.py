@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from mm_core.contracts import VideoInfo, VideoReader
+from mm_core.data.media.limits import decoding
 from mm_core.errors import ContractError, DataError, plural
 from mm_core.plugin.checks.places import place_of_object
 
 
 def read_frames(reader: VideoReader, path: Path, seconds: Sequence[float]) -> Tensor:
     """The frames of a video at the given times, uint8 [F,Y,X,3]. ContractError if a reader returns others."""
-    frames = reader.read(path, seconds)
+    with decoding(str(path)):
+        frames = reader.read(path, seconds)
     shape = (len(seconds), *frames.shape[1:3], 3) if isinstance(frames, Tensor) else None
     if shape is None or frames.dtype != torch.uint8 or frames.shape != shape:
         shown = f"{frames.dtype} {[*frames.shape]}" if isinstance(frames, Tensor) else type(frames).__name__

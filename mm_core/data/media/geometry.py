@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from av import VideoFrame
-from av.sidedata.sidedata import SideDataContainer
+from av.sidedata.sidedata import SideDataContainer, Type
 from av.video.reformatter import Colorspace, Interpolation, VideoReformatter
 
 from mm_core.errors import DataError
 
 if TYPE_CHECKING:
-    from av import VideoStream
+    from av import VideoFormat, VideoStream
 
 Pixels = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 """uint8 [Y,X,3]."""
@@ -24,6 +24,16 @@ _SQUARE = 0.01  # pixels whose sides differ by less are square: encoders round s
 _OBLIQUE = 0.02  # about one degree, as in FFmpeg
 _ONE_THREAD = {"threads": 1} if "threads" in (VideoReformatter.reformat.__doc__ or "") else {}
 """Newer versions start a thread for each core; data workers already run in parallel."""
+
+
+def _unnamed(kind: type[Type], value: int) -> Type:
+    """A type of side data that PyAV does not know, such as EXIF: it could not list a frame's others."""
+    found: Any = object.__new__(kind)
+    found._name_, found._value_ = f"TYPE_{value}", value
+    return found  # type: ignore[no-any-return]
+
+
+Type._missing_ = classmethod(_unnamed)  # type: ignore[assignment, method-assign]
 
 
 class Orientation(NamedTuple):
@@ -85,12 +95,34 @@ def rgb(frame: VideoFrame, stream: VideoStream, path: Path, converter: VideoRefo
     turn = orientation(frame, path)
     # Some versions of the library use BT.601 by default, whatever the frame's colour space.
     matrix = Colorspace.ITU709 if frame.colorspace == _BT709 else None
-    shown = converter.reformat(frame, format="rgb24", src_colorspace=matrix, **_ONE_THREAD)
+    clear = see_through(frame.format, stream)
+    shown = converter.reformat(
+        frame, format="rgba" if clear else "rgb24", src_colorspace=matrix, **_ONE_THREAD
+    )
     array: Any = shown.to_ndarray()
+    if clear:
+        array = _over_white(array)
     if turn.transposed:
         array = array.transpose(1, 0, 2)
     array = np.ascontiguousarray(array[:: -1 if turn.rows else 1, :: -1 if turn.columns else 1])
     return resized(array, *shown_size(stream, turn))
+
+
+def see_through(pixels: VideoFormat, stream: VideoStream) -> bool:
+    """Whether frames of a pixel format have transparency; the fourth byte of raw pixels means nothing."""
+    if "a" not in pixels.name:  # each frame is asked, and most are yuv420p
+        return False
+    codec = stream.codec_context.name
+    if pixels.name == "pal8":
+        return codec in ("apng", "png")
+    return codec != "rawvideo" and any(component.is_alpha for component in pixels.components)
+
+
+def _over_white(pixels: Pixels) -> Pixels:
+    """uint8 [Y,X,4], with what is transparent over white, as of pictures."""
+    colours, opacity = pixels[..., :3].astype(np.uint16), pixels[..., 3:].astype(np.uint16)
+    found: Pixels = ((colours * opacity + 255 * (255 - opacity) + 127) // 255).astype(np.uint8)
+    return found
 
 
 def resized(pixels: Pixels, height: int, width: int) -> Pixels:

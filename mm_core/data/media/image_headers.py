@@ -6,15 +6,16 @@ import re
 import struct
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
 from PIL import Image, ImageFile, features
 
-from mm_core.data.media.signatures import HEAD, READ, format_of, is_clip, name_of
-from mm_core.data.rows.paths import plain_file
+from mm_core.data.media.limits import decoding
+from mm_core.data.media.signatures import HEAD, READ, STREAMS, format_of, is_clip, name_of
+from mm_core.data.rows.paths import plain_file, refused
 from mm_core.errors import DataError, MMError, plural
 
 _ORIENTATION = 0x0112  # in EXIF; from 5 on, rows are columns
@@ -98,15 +99,28 @@ class NoImageError(DataError):
     """The first bytes of a file are those of no image that is read; they may be those of a clip."""
 
 
+def holds_clip(path: Path, span: tuple[int, int] = (0, -1)) -> bool:
+    """Whether the file of an image, or a member of an archive, is a clip; one that cannot be read is none."""
+    with suppress(DataError, OSError):
+        plain_file(path, "image")
+        with path.open("rb") as file:
+            file.seek(span[0])
+            head = file.read(HEAD)
+        if format_of(head) != "GIF":
+            return is_clip(head)
+        with opened_image(path, span=span) as image:
+            return count_frames(image) > 1
+    return False
+
+
 @contextmanager
 def unless_clip(path: Path) -> Iterator[None]:
     """A context that ends without an error where the file of an image is found to be a clip."""
     try:
         yield
     except NoImageError:
-        with path.open("rb") as file:
-            if not is_clip(file.read(HEAD)):
-                raise
+        if not holds_clip(path):
+            raise
 
 
 @contextmanager
@@ -129,7 +143,7 @@ def opened_image(
     if plain_file(path, "image", missing="there is no such image") == 0:
         raise DataError("the image is an empty file (0 bytes)", where=str(path), hint=_AGAIN)
     try:
-        with path.open("rb") as whole:
+        with decoding(str(path)), path.open("rb") as whole:
             whole.seek(span[0])
             file: BinaryIO = whole if span[1] < 0 else BytesIO(whole.read(span[1]))
             known = _readable(file.read(HEAD), path)
@@ -150,6 +164,34 @@ def opened_image(
             where=str(path),
             hint=_AGAIN,
         ) from fault
+
+
+def frames_too_large(width: int, height: int, path: Path, max_pixels: int) -> DataError:
+    return DataError(
+        f"frames of {width}x{height} are larger than the reader's max_pixels",
+        where=str(path),
+        accepted=f"up to {plural(max_pixels, 'pixel')} a frame",
+        hint="raise `max_pixels` of the reader if the machine has enough memory to decode it",
+    )
+
+
+def picture_size(path: Path, max_pixels: int) -> tuple[int, int] | None:
+    """(height, width) of a still picture, known by its first bytes and read with Pillow like any other image:
+    FFmpeg ignores mirrored orientations, fills missing parts with grey and takes the first tile of a HEIC for
+    all of it. None for videos and animations that FFmpeg plays."""
+    if plain_file(path, "video") == 0 or path.suffix.lower() in STREAMS:
+        return None
+    with refused("video", path), path.open("rb") as file:
+        known = format_of(file.read(HEAD))
+    if known is None or known == "GIF":
+        return None
+    with opened_image(path) as image:
+        if known in ("PNG", "AVIF") and count_frames(image) > 1:
+            return None
+        check_still(image, path)
+        if image.width * image.height > max_pixels:
+            raise frames_too_large(image.width, image.height, path, max_pixels)
+        return upright_size(image)
 
 
 def _readable(head: bytes, path: Path) -> str:

@@ -48,8 +48,9 @@ def read_photo(path: Path, max_pixels: int) -> Tensor:
     return _tensor(image)
 
 
-def read_anew(path: Path, start: int, size: int, as_clip: bool) -> bool:
-    """Whether the pixels of a picture are others than in version 1 of the feature cache, by its header.
+def read_anew(path: Path, start: int, size: int, as_clip: bool) -> bool | None:
+    """Whether the pixels of a picture are others than in version 1 of the feature cache, by its header; None
+    for an animation.
 
     Args:
         path: the file, or an archive.
@@ -59,7 +60,7 @@ def read_anew(path: Path, start: int, size: int, as_clip: bool) -> bool:
     """
     with suppress(DataError), opened_image(path, span=(start, size)) as image:
         if image.format == "GIF" or (image.format in ("PNG", "AVIF") and count_frames(image) > 1):
-            return False
+            return None
         if not as_clip:
             return image.mode != "CMYK" and _to_srgb(image) is not None
         tiled = image.format in ("AVIF", "HEIF")

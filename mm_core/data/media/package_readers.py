@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mm_core.contracts import VideoInfo
-from mm_core.data.media.geometry import UPRIGHT, Orientation, Pixels, resized
+from mm_core.data.media.geometry import UPRIGHT, Orientation, Pixels, resized, see_through
 from mm_core.data.media.readers import (
     EPSILON,
     FAULTS,
@@ -25,7 +25,7 @@ from mm_core.data.media.readers import (
     opened,
     too_short,
 )
-from mm_core.data.media.timeline import open_groups
+from mm_core.data.media.timeline import hides_alpha, open_groups
 from mm_core.errors import DataError, MMError, first_line, plural
 
 
@@ -63,7 +63,7 @@ class PackageReader(Reader):
         if info.num_frames == 1:  # the packages cannot open pictures
             return PyAVReader(self.max_pixels).read(path, times)
         try:
-            if wrong := self._wrong(path, turn, hidden):
+            if wrong := self._transparency(path) or self._wrong(path, turn, hidden):
                 raise ValueError(f"it gets {wrong} wrong")
             starts, end, decode = self._frames(package, path, info)
             if len(starts) != info.num_frames:
@@ -91,6 +91,12 @@ class PackageReader(Reader):
     def _faults(self, package: ModuleType) -> tuple[type[Exception], ...]:
         """The package's own exceptions for files that it cannot read."""
         return ()
+
+    def _transparency(self, path: Path) -> str:
+        with opened(path, self.max_pixels) as (_, stream):
+            format = stream.codec_context.format
+            clear = hides_alpha(stream) or (format is not None and see_through(format, stream))
+            return "transparency" if clear and stream.codec_context.name != "gif" else ""
 
     def _wrong(self, path: Path, turn: Orientation, hidden: bool) -> str:
         """What the package shows wrongly in a video, without a sign; empty if nothing."""
@@ -122,6 +128,8 @@ class DecordReader(PackageReader):
             movie = container.format.name.startswith("mov,")
             if not movie and not container.format.name.startswith("matroska"):
                 return "the times in this container"
+            if len(container.streams.video) > 1:
+                return "the choice of a video stream"
             if hidden:
                 return "edit lists, which hide frames,"
             if turn.mirrored or (turn != UPRIGHT and not movie):
@@ -173,8 +181,10 @@ class TorchcodecReader(PackageReader):
             return "open groups of pictures" if later else ""
 
     def _frames(self, package: ModuleType, path: Path, info: VideoInfo) -> Frames:
-        decoder = package.VideoDecoder(absolute_name(path), dimension_order="NHWC", device="cpu")
         with opened(path, self.max_pixels) as (container, stream):
+            decoder = package.VideoDecoder(
+                absolute_name(path), stream_index=stream.index, dimension_order="NHWC", device="cpu"
+            )
             packets = (packet for packet in container.demux(stream) if packet.pts is not None)
             spans = sorted((packet.pts, packet.duration or 0) for packet in packets)
             base = float(stream.time_base)

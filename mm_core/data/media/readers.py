@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fractions import Fraction
@@ -24,12 +26,11 @@ from mm_core.data.media.geometry import (
     shown_size,
     shown_width,
 )
-from mm_core.data.media.image_headers import check_still, count_frames, opened_image, upright_size
+from mm_core.data.media.image_headers import frames_too_large, picture_size
 from mm_core.data.media.images import read_photo
-from mm_core.data.media.signatures import HEAD, format_of
-from mm_core.data.media.timeline import AGAIN, Replay, peek, timed, timeline
-from mm_core.data.rows.paths import plain_file, refused
-from mm_core.errors import DataError, MMError, plain_reason, plural
+from mm_core.data.media.timeline import AGAIN, Replay, packets_of, peek, timed, timeline
+from mm_core.data.rows.paths import plain_file
+from mm_core.errors import DataError, MMError, plain_reason
 
 if TYPE_CHECKING:
     from av import Packet, VideoFrame, VideoStream
@@ -39,10 +40,17 @@ _SEEK_FROM = 1.0  # seconds; before this, decoding from the start costs less tha
 EPSILON = 1e-3  # seconds; times and timestamps are compared within this (Matroska rounds to it)
 _BACK = (0.0, 2.0, 10.0)  # seconds before the first wanted time to which seeks go, one after another
 
-_OPTIONS = {
+OPTIONS = {
     "protocol_whitelist": "file",  # a playlist in disguise must not make FFmpeg open URLs
     "pattern_type": "none",  # `a%03d.jpg` is the name of one file, not a pattern
+    # Containers of one file; a playlist in disguise would open others.
+    "format_whitelist": "mov,mp4,matroska,webm,avi,mpeg,mpegts,flv,asf,ogg,mxf,dv,gif,apng,ivf,h264,hevc,"
+    "m4v,mjpeg,mpegvideo,yuv4mpegpipe,image2,jpeg_pipe,png_pipe,webp,webp_pipe,bmp_pipe,tiff_pipe,ppm_pipe",
 }
+_CONTAINERS = (
+    "MP4, MOV, 3GP, Matroska, WebM, AVI, MPEG-PS and -TS, FLV, WMV, Ogg, MXF, DV, IVF, bare H.264, HEVC and"
+    " MPEG streams, Y4M, GIF, APNG, and still pictures"
+)
 
 _PICTURE_RATE = 25.0  # frames per second of a still picture, as in FFmpeg
 
@@ -70,7 +78,7 @@ class Reader:
         if size is not None:
             return _of_picture(*size), UPRIGHT, False
         with opened(path, self.max_pixels) as (container, stream):
-            return _described(container.demux(stream), container, stream, path)
+            return _described(packets_of(container, stream), container, stream, path)
 
 
 class PyAVReader(Reader):
@@ -113,7 +121,7 @@ class PyAVReader(Reader):
             yield from _at_times(path, self.max_pixels, times)
             return
         with opened(path, self.max_pixels) as (container, stream):
-            replay = Replay(container.demux(stream))
+            replay = Replay(packets_of(container, stream))
             times = checked_times(choose(_described(replay, container, stream, path)[0]), path)
             packets = replay.rest()
             if packets is not None and (yield from _read(packets, container, stream, times, path)):
@@ -127,23 +135,25 @@ class PyAVReader(Reader):
             return
         for sought in (True, False):  # not every container can be sought back to its start
             with opened(path, self.max_pixels) as (container, stream):
-                if (yield from _read(container.demux(stream), container, stream, times, path, sought)):
+                if (yield from _read(packets_of(container, stream), container, stream, times, path, sought)):
                     return
 
 
 @contextmanager
 def opened(path: Path, max_pixels: int) -> Iterator[tuple[InputContainer, VideoStream]]:
-    """(container, its first real video stream), checked by its header before anything is decoded. DataError
+    """(container, its video stream), checked by its header before anything is decoded. DataError
     for errors in the block as well, since a damaged file may have a good header."""
     if plain_file(path, "video") == 0:
         raise DataError("the video is an empty file (0 bytes)", where=str(path), hint=AGAIN)
     try:
-        container = av.open(absolute_name(path), metadata_errors="replace", options=_OPTIONS)
+        container = av.open(absolute_name(path), metadata_errors="replace", options=OPTIONS)
     except FAULTS as error:
+        listed = getattr(error, "errno", None) != errno.EINVAL
         raise DataError(
-            f"this is not a readable video: {plain_reason(error)}",
+            f"this is not a readable video: {plain_reason(error) if listed else 'no container that is read'}",
             where=str(path),
-            hint="the file may be truncated, damaged, or in a format that FFmpeg does not support",
+            accepted=None if listed else _CONTAINERS,
+            hint="the file may be truncated, damaged, or in a format that is not supported",
         ) from None
     try:
         with container:
@@ -162,9 +172,8 @@ def absolute_name(path: Path) -> str:
 
 
 def _stream(container: InputContainer, path: Path, max_pixels: int) -> VideoStream:
-    """The container's first real video stream, ready to decode. DataError if there is none."""
-    covers = av.stream.Disposition.attached_pic  # the cover picture of an audio file is not a video
-    streams = [s for s in container.streams.video if not s.disposition & covers]
+    """The container's `shown_stream`, ready to decode. DataError if there is none."""
+    streams = streams_of(container)
     if not streams:
         kinds = sorted({s.type for s in container.streams})
         raise DataError(
@@ -172,7 +181,7 @@ def _stream(container: InputContainer, path: Path, max_pixels: int) -> VideoStre
             where=str(path),
             hint="use a file that contains a video, or remove it from the data",
         )
-    stream = streams[0]
+    stream = shown_stream(streams)
     if stream.codec_context is None:
         raise DataError(
             "FFmpeg does not support the codec of this video",
@@ -181,38 +190,30 @@ def _stream(container: InputContainer, path: Path, max_pixels: int) -> VideoStre
         )
     width = max(stream.width, shown_width(stream))
     if width * stream.height > max_pixels:
-        raise _too_many_pixels(width, stream.height, path, max_pixels)
+        raise frames_too_large(width, stream.height, path, max_pixels)
     stream.codec_context.thread_count = 1  # data workers already run in parallel
     stream.codec_context.thread_type = "NONE"
     return stream
 
 
-def _too_many_pixels(width: int, height: int, path: Path, max_pixels: int) -> DataError:
-    return DataError(
-        f"frames of {width}x{height} are larger than the reader's max_pixels",
-        where=str(path),
-        accepted=f"up to {plural(max_pixels, 'pixel')} a frame",
-        hint="raise `max_pixels` of the reader if the machine has enough memory to decode it",
-    )
+def streams_of(container: InputContainer) -> list[VideoStream]:
+    """The video streams of a container; the cover picture of an audio file is none."""
+    return [s for s in container.streams.video if not s.disposition & av.stream.Disposition.attached_pic]
 
 
-def picture_size(path: Path, max_pixels: int) -> tuple[int, int] | None:
-    """(height, width) of a still picture, known by its first bytes and read with Pillow like any other image:
-    FFmpeg ignores mirrored orientations, fills missing parts with grey and takes the first tile of a HEIC for
-    all of it. None for videos and animations that FFmpeg plays."""
-    if plain_file(path, "video") == 0:
-        return None
-    with refused("video", path), path.open("rb") as file:
-        known = format_of(file.read(HEAD))
-    if known is None or known == "GIF":
-        return None
-    with opened_image(path) as image:
-        if known in ("PNG", "AVIF") and count_frames(image) > 1:
-            return None
-        check_still(image, path)
-        if image.width * image.height > max_pixels:
-            raise _too_many_pixels(image.width, image.height, path, max_pixels)
-        return upright_size(image)
+def shown_stream(streams: Sequence[VideoStream]) -> VideoStream:
+    """The stream that players show: the default one, else the longest."""
+    if len(streams) == 1:
+        return streams[0]
+    usual = av.stream.Disposition.default
+    return max(streams, key=lambda each: (bool(each.disposition & usual), _length(each)))
+
+
+def _length(stream: VideoStream) -> float:
+    """Seconds of a stream: in Matroska by a tag, since FFmpeg gives each stream the length of all."""
+    if found := re.match(r"(\d+):(\d+):(\d+(?:\.\d+)?)", stream.metadata.get("DURATION", "")):
+        return 3600.0 * int(found[1]) + 60 * int(found[2]) + float(found[3])
+    return float((stream.duration or 0) * stream.time_base) if stream.time_base else 0.0
 
 
 def _of_picture(height: int, width: int) -> VideoInfo:
@@ -291,7 +292,7 @@ def _from_keyframe(
         # If the file itself is damaged, reading from the start raises the error again.
         with suppress(*FAULTS):
             container.seek(target, stream=stream, backward=True)
-            packets = dropwhile(lambda packet: not packet.is_keyframe, container.demux(stream))
+            packets = dropwhile(lambda packet: not packet.is_keyframe, packets_of(container, stream))
             frames = timed(packets, container, path, seeked=True)
             if (yield from _pick(frames, stream, wanted, path, zero)):
                 return True

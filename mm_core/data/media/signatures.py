@@ -8,6 +8,9 @@ HEAD = 64
 READ = "JPEG, PNG, WebP, TIFF, BMP, PPM, GIF, AVIF or HEIC"
 """The formats of images: Pillow is asked to open no other, since some start other programs."""
 
+STREAMS = (".mjpeg", ".mjpg")
+"""Suffixes of clips that begin like an image: JPEGs one after another."""
+
 _IMAGES = {
     b"\xff\xd8\xff": "JPEG",
     b"\x89PNG\r\n\x1a\n": "PNG",

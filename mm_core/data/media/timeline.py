@@ -9,6 +9,8 @@ from itertools import chain, dropwhile, islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from av import VideoCodecContext
+
 from mm_core.errors import DataError
 
 if TYPE_CHECKING:
@@ -34,10 +36,15 @@ class Timeline(NamedTuple):
 
 
 class _Decoded:
-    """A packet that decodes once: decoders go forward only."""
+    """A packet that decodes once: decoders go forward only.
 
-    def __init__(self, packet: Packet[VideoStream]) -> None:
-        self._packet = packet
+    Args:
+        packet: of a stream.
+        decoder: instead of the stream's.
+    """
+
+    def __init__(self, packet: Packet[VideoStream], decoder: VideoCodecContext | None = None) -> None:
+        self._packet, self._decoder = packet, decoder
         self._frames: list[VideoFrame] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -45,8 +52,29 @@ class _Decoded:
 
     def decode(self) -> list[VideoFrame]:
         if self._frames is None:
-            self._frames = self._packet.decode()
+            packet, decoder = self._packet, self._decoder
+            self._frames = packet.decode() if decoder is None else decoder.decode(packet)
         return self._frames
+
+
+_WITH_ALPHA = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
+"""The decoders that show the transparency of WebM, which FFmpeg's own ones leave out."""
+
+
+def hides_alpha(stream: VideoStream) -> bool:
+    """Whether the stream has a transparency that its own decoder leaves out."""
+    return stream.metadata.get("alpha_mode") == "1" and stream.codec_context.name in _WITH_ALPHA
+
+
+def packets_of(container: InputContainer, stream: VideoStream) -> Iterator[Packet[VideoStream]]:
+    """The packets of a stream from where the container is, which decode with transparency."""
+    if not hides_alpha(stream):
+        yield from container.demux(stream)
+        return
+    decoder = VideoCodecContext.create(_WITH_ALPHA[stream.codec_context.name], "r")
+    decoder.thread_count = 1
+    for packet in container.demux(stream):
+        yield cast("Packet[VideoStream]", _Decoded(packet, decoder))
 
 
 class Replay:

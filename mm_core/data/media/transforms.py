@@ -22,6 +22,7 @@ from mm_core.contracts import (
     VideoReader,
 )
 from mm_core.data.media.frames import read_frames
+from mm_core.data.media.limits import decoding
 from mm_core.errors import ContractError, DataError, plural
 from mm_core.plugin.checks.places import place_of_object
 
@@ -156,8 +157,10 @@ def read_pixels(
         or not _newest(reader, "stream", "read", "probe")
         or not _newest(transform, "frame_by_frame", "pixels")
     ):
-        info = reader.probe(path)
-        return transformed(transform, read_frames(reader, path, choose(info)), size, rng, str(path)), info
+        with decoding(str(path)):
+            info = reader.probe(path)
+            frames = read_frames(reader, path, choose(info))
+        return transformed(transform, frames, size, rng, str(path)), info
     known: list[tuple[VideoInfo, int]] = []
 
     def counted(info: VideoInfo) -> Sequence[float]:
@@ -167,15 +170,13 @@ def read_pixels(
 
     pixels: Tensor | None = None
     missing: set[int] = set()
-    with _named(str(path)):
+    with _named(str(path)), decoding(str(path)):
         for place, frame in reader.stream(path, counted):
             if not _is(frame, torch.uint8, (*frame.shape[:2], 3)):
                 raise _returned(frame, "stream", reader, "torch.uint8 [Y, X, 3] for each frame")
             if pixels is None:
-                pixels, missing = (
-                    torch.empty(3, known[0][1], *size, dtype=torch.uint8),
-                    set(range(known[0][1])),
-                )
+                pixels = torch.empty(3, known[0][1], *size, dtype=torch.uint8)
+                missing = set(range(known[0][1]))
                 one = transform.frame_by_frame((frame.shape[0], frame.shape[1]), *size, rng)
             changed = one(frame)
             if not _is(changed, torch.uint8, (3, *size)):

@@ -15,6 +15,7 @@ IMAGES = frozenset(
     {".jpg", ".jpeg", ".jfif", ".png", ".webp", ".tif", ".tiff", ".bmp", ".avif", ".heic", ".heif"}
 )
 CLIPS = frozenset({".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".gif"})
+CLIPS |= {".flv", ".wmv", ".3gp"}
 """Suffixes of files, in lower case."""
 
 _MEDIA: Mapping[str, Medium] = {**dict.fromkeys(CLIPS, "clip"), **dict.fromkeys(IMAGES, "image")}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mm_core.contracts import VideoReader
-from mm_core.data import read_frames, read_image
+from mm_core.data import decoding, read_frames, read_image
 from mm_core.errors import DataError
 from mm_internvl.data.chat import Shown
 from mm_internvl.data.rows import Medium
@@ -70,7 +70,9 @@ class Pictures:
     def _shown(self, kind: Medium, path: Path, tiling: Tiling) -> Shown:
         if kind == "image":
             return Shown(kind, (tiling.count(*image_size(path, self.max_pixels)),))
-        return Shown(kind, (1,) * min(self.frames, self.reader.probe(path).num_frames))
+        with decoding(str(path)):
+            found = self.reader.probe(path).num_frames
+        return Shown(kind, (1,) * min(self.frames, found))
 
     def _pixels(self, path: Path, medium: Shown, tiling: Tiling) -> Tensor:
         if medium.kind == "image":
@@ -82,7 +84,8 @@ class Pictures:
                     hint="replace the file: it is damaged, or changed while it was read",
                 )
             return tiles
-        info = self.reader.probe(path)
+        with decoding(str(path)):
+            info = self.reader.probe(path)
         count = len(medium.tiles)
         # The middle frame of each of `count` equal parts, as in Transformers' InternVLVideoProcessor.
         frames = [math.floor((part + 0.5) * info.num_frames / count) for part in range(count)]
