@@ -312,7 +312,8 @@ class MediaTextDataset:
         if row.medium == "image":
             with unless_clip(path):
                 return read_photo(path, self.wanted.max_pixels).permute(1, 2, 0)[None]
-            if self.wanted.height and self.wanted.num_frames > 1 and not self._clips:
+            fixed = self.wanted.height and self.wanted.num_frames > 1  # type: ignore[unreachable]
+            if fixed and not self._clips:
                 what = "the file is a clip, which cannot share a micro-batch with images"
                 raise DataError(what, where=str(path), hint="set `num_frames: 1`, or remove it from the data")
         return None

@@ -106,7 +106,7 @@ def _transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
     # Profiles of sRGB differ in their last bits: converted, such images would be others for nothing.
     shades = _PROBE.convert(mode)
     changed = ImageChops.difference(ImageCms.applyTransform(shades, found) or shades, shades.convert("RGB"))
-    return found if max(high for _, high in changed.getextrema()) > _ROUNDING else None
+    return found if numpy.asarray(changed).max() > _ROUNDING else None
 
 
 _PROBE = Image.frombytes(
