@@ -11,7 +11,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
-from PIL import Image, ImageFile, features
+from PIL import Image, ImageFile, UnidentifiedImageError, features
 
 from mm_core.data.media.limits import decoding
 from mm_core.data.media.signatures import HEAD, READ, STREAMS, format_of, is_clip, name_of
@@ -159,8 +159,10 @@ def opened_image(
         found = plural(int(pixels[0]), "pixel") if pixels else "too many pixels"
         raise _too_large(found, path, max_pixels) from None
     except Exception as fault:
+        damaged = isinstance(fault, UnidentifiedImageError)
+        reason = "cannot identify image file (its header is damaged)" if damaged else fault
         raise DataError(
-            f"the image cannot be read: {fault}",
+            f"the image cannot be read: {reason}",
             where=str(path),
             hint=_AGAIN,
         ) from fault
