@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         start_server,
     )
     from mm_core.data.media.frames import read_frames
-    from mm_core.data.media.image_headers import opened_image
+    from mm_core.data.media.image_headers import opened_image, upright_size
     from mm_core.data.media.images import read_image
     from mm_core.data.media.limits import decoding
     from mm_core.data.media.readers import PyAVReader
@@ -53,6 +53,7 @@ __all__ = [
     "read_image",
     "read_prompts",
     "start_server",
+    "upright_size",
     "write_clips",
 ]
 

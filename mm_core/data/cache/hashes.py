@@ -28,20 +28,22 @@ _RECENT = 2 * 10**9  # nanoseconds in which a file may change again without anot
 _MOST_FILES = 32
 _THREADS = 8
 _CLIPS = b"clips 2"
-"""Version of how clips are read."""
+_IMAGES = b"images 2"
+"""Versions of how clips and images are read."""
 _AS_EVER = bytes(16)
 
 
 class Span(NamedTuple):
     """A file, or `size` bytes of it from `start`.
 
-    With `clip`, the hash is another one if readers have changed how they read this clip.
+    With `clip` or `image`, the hash is another one if it has changed how this clip or image is read.
     """
 
     path: Path
     start: int = 0
     size: int = -1
     clip: bool = False
+    image: bool = False
 
 
 def digest(*parts: bytes) -> bytes:
@@ -90,9 +92,10 @@ class FileHashes:
         """
         names = [_name(span) for span in spans]
         found = self._of(spans, names, _hashed, fresh)
-        clips = [n for n, span in enumerate(spans) if span.clip and found[n] is not None]
-        of_clips = [(digest(names[n][0], _CLIPS), names[n][1]) for n in clips]
-        for n, mark in zip(clips, self._of([spans[n] for n in clips], of_clips, _marked, fresh), strict=True):
+        media = [n for n, each in enumerate(spans) if (each.clip or each.image) and found[n] is not None]
+        versions = [(digest(names[n][0], _version(spans[n])), names[n][1]) for n in media]
+        marks = self._of([spans[n] for n in media], versions, _marked, fresh)
+        for n, mark in zip(media, marks, strict=True):
             if mark != _AS_EVER:
                 found[n] = digest(found[n] or b"", mark or b"")
         return found
@@ -154,12 +157,16 @@ def _name(span: Span) -> tuple[bytes, int | None]:
     return digest(os.fsencode(name)), found.st_mtime_ns
 
 
+def _version(span: Span) -> bytes:
+    return _CLIPS if span.clip else _IMAGES
+
+
 def _marked(span: Span) -> bytes:
-    """How a clip is read by its header: `_AS_EVER`, or the version since which it is so."""
+    """How a clip or image is read by its header: `_AS_EVER`, or the version since which it is so."""
     from mm_core.data.media.versions import read_anew
 
     with suppress(OSError):
-        return digest(_CLIPS) if read_anew(*span[:3]) else _AS_EVER
+        return digest(_version(span)) if read_anew(*span[:3], clip=span.clip) else _AS_EVER
     return _AS_EVER
 
 

@@ -192,11 +192,12 @@ class CacheRows:
         self, sources: Sequence[Source], parts: Sequence[PartKey], hashes: FileHashes, fresh: bool = False
     ) -> Keys:
         """The keys [N,P] of sources; zeros for media that cannot be read."""
-        spans = [
-            Span(each.path, *(each.span or (0, -1)), clip=each.made.get("reader") is not None)
-            for each in sources
-            if each.path is not None
-        ]
+        spans = []
+        for each in sources:
+            if each.path is not None:
+                image = "max_pixels" in each.made  # of the dataset: what a reader decodes has the reader's
+                clip = not image and each.made.get("reader") is not None
+                spans.append(Span(each.path, *(each.span or (0, -1)), clip=clip, image=image))
         contents = iter(hashes.of(spans, fresh))
         rows: list[bytes] = []
         for source in sources:

@@ -21,7 +21,6 @@ from mm_core.data.datasets.media_report import (
 )
 from mm_core.data.datasets.media_text import MediaTextDataset
 from mm_core.data.media.frames import read_frames
-from mm_core.data.media.images import read_photo
 from mm_core.errors import DataError, plural
 from mm_core.report.page import document
 
@@ -99,9 +98,8 @@ def _sheet(dataset: MediaTextDataset, place: int) -> bytes:
     """Small pictures of a row side by side, as JPEG."""
     row = dataset.rows[place]
     with dataset.opened(row) as path:
-        if row.medium == "image":
-            frames = read_photo(path, dataset.wanted.max_pixels).permute(1, 2, 0)[None]
-        else:
+        frames = dataset.photo(row, path)
+        if frames is None:
             info = dataset.reader.probe(path)
             numbers = sorted({0, info.num_frames // 2, info.num_frames - 1})
             frames = read_frames(dataset.reader, path, [(number + 0.5) / info.fps for number in numbers])

@@ -45,7 +45,7 @@ def sizes_of(rows: MappedRows, rate: float | None, header: Callable[[MediaRow], 
         read = np.load(folder / "sizes.npy")
         found[unknown], rates[unknown] = read[:, :3].astype(np.int64), read[:, 3]
     if rate is not None:
-        clips = ~facts["image"] & (found[:, 0] > 0)
+        clips = (found[:, 0] > 0) & (rates > 0)  # those under the suffix of an image too
         spacing = rates[clips] / rate
         found[clips, 0] = np.floor((found[clips, 0] - 1) / spacing + 1e-6) + 1
     return torch.from_numpy(found)

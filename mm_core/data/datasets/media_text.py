@@ -21,7 +21,7 @@ from mm_core.data.datasets import Sample
 from mm_core.data.datasets.media_sizes import sizes_of
 from mm_core.data.datasets.video_text import Size, collate_clips, made_of
 from mm_core.data.media.frames import clip_times, read_frames
-from mm_core.data.media.image_headers import image_size
+from mm_core.data.media.image_headers import holds_clip, image_size, unless_clip
 from mm_core.data.media.images import read_photo
 from mm_core.data.media.limits import decoding
 from mm_core.data.media.readers import PyAVReader
@@ -89,6 +89,7 @@ class MediaTextDataset:
                 reasons = ", ".join(f"{reason} ({count:,})" for reason, count in source.dropped.items())
                 what = f"{plural(source.uncaptioned, 'image or clip')} left out: {reasons}"
                 warnings.warn(f"{source.name}: {what}", RunWarning, stacklevel=2)
+        self._clips = sum(source.kept.get("clip", 0) for source in self.sources)
         counts = [sum(source.kept.values()) for source in self.sources]
         self.mixture = Mixture(counts, [source.weight for source in self.wanted.sources])
         if not len(self.mixture):
@@ -133,19 +134,20 @@ class MediaTextDataset:
             DataError: its path or its caption cannot be used.
         """
         size, own = size or self._size, self.rows[row]
-        if own.medium == "image":
-            size = (1, *size[1:])
-        made = self._made.get((own.medium, size))
-        if made is None:
-            reader = self.reader if own.medium == "clip" else None
-            made = made_of(size, self.wanted.fps, self.transform, reader)
-            if reader is None:
-                made["max_pixels"] = self.wanted.max_pixels
-            self._made[own.medium, size] = made
         place = self.sources[own.source]
         path = inside(place.folder, own.path) if own.archive is None else place.archives[own.archive]
         span = None if own.archive is None else (own.start, own.size)
-        start = (self._start(rng),) if own.medium == "clip" else ()
+        medium = "clip" if own.medium == "image" and holds_clip(path, span or (0, -1)) else own.medium
+        if medium == "image":
+            size = (1, *size[1:])
+        made = self._made.get((medium, size))
+        if made is None:
+            reader = self.reader if medium == "clip" else None
+            made = made_of(size, self.wanted.fps, self.transform, reader)
+            if reader is None:
+                made["max_pixels"] = self.wanted.max_pixels
+            self._made[medium, size] = made
+        start = (self._start(rng),) if medium == "clip" else ()
         drawn = (*start, *draws_of(self.transform, rng))
         return Source(self.name_of(own), self.caption(own, rng), made, path, span, drawn)
 
@@ -238,7 +240,11 @@ class MediaTextDataset:
         row = self.rows[number]
         info = self.header(row)
         shown = f"{info.width}x{info.height}"
-        return shown if row.medium == "image" else f"{shown}, {plural(info.num_frames, 'frame')}"
+        return (
+            shown
+            if row.medium == "image" and info.num_frames == 1
+            else f"{shown}, {plural(info.num_frames, 'frame')}"
+        )
 
     def header(self, row: MediaRow) -> VideoInfo:
         """The properties of a row's file by its header; of an image upright, as one frame.
@@ -247,9 +253,10 @@ class MediaTextDataset:
             DataError: the file cannot be read.
         """
         with self.opened(row) as path:
-            if row.medium == "clip":
-                return self.reader.probe(path)
-            return _of_image(*image_size(path, self.wanted.max_pixels))
+            if row.medium == "image":
+                with unless_clip(path):
+                    return _of_image(*image_size(path, self.wanted.max_pixels))
+            return self.reader.probe(path)
 
     def decode(self, number: int) -> VideoInfo:
         """Decodes everything of a row that training may read, and returns the properties of its file.
@@ -260,10 +267,10 @@ class MediaTextDataset:
         row = self.rows[number]
         self.caption(row, None)
         with self.opened(row) as path:
-            if row.medium == "image":
-                photo = read_photo(path, self.wanted.max_pixels)
-                self._try_transform(photo.permute(1, 2, 0)[None], row)
-                return _of_image(*photo.shape[1:])
+            photo = self.photo(row, path)
+            if photo is not None:
+                self._try_transform(photo, row)
+                return _of_image(*photo.shape[1:3])
             info = self.reader.probe(path)
             least = 1 if self.wanted.height is None else self.wanted.num_frames
             clip_times(info, path, least, self.wanted.fps, 0.0)
@@ -285,9 +292,9 @@ class MediaTextDataset:
         name, caption, fps = self.name_of(row), self.caption(row, rng), IMAGE_FPS
         start = self._start(rng)
         with self.opened(row) as path, decoding(name):
-            if row.medium == "image":
-                frame = read_photo(path, wanted.max_pixels).permute(1, 2, 0)[None]
-                pixels = transformed(self.transform, frame, (height, width), rng, name)
+            photo = self.photo(row, path)
+            if photo is not None:
+                pixels = transformed(self.transform, photo, (height, width), rng, name)
             else:
 
                 def times(info: VideoInfo) -> list[float]:
@@ -301,6 +308,17 @@ class MediaTextDataset:
             "id": name,
             "fps": fps if wanted.fps is None else wanted.fps,
         }
+
+    def photo(self, row: MediaRow, path: Path) -> Tensor | None:
+        """uint8 [1,Y,X,3] of an image; None for a clip, also under the suffix of an image."""
+        if row.medium == "image":
+            with unless_clip(path):
+                return read_photo(path, self.wanted.max_pixels).permute(1, 2, 0)[None]
+            fixed = self.wanted.height and self.wanted.num_frames > 1  # type: ignore[unreachable]
+            if fixed and not self._clips:
+                what = "the file is a clip, which cannot share a micro-batch with images"
+                raise DataError(what, where=str(path), hint="set `num_frames: 1`, or remove it from the data")
+        return None
 
     def _start(self, rng: Randomness | None) -> float:
         return rng.uniform("start") if rng is not None and self.wanted.random_start else 0.0

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import av
 import torch
 from av.video.reformatter import VideoReformatter
-from PIL import UnidentifiedImageError
 from torch import Tensor
 
 from mm_core.builtin.configs.data import PyAVConfig
@@ -27,11 +26,11 @@ from mm_core.data.media.geometry import (
     shown_size,
     shown_width,
 )
-from mm_core.data.media.image_headers import check_still, opened_image
-from mm_core.data.media.images import read_image
+from mm_core.data.media.image_headers import frames_too_large, picture_size
+from mm_core.data.media.images import read_photo
 from mm_core.data.media.timeline import AGAIN, Replay, packets_of, peek, timed, timeline
 from mm_core.data.rows.paths import plain_file
-from mm_core.errors import DataError, MMError, plain_reason, plural
+from mm_core.errors import DataError, MMError, plain_reason
 
 if TYPE_CHECKING:
     from av import Packet, VideoFrame, VideoStream
@@ -75,10 +74,10 @@ class Reader:
 
     def shown_info(self, path: Path) -> tuple[VideoInfo, Orientation, bool]:
         """(what `probe` returns, how its frames become upright, whether some are hidden)."""
+        size = picture_size(path, self.max_pixels)
+        if size is not None:
+            return _of_picture(*size), UPRIGHT, False
         with opened(path, self.max_pixels) as (container, stream):
-            picture = _picture(container, path)
-            if picture is not None:
-                return _of_picture(picture), UPRIGHT, False
             return _described(packets_of(container, stream), container, stream, path)
 
 
@@ -116,12 +115,12 @@ class PyAVReader(Reader):
         Raises:
             DataError: as `probe` and `read`.
         """
+        size = picture_size(path, self.max_pixels)
+        if size is not None:
+            times = checked_times(choose(_of_picture(*size)), path)
+            yield from _at_times(path, self.max_pixels, times)
+            return
         with opened(path, self.max_pixels) as (container, stream):
-            picture = _picture(container, path)
-            if picture is not None:
-                times = checked_times(choose(_of_picture(picture)), path)
-                yield from _at_times(picture, times, path)
-                return
             replay = Replay(packets_of(container, stream))
             times = checked_times(choose(_described(replay, container, stream, path)[0]), path)
             packets = replay.rest()
@@ -131,12 +130,11 @@ class PyAVReader(Reader):
 
     def _decoded(self, path: Path, times: list[float]) -> Iterator[tuple[int, Tensor]]:
         """The frames of a video at its times, by place; a frame may come twice."""
+        if picture_size(path, self.max_pixels) is not None:
+            yield from _at_times(path, self.max_pixels, times)
+            return
         for sought in (True, False):  # not every container can be sought back to its start
             with opened(path, self.max_pixels) as (container, stream):
-                picture = _picture(container, path)
-                if picture is not None:
-                    yield from _at_times(picture, times, path)
-                    return
                 if (yield from _read(packets_of(container, stream), container, stream, times, path, sought)):
                     return
 
@@ -192,12 +190,7 @@ def _stream(container: InputContainer, path: Path, max_pixels: int) -> VideoStre
         )
     width = max(stream.width, shown_width(stream))
     if width * stream.height > max_pixels:
-        raise DataError(
-            f"frames of {width}x{stream.height} are larger than the reader's max_pixels",
-            where=str(path),
-            accepted=f"up to {plural(max_pixels, 'pixel')} a frame",
-            hint="raise `max_pixels` of the reader if the machine has enough memory to decode it",
-        )
+        raise frames_too_large(width, stream.height, path, max_pixels)
     stream.codec_context.thread_count = 1  # data workers already run in parallel
     stream.codec_context.thread_type = "NONE"
     return stream
@@ -223,32 +216,16 @@ def _length(stream: VideoStream) -> float:
     return float((stream.duration or 0) * stream.time_base) if stream.time_base else 0.0
 
 
-def _picture(container: InputContainer, path: Path) -> Tensor | None:
-    """uint8 [1,Y,X,3] of a still picture, read with Pillow like any other image: FFmpeg ignores mirrored
-    orientations and fills missing parts with grey. None for videos, and for formats Pillow cannot read."""
-    name = container.format.name
-    if name != "image2" and not name.endswith("_pipe"):
-        return None
-    try:
-        with opened_image(path) as image:
-            check_still(image, path)
-        return read_image(path).permute(1, 2, 0)[None].contiguous()
-    except DataError as fault:
-        if isinstance(fault.__cause__, UnidentifiedImageError):
-            return None
-        raise
-
-
-def _of_picture(picture: Tensor) -> VideoInfo:
-    _, height, width, _ = picture.shape
+def _of_picture(height: int, width: int) -> VideoInfo:
     return VideoInfo(width, height, _PICTURE_RATE, 1, 1.0 / _PICTURE_RATE)
 
 
-def _at_times(picture: Tensor, times: list[float], path: Path) -> Iterator[tuple[int, Tensor]]:
-    """A still picture, uint8 [1,Y,X,3], at each of the times."""
+def _at_times(path: Path, max_pixels: int, times: list[float]) -> Iterator[tuple[int, Tensor]]:
+    """A still picture, uint8 [Y,X,3], at each of the times."""
     if max(times) >= 1.0 / _PICTURE_RATE + EPSILON:
         raise too_short(path, max(times), 1.0 / _PICTURE_RATE)
-    return ((place, picture[0]) for place in range(len(times)))
+    picture = read_photo(path, max_pixels).permute(1, 2, 0).contiguous()
+    return ((place, picture) for place in range(len(times)))
 
 
 def _described(

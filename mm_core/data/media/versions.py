@@ -1,4 +1,4 @@
-"""Which clips are read otherwise than in version 1 of the feature cache: their features have other keys."""
+"""Which clips and images are read otherwise than in version 1 of the feature cache: they have other keys."""
 
 from __future__ import annotations
 
@@ -9,18 +9,28 @@ from pathlib import Path
 import av
 
 from mm_core.data.media.geometry import see_through
+from mm_core.data.media.images import read_anew as picture_anew
 from mm_core.data.media.readers import FAULTS, OPTIONS, absolute_name, shown_stream, streams_of
+from mm_core.data.media.signatures import HEAD, STREAMS, format_of
 from mm_core.data.media.timeline import hides_alpha
 
 
-def read_anew(path: Path, start: int = 0, size: int = -1) -> bool:
-    """Whether the frames of a clip are others than before, or it is read or refused since then.
+def read_anew(path: Path, start: int = 0, size: int = -1, clip: bool = True) -> bool:
+    """Whether the frames of a clip or an image are others than before, or it is read or refused since then.
 
     Args:
         path: the file, or an archive.
         start: first byte of a member of the archive.
         size: number of bytes of the member; -1: all of the file.
+        clip: whether a reader of clips reads it; false: it is read as an image.
     """
+    with path.open("rb") as file:
+        file.seek(start)
+        known = format_of(file.read(HEAD))
+    if not clip or (known is not None and path.suffix.lower() not in STREAMS):
+        pixels = picture_anew(path, start, size, as_clip=clip)
+        if pixels is not None or not clip:
+            return bool(pixels)
     source: str | BytesIO = absolute_name(path)
     if size >= 0:
         with path.open("rb") as file:

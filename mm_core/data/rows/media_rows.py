@@ -11,7 +11,9 @@ if TYPE_CHECKING:
 
 Medium = Literal["image", "clip"]
 
-IMAGES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".tif", ".tiff", ".bmp"})
+IMAGES = frozenset(
+    {".jpg", ".jpeg", ".jfif", ".png", ".webp", ".tif", ".tiff", ".bmp", ".avif", ".heic", ".heif"}
+)
 CLIPS = frozenset({".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".gif"})
 CLIPS |= {".flv", ".wmv", ".3gp"}
 """Suffixes of files, in lower case."""
@@ -31,7 +33,7 @@ class MediaRow(NamedTuple):
     Attributes:
         source: number of its source.
         path: in the folder of the source; with `archive`, in the archive.
-        medium: by its suffix; what has none of an image is left to the video reader.
+        medium: by its suffix; what has none of an image is left to the video reader, which knows images too.
         captions: its texts; (): the text file beside it.
         num_frames: None where the row declares none, like the other sizes.
         archive: number of its archive in the source; None: it is a file.

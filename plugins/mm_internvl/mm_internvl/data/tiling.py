@@ -17,16 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, TiffImagePlugin
+from PIL import Image
 from torch import Tensor
 
-from mm_core.data import opened_image
+from mm_core.data import opened_image, upright_size
 from mm_core.errors import CheckpointError, DataError, plural
 from mm_core.weights import read_mapping
-
-_ORIENTATION = 0x0112  # the EXIF tag
-_WIDTH, _HEIGHT = 256, 257  # tags of a TIFF
-_QUARTERS = (5, 6, 7, 8)  # values of the EXIF tag that rotate an image by 90 degrees
 
 _FILES = ("preprocessor_config.json", "processor_config.json")
 
@@ -227,7 +223,7 @@ def image_size(path: Path, max_pixels: int) -> tuple[int, int]:
     """
     try:
         with opened_image(path) as image:
-            width, height = _sides(image)
+            width, height = image.size
             if height * width > max_pixels:
                 raise DataError(
                     f"an image of {width}x{height} pixels exceeds max_pixels",
@@ -235,10 +231,7 @@ def image_size(path: Path, max_pixels: int) -> tuple[int, int]:
                     accepted=f"up to {plural(max_pixels, 'pixel')}",
                     hint="raise max_pixels of the dataset if memory is sufficient to decode the image",
                 )
-            # For a PNG without EXIF in its header, Pillow would decode the complete image to find its end.
-            if (image.format != "PNG" or "exif" in image.info) and _turned(image):
-                width, height = height, width
-            return height, width
+            return upright_size(image)
     except DataError as fault:
         if not isinstance(fault.__cause__, Image.DecompressionBombError):
             raise
@@ -249,18 +242,6 @@ def image_size(path: Path, max_pixels: int) -> tuple[int, int]:
             accepted=f"up to {plural(min(max_pixels, most), 'pixel')}",
             hint="shrink the image, or remove its row: max_pixels of the dataset cannot raise this limit",
         ) from None
-
-
-def _sides(image: Image.Image) -> tuple[int, int]:
-    """Width and height as stored in the file. Newer versions of Pillow already rotate those of a TIFF."""
-    if isinstance(image, TiffImagePlugin.TiffImageFile):
-        return int(image.tag_v2[_WIDTH]), int(image.tag_v2[_HEIGHT])
-    return image.size
-
-
-def _turned(image: Image.Image) -> bool:
-    """Whether the upright image has width and height swapped. EXIF may contain any value, also a text."""
-    return image.getexif().get(_ORIENTATION) in _QUARTERS
 
 
 def tokens_of_tile(folder: Path) -> int:
