@@ -37,7 +37,7 @@ _STAGE = re.compile(r".*\.tmp-[0-9a-f]+(?:-(\d+)@(.+))?\Z")
 
 
 def kind_of_file(mode: int) -> str:
-    """What a path leads to that is no plain file, by its `st_mode`: `a named pipe`."""
+    """The kind of anything but a plain file, by its `st_mode`: `a named pipe`."""
     return _KINDS.get(stat.S_IFMT(mode), "no file")
 
 
