@@ -12,6 +12,7 @@ ALLOWED = {
     "checkpoint.files.fingerprints._adds_integers": "a fact of a kind of device",
     "contracts.batch._default_levels": "the table of 256 pixel values on each device",
     "checkpoint.run_lock._held": "the lock of a run is held until the process ends",
+    "data.media.images._transform": "a function of its arguments; pictures share few profiles",
     "data.media.limits._limit": "a worker ends when a decoder hangs; readers of plugins cannot pass it",
     "data.loading.sampler.epoch_order": "a function of its arguments, and long",
     "data.loading.sampler.grouped_order": "a function of its arguments, and long",

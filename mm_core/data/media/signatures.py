@@ -58,7 +58,7 @@ def format_of(head: bytes) -> str | None:
 
 
 def is_clip(head: bytes) -> bool:
-    """Whether the first `HEAD` bytes of a file that is no still image are those of a clip."""
+    """Whether the first `HEAD` bytes of a file are those of a clip."""
     if head[4:8] in (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip"):
         return format_of(head) is None
     if head[:4] == b"RIFF":
@@ -69,7 +69,7 @@ def is_clip(head: bytes) -> bool:
 
 
 def name_of(head: bytes) -> str:
-    """What the first bytes of a file that is no image of `READ` show, for errors."""
+    """What the first bytes of a file in no format of `READ` show, for errors."""
     known = next((name for start, name in _OTHERS.items() if head.startswith(start)), None)
     return f"it is {known}" if known else f"it begins with {head[:8]!a}"
 
