@@ -15,9 +15,9 @@ from PIL import Image, ImageCms
 from mm_core.builtin.configs.data import CaptionTags, MediaSource
 from mm_core.contracts import Randomness, SampleKey
 from mm_core.data.datasets.media_report import check, inspect
-from mm_core.data.datasets.media_text import MediaTextDataset, drawn_tags
+from mm_core.data.datasets.media_text import MediaTextDataset
 from mm_core.data.media.images import read_photo
-from mm_core.data.rows.mixture import Mixture
+from mm_core.data.rows.mixture import Mixture, drawn_tags
 from mm_core.errors import ContractError, DataError, RunWarning
 from support.archives import archive
 

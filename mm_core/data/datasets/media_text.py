@@ -12,10 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from mm_core.builtin.configs.data import CaptionTags, MediaSource, MediaTextConfig
+from mm_core.builtin.configs.data import MediaSource, MediaTextConfig
 from mm_core.contracts import Randomness, Source, Transform, VideoInfo, VideoReader, VideoTextBatch
 from mm_core.data.datasets import Sample
 from mm_core.data.datasets.media_sizes import sizes_of
@@ -30,7 +29,7 @@ from mm_core.data.rows.annotations import inside
 from mm_core.data.rows.captions import clean_caption
 from mm_core.data.rows.mapped_rows import MappedRows, read_once
 from mm_core.data.rows.media_rows import CAPTIONS, MediaRow
-from mm_core.data.rows.mixture import Mixture
+from mm_core.data.rows.mixture import Mixture, drawn_tags
 from mm_core.data.rows.paths import refusal
 from mm_core.data.rows.sources import OpenedSource, SourceReader, media_of
 from mm_core.errors import ContractError, DataError, MMError, RunWarning, plural
@@ -379,18 +378,6 @@ def _write_rows(sources: Sequence[MediaSource], folder: Path) -> list[OpenedSour
     readers = [SourceReader(number, source) for number, source in enumerate(sources)]
     MappedRows.write((rows for each in readers for rows in each.blocks()), folder)
     return [each.opened() for each in readers]
-
-
-def drawn_tags(text: str, tags: CaptionTags, rng: Randomness) -> str:
-    """A caption of tags with those after the first `keep` dropped and shuffled, drawn from `rng`."""
-    parts = [part.strip() for part in text.split(tags.separator)]
-    kept, rest = parts[: tags.keep], parts[tags.keep :]
-    generator = rng.generator("tags")
-    chance: Tensor = torch.rand(len(rest), generator=generator)
-    places = torch.randperm(len(rest), generator=generator) if tags.shuffle else torch.arange(len(rest))
-    return f"{tags.separator} ".join(
-        kept + [rest[place] for place in places.tolist() if chance[place] >= tags.drop]
-    )
 
 
 def _of_image(height: int, width: int) -> VideoInfo:

@@ -1,4 +1,4 @@
-"""Mixtures of sources: how often an epoch uses the rows of each."""
+"""Mixtures of sources: how often an epoch uses the rows of each, and which of their tags."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from mm_core.builtin.configs.data import CaptionTags
 from mm_core.contracts import Randomness
 
 
@@ -46,3 +47,15 @@ def _rows(counts: tuple[int, ...], weights: tuple[float, ...], epoch: int) -> Te
         parts += [own.repeat(whole), own[drawn.sort().values]]
         first += count
     return torch.cat(parts)
+
+
+def drawn_tags(text: str, tags: CaptionTags, rng: Randomness) -> str:
+    """A caption of tags with those after the first `keep` dropped and shuffled, drawn from `rng`."""
+    parts = [part.strip() for part in text.split(tags.separator)]
+    kept, rest = parts[: tags.keep], parts[tags.keep :]
+    generator = rng.generator("tags")
+    chance: Tensor = torch.rand(len(rest), generator=generator)
+    places = torch.randperm(len(rest), generator=generator) if tags.shuffle else torch.arange(len(rest))
+    return f"{tags.separator} ".join(
+        kept + [rest[place] for place in places.tolist() if chance[place] >= tags.drop]
+    )
