@@ -103,8 +103,7 @@ class FSDP2Engine(EngineBase):
             task: on the meta device.
             world: number of ranks.
             optimizer_state_tensors: tensors of optimizer state per parameter, in parameter sizes.
-            purpose: for `sample`, sizes that do not divide `world` change, and a CPU computes in float32; for
-                `import`, neither the attention kernel nor a compiler must be there.
+            purpose: for `sample`, sizes that do not divide `world` change, and a CPU computes in float32.
 
         Raises:
             PlanError: a setting of the engine that does not fit the task or the number of ranks.
@@ -119,9 +118,7 @@ class FSDP2Engine(EngineBase):
         check_device(task, self.device)
         compiled = decide_compiled(task, task.trainable, config, layout.recomputed)
         reshards = resharded(task, layout, config.reshards())
-        if purpose != "import":
-            check_compiler(compiled)
-            check_kernel(config.attention, self.device, dtype or torch.float32)
+        self._check_host(purpose, config, compiled)
         base = plan_base(task, layout, config.base.keep, dtype) if config.base.stream else None
         streamed = {p for path in base.blocks for _, p in frozen_in(task, path)} if base is not None else ()
         own, trained, left_alone = parameter_bytes(task, layout, shards, streamed)
@@ -152,6 +149,11 @@ class FSDP2Engine(EngineBase):
             attention=decide_attention(task, task.trainable, config.attention, context),
             kept=kept_by(config),
         )
+
+    def _check_host(self, purpose: str, config: FSDP2Config, compiled: Sequence[str]) -> None:
+        if purpose != "import":  # which computes nothing
+            check_compiler(compiled)
+            check_kernel(config.attention, self.device, _dtype(config.param_dtype) or torch.float32)
 
     def _layout(self, task: TaskModule, config: FSDP2Config) -> Layout:
         return decide_layout(

@@ -36,6 +36,7 @@ ALLOWED = {
     "runtime.groups._patience": "the timeout of torch's groups, which engines make too",
     "runtime.launch.rank_logs._current": "the log of this process",
     "runtime.launch.rank_logs._latest": "where that log was, for what fails after its end",
+    "runtime.launch.signals._noted": "a signal asks this process to stop, whoever asks for it later",
     "runtime.leftovers._also": "what is removed after this process",
     "runtime.leftovers._emptied": "what is removed after this process",
 }
