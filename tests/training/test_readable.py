@@ -137,7 +137,7 @@ def test_all_that_a_step_runs_is_read_in_an_afternoon(reading):
     # 20 the norm over local shards, copies that do not wait, and the way to steps that end late;
     # 20 that the task's encoder is a part of its own, which takes what it uses; 55 the range of pixels,
     # the gap behind the first packet of an AVI, a model's dtype without adapters, and kernels that refuse;
-    # 90 the stream that is shown, what is transparent, contents before suffixes, decoders that hang, cut captions.
+    # 90 the stream that is shown, transparency, contents before suffixes, decoders that hang, cut captions.
     assert lines(found) - docstrings <= 1855 and docstrings <= 545, entered
 
 
