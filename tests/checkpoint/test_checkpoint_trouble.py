@@ -41,14 +41,14 @@ def path(store, state) -> Path:
 
 def failing(monkeypatch, name: str, number: int) -> None:
     """Files of that name cannot be opened: what no file system of a test's does when it is asked to."""
-    opened = Path.open
+    for owner in (Path, os):
 
-    def open_(self, *arguments, **settings):
-        if self.name == name:
-            raise OSError(number, os.strerror(number))
-        return opened(self, *arguments, **settings)
+        def open_(path, *arguments, opened=owner.open, **settings):
+            if Path(path).name == name:
+                raise OSError(number, os.strerror(number))
+            return opened(path, *arguments, **settings)
 
-    monkeypatch.setattr(Path, "open", open_)
+        monkeypatch.setattr(owner, "open", open_)
 
 
 # -- in the background -----------------------------------------------------------------------------
