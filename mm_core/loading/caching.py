@@ -25,8 +25,8 @@ from mm_core.data.cache.samples import FAULT, on_host
 from mm_core.data.cache.shards import FAULTY, SHARD_BYTES, Keys, finite, size_of
 from mm_core.data.cache.store import Store
 from mm_core.data.loading.loader import faults_raised
-from mm_core.data.loading.workers import StartWorker, read_by_workers, start_server
-from mm_core.data.media.limits import DecodeLimit, DecoderHungError
+from mm_core.data.loading.workers import StartWorker, read_by_workers, read_on, start_server
+from mm_core.data.media.limits import DecodeLimit
 from mm_core.device import current_device, set_numerics
 from mm_core.errors import CacheError, DataError
 from mm_core.loading.frozen import load_frozen
@@ -267,14 +267,13 @@ class _Build:
             multiprocessing_context=context,
             generator=torch.Generator().manual_seed(0),
         )
-        while True:
-            try:
-                for read in faults_raised(read_by_workers(batches, self.splits)):
-                    asked.came()
-                    yield read
-                return
-            except DecoderHungError:
-                continue  # new workers refuse its file
+
+        def start(_: int) -> Iterator[Read]:
+            return read_by_workers(batches, self.splits)
+
+        for read in faults_raised(read_on(start(0), start)):
+            asked.came()
+            yield read
 
     def _in_batches(self, chunks: Iterable[_Chunk]) -> Iterator[Wanted]:
         """Items of a chunk that have one size, as many as a micro-batch has."""

@@ -20,7 +20,7 @@ from mm_core.data.datasets import Sample
 from mm_core.data.datasets.media_sizes import sizes_of
 from mm_core.data.datasets.video_text import Size, collate_clips, made_of
 from mm_core.data.media.frames import clip_times, read_frames
-from mm_core.data.media.image_headers import holds_clip, image_size, unless_clip
+from mm_core.data.media.image_headers import NoImageError, holds_clip, image_size
 from mm_core.data.media.images import read_photo
 from mm_core.data.media.limits import decoding
 from mm_core.data.media.readers import PyAVReader
@@ -239,11 +239,8 @@ class MediaTextDataset:
         row = self.rows[number]
         info = self.header(row)
         shown = f"{info.width}x{info.height}"
-        return (
-            shown
-            if row.medium == "image" and info.num_frames == 1
-            else f"{shown}, {plural(info.num_frames, 'frame')}"
-        )
+        still = row.medium == "image" and info.num_frames == 1
+        return shown if still else f"{shown}, {plural(info.num_frames, 'frame')}"
 
     def header(self, row: MediaRow) -> VideoInfo:
         """The properties of a row's file by its header; of an image upright, as one frame.
@@ -253,8 +250,11 @@ class MediaTextDataset:
         """
         with self.opened(row) as path:
             if row.medium == "image":
-                with unless_clip(path):
+                try:
                     return _of_image(*image_size(path, self.wanted.max_pixels))
+                except NoImageError:
+                    if not holds_clip(path):
+                        raise
             return self.reader.probe(path)
 
     def decode(self, number: int) -> VideoInfo:
@@ -311,9 +311,12 @@ class MediaTextDataset:
     def photo(self, row: MediaRow, path: Path) -> Tensor | None:
         """uint8 [1,Y,X,3] of an image; None for a clip, also under the suffix of an image."""
         if row.medium == "image":
-            with unless_clip(path):
+            try:
                 return read_photo(path, self.wanted.max_pixels).permute(1, 2, 0)[None]
-            fixed = self.wanted.height and self.wanted.num_frames > 1  # type: ignore[unreachable]
+            except NoImageError:
+                if not holds_clip(path):
+                    raise
+            fixed = self.wanted.height and self.wanted.num_frames > 1
             if fixed and not self._clips:
                 what = "the file is a clip, which cannot share a micro-batch with images"
                 raise DataError(what, where=str(path), hint="set `num_frames: 1`, or remove it from the data")

@@ -34,8 +34,8 @@ from mm_core.data.loading.bucketed import BucketedSamples, BucketOrder
 from mm_core.data.loading.plain import PlainSamples
 from mm_core.data.loading.sampler import Order, Slots, SlotSpec
 from mm_core.data.loading.skipped import UnreadableError, records_of
-from mm_core.data.loading.workers import StartWorker, read_by_workers, start_server
-from mm_core.data.media.limits import DecodeLimit, DecoderHungError
+from mm_core.data.loading.workers import StartWorker, read_by_workers, read_on, start_server
+from mm_core.data.media.limits import DecodeLimit
 from mm_core.errors import DataError, MMError, PartsError, RunWarning
 from mm_core.plugin.authors import author_line
 from mm_core.plugin.checks.places import place_of
@@ -193,23 +193,11 @@ class MicroBatchLoader:
     def __iter__(self) -> Iterator[Batch]:
         """Starts the data workers, then yields micro-batches. The workers end with the iterator."""
         code = AuthorCode(self._sent[0], None, self._sent[-1])
-        return faults_raised(self._read_on(self._started(0)), PixelRange(code))
+        return faults_raised(read_on(self._started(0), self._started), PixelRange(code))
 
     def _started(self, first: int) -> Iterator[Batch | Fault]:
         self._slots.first = first
         return read_by_workers(self._loader, self._sent)
-
-    def _read_on(self, reading: Iterator[Batch | Fault]) -> Iterator[Batch | Fault]:
-        """What workers send; when a decoder hangs, new ones read the rest without its file."""
-        count = 0
-        while True:
-            try:
-                for batch in reading:
-                    count += 1
-                    yield batch
-                return
-            except DecoderHungError:
-                reading = self._started(count)
 
 
 class AuthorCode:

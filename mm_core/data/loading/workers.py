@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from multiprocessing import connection, forkserver, resource_tracker
@@ -215,6 +215,19 @@ def _let_server_end() -> None:
     if server._forkserver_alive_fd is not None:
         os.close(server._forkserver_alive_fd)
         server._forkserver_alive_fd = None
+
+
+def read_on(reading: Iterator[T], start: Callable[[int], Iterator[T]]) -> Iterator[T]:
+    """What workers send; when a decoder hangs, new ones (`start`, given how many came) read on without it."""
+    count = 0
+    while True:
+        try:
+            for item in reading:
+                count += 1
+                yield item
+            return
+        except DecoderHungError:
+            reading = start(count)
 
 
 def read_by_workers(loader: DataLoader[T], sent: object) -> Iterator[T]:

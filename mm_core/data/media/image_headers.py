@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
-from typing import BinaryIO
 
 from PIL import Image, ImageFile, UnidentifiedImageError, features
 
@@ -17,6 +16,7 @@ from mm_core.data.media.limits import decoding
 from mm_core.data.media.signatures import HEAD, READ, STREAMS, format_of, is_clip, name_of
 from mm_core.data.rows.paths import plain_file, refused
 from mm_core.errors import DataError, MMError, plural
+from mm_core.files import open_plain
 
 _ORIENTATION = 0x0112  # in EXIF; from 5 on, rows are columns
 _WIDTH, _HEIGHT = 256, 257  # tags of a TIFF
@@ -101,11 +101,8 @@ class NoImageError(DataError):
 
 def holds_clip(path: Path, span: tuple[int, int] = (0, -1)) -> bool:
     """Whether the file of an image, or a member of an archive, is a clip; one that cannot be read is none."""
-    with suppress(DataError, OSError):
-        plain_file(path, "image")
-        with path.open("rb") as file:
-            file.seek(span[0])
-            head = file.read(HEAD)
+    with suppress(DataError, OSError, ValueError):
+        head = first_bytes(path, span[0])
         if format_of(head) != "GIF":
             return is_clip(head)
         with opened_image(path, span=span) as image:
@@ -113,14 +110,11 @@ def holds_clip(path: Path, span: tuple[int, int] = (0, -1)) -> bool:
     return False
 
 
-@contextmanager
-def unless_clip(path: Path) -> Iterator[None]:
-    """A context that ends without an error where the file of an image is found to be a clip."""
-    try:
-        yield
-    except NoImageError:
-        if not holds_clip(path):
-            raise
+def first_bytes(path: Path, start: int = 0) -> bytes:
+    """The bytes that show what a file is, or an archive's member at `start`; errors are of `open_plain`."""
+    with open_plain(path) as file:
+        file.seek(start)
+        return file.read(HEAD)
 
 
 @contextmanager
@@ -143,9 +137,9 @@ def opened_image(
     if plain_file(path, "image", missing="there is no such image") == 0:
         raise DataError("the image is an empty file (0 bytes)", where=str(path), hint=_AGAIN)
     try:
-        with decoding(str(path)), path.open("rb") as whole:
+        with decoding(str(path)), open_plain(path) as whole:
             whole.seek(span[0])
-            file: BinaryIO = whole if span[1] < 0 else BytesIO(whole.read(span[1]))
+            file = whole if span[1] < 0 else BytesIO(whole.read(span[1]))
             known = _readable(file.read(HEAD), path)
             file.seek(0)
             opened = Image.open(file, formats=[known])

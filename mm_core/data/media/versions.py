@@ -9,10 +9,12 @@ from pathlib import Path
 import av
 
 from mm_core.data.media.geometry import see_through
+from mm_core.data.media.image_headers import first_bytes
 from mm_core.data.media.images import read_anew as picture_anew
 from mm_core.data.media.readers import FAULTS, OPTIONS, absolute_name, shown_stream, streams_of
-from mm_core.data.media.signatures import HEAD, STREAMS, format_of
+from mm_core.data.media.signatures import STREAMS, format_of
 from mm_core.data.media.timeline import hides_alpha
+from mm_core.files import open_plain
 
 
 def read_anew(path: Path, start: int = 0, size: int = -1, clip: bool = True) -> bool:
@@ -24,16 +26,14 @@ def read_anew(path: Path, start: int = 0, size: int = -1, clip: bool = True) -> 
         size: number of bytes of the member; -1: all of the file.
         clip: whether a reader of clips reads it; false: it is read as an image.
     """
-    with path.open("rb") as file:
-        file.seek(start)
-        known = format_of(file.read(HEAD))
+    known = format_of(first_bytes(path, start))
     if not clip or (known is not None and path.suffix.lower() not in STREAMS):
         pixels = picture_anew(path, start, size, as_clip=clip)
         if pixels is not None or not clip:
             return bool(pixels)
     source: str | BytesIO = absolute_name(path)
     if size >= 0:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             file.seek(start)
             source = BytesIO(file.read(size))
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 from posixpath import dirname, join, normpath
 from typing import NamedTuple
 
-from mm_core.data.rows.captions import COMPRESSED, NO_MEDIUM, TAR_BESIDE, walked
+from mm_core.data.rows.captions import COMPRESSED, NO_MEDIUM, TAR_BESIDE, not_read, split_suffix, walked
 from mm_core.data.rows.media_rows import CAPTIONS, CLIPS, IMAGES, medium_of
 from mm_core.data.rows.paths import plain_file, refusal
 from mm_core.data.tar_headers import ACCEPTED, FILES, HARD, LINKS, Headers, Place
@@ -113,16 +113,16 @@ def _unread(places: Iterable[str], used: set[str], others: Iterable[str]) -> Ite
     if not free:
         return
     keys = {_key(name) for name in places if medium_of(name) is not None}
-    stems = {_split(name)[0] for name in free}
+    stems = {split_suffix(name)[0] for name in free}
     waiting = {_key(name) for name in free} - keys
     met: set[str] = set()
     for name in others:
-        stem, suffix = _split(name)
+        stem, suffix = split_suffix(name)
         if stem in stems or _key(name) in waiting:
             met |= {stem, _key(name)}
-            yield f"{suffix or 'a file without a suffix'} is not read"
+            yield not_read(suffix)
     for name in free:
-        stem, suffix = _split(name)
+        stem, suffix = split_suffix(name)
         if suffix == CAPTIONS and not {stem, _key(name)} & met and _key(name) in waiting:
             yield NO_MEDIUM
 
@@ -136,22 +136,22 @@ class _Texts:
         self._keys: dict[str, list[str]] = {}  # WebDataset key -> members
         for name in names:
             self._keys.setdefault(_key(name), []).append(name)
-            if medium_of(name) is None and name != (first := self._own.setdefault(_split(name), name)):
+            if medium_of(name) is None and name != (first := self._own.setdefault(split_suffix(name), name)):
                 raise _double(path, f"{first!r} and {name!r} are both the text of one sample")
         self._shared = cache(self._of_key)
 
     def of(self, name: str, suffix: str) -> str | None:
         """The text of an image or clip; None if there is none."""
-        return self._own.get((_split(name)[0], suffix)) or self._shared(_key(name), suffix)
+        return self._own.get((split_suffix(name)[0], suffix)) or self._shared(_key(name), suffix)
 
     def _of_key(self, key: str, suffix: str) -> str | None:
         """The text of those members of a key that have none of their own name."""
         members = self._keys[key]
-        media = {_split(name)[0]: name for name in members if medium_of(name) is not None}
-        texts = [name for name in members if medium_of(name) is None and _split(name)[1] == suffix]
-        if len(texts) == 1 and _split(texts[0])[0] == key:
+        media = {split_suffix(name)[0]: name for name in members if medium_of(name) is not None}
+        texts = [name for name in members if medium_of(name) is None and split_suffix(name)[1] == suffix]
+        if len(texts) == 1 and split_suffix(texts[0])[0] == key:
             return texts[0]
-        free = [name for name in texts if _split(name)[0] not in media]
+        free = [name for name in texts if split_suffix(name)[0] not in media]
         if not free:
             return None
         lacking = [name for stem, name in media.items() if (stem, suffix) not in self._own]
@@ -167,11 +167,6 @@ def _key(name: str) -> str:
     return name[:base] + name[base:].partition(".")[0]
 
 
-def _split(name: str) -> tuple[str, str]:
-    stem, dot, suffix = name.rpartition(".")
-    return (stem, dot + suffix.lower()) if dot and "/" not in suffix else (name, "")
-
-
 def _places(
     path: Path, headers: Headers, left_out: Callable[[str], None]
 ) -> tuple[Mapping[str, Place], Iterable[str]]:
@@ -183,14 +178,15 @@ def _places(
     while (header := headers.following()) is not None:
         name, kind, link, place = header
         base = name[name.rfind("/") + 1 :]
-        known = (medium_of(base) is not None or _split(base)[1] in _TEXTS) and base[0] != "."
+        _, suffix = split_suffix(base)
+        known = (medium_of(base) is not None or suffix in _TEXTS) and base[0] != "."
         if kind in LINKS:
             links[name] = normpath(link if kind == HARD else join(dirname(name), link))
         elif kind not in FILES:
             if known:
                 left_out(f"a member of type {kind.decode('latin-1')!r}, not a file")
             continue
-        elif not known and len(name) == _CUT and any(each.startswith(_split(base)[1]) for each in _KNOWN):
+        elif not known and len(name) == _CUT and any(each.startswith(suffix) for each in _KNOWN):
             left_out("a member whose name is cut off")  # its long name is lost
         if known and name in found:
             raise _double(path, f"two members of the archive are named {name!r}")

@@ -96,18 +96,23 @@ def _but_for_case(media: Iterable[str], texts: Iterable[str]) -> dict[str, str]:
     for text in texts:
         own.setdefault(text[:-4].lower(), set()).add(text)
     stems: dict[str, set[str]] = {}
-    keys = {name: _split(name)[0].lower() for name in media}
+    keys = {name: split_suffix(name)[0].lower() for name in media}
     for name, key in keys.items():
-        stems.setdefault(key, set()).add(_split(name)[0])
+        stems.setdefault(key, set()).add(split_suffix(name)[0])
     return {
         name: min(own[key]) for name, key in keys.items() if len(own.get(key, ())) == len(stems[key]) == 1
     }
 
 
-def _split(name: str) -> tuple[str, str]:
-    """A file name without its suffix, and the suffix; "" where it has none."""
+def split_suffix(name: str) -> tuple[str, str]:
+    """A file name without its suffix, and the suffix in lower case; "" where it has none."""
     stem, dot, suffix = name.rpartition(".")
-    return (stem, dot + suffix) if dot else (name, "")
+    return (stem, dot + suffix.lower()) if dot and "/" not in suffix else (name, "")
+
+
+def not_read(suffix: str) -> str:
+    """Why a captioned file of an unknown suffix is not used."""
+    return f"{suffix or 'a file without a suffix'} is not read"
 
 
 def _unread(others: Iterable[str], texts: Iterable[str]) -> tuple[Counter[str], Counter[str]]:
@@ -117,7 +122,7 @@ def _unread(others: Iterable[str], texts: Iterable[str]) -> tuple[Counter[str], 
     waiting = {text[:-4].lower() for text in texts}
     met: set[str] = set()
     for name in others:
-        stem, suffix = _split(name.lower())
+        stem, suffix = split_suffix(name.lower())
         if suffix == ".tar":
             reasons[TAR_BESIDE] += 1
         elif stem not in waiting and COMPRESSED.search(name):
@@ -125,7 +130,7 @@ def _unread(others: Iterable[str], texts: Iterable[str]) -> tuple[Counter[str], 
         elif stem not in waiting or suffix in _DOCUMENTS or suffix == _BESIDE_BOTH:
             strange[suffix] += 1
         else:
-            reasons[f"{suffix or 'a file without a suffix'} is not read"] += 1
+            reasons[not_read(suffix)] += 1
         if suffix != _BESIDE_BOTH:
             met.add(stem)
     if alone := sum(text[:-4].lower() not in met for text in texts):

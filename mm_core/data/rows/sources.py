@@ -28,7 +28,7 @@ from mm_core.data.rows.media_rows import (
     medium_of,
     number_of,
 )
-from mm_core.data.rows.paths import check_folder, plain_file, status
+from mm_core.data.rows.paths import check_folder, open_plain, status
 from mm_core.data.rows.tables import SUFFIXES, Cells, Column, batch_cells, parquet_batches, read_table
 from mm_core.data.rows.where import Where
 from mm_core.errors import DataError, plural
@@ -194,8 +194,8 @@ class SourceReader:
     def _captioned(self, path: str, medium: Medium, text: Path) -> MediaRow | None:
         """The row of a file whose caption has another name, which only its row can hold."""
         try:
-            plain_file(text, "caption")
-            return MediaRow(self.number, path, medium, (text.read_text(encoding="utf-8-sig"),))
+            with open_plain(text, "caption") as file:
+                return MediaRow(self.number, path, medium, (file.read().decode("utf-8-sig"),))
         except (DataError, OSError, UnicodeDecodeError):
             self._left_out(f"its {CAPTIONS} file cannot be read")
             return None
