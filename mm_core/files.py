@@ -41,6 +41,17 @@ def kind_of_file(mode: int) -> str:
     return _KINDS.get(stat.S_IFMT(mode), "no file")
 
 
+def absent(path: Path) -> bool:
+    """Whether nothing is at a path, links followed; false where the system refuses the path."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except (OSError, ValueError):
+        return False
+    return False
+
+
 def open_plain(path: Path) -> IO[bytes]:
     """Opens a plain file for reading. A pipe would wait for a writer, and a device may never end.
 

@@ -159,13 +159,19 @@ def mm_text_encoders() -> list[Component]:
 def mm_datasets() -> list[Component]:
     rows = "data.datasets"
     return [
-        _core("video_text", f"{rows}.video_text:VideoTextDataset", "data:VideoTextConfig", tiny="video_text"),
+        _core(
+            "video_text",
+            f"{rows}.video_text:VideoTextDataset",
+            "data:VideoTextConfig",
+            tiny="video_text",
+            check=f"{rows}.first_rows:of_video_text",
+        ),
         _core(
             "media_text",
             f"{rows}.media_text:MediaTextDataset",
             "data:MediaTextConfig",
             tiny="media_text",
-            check="data.datasets.media_faults:faults",
+            check=f"{rows}.first_rows:of_media_text",
         ),
         _core(
             "shapes",
@@ -173,7 +179,13 @@ def mm_datasets() -> list[Component]:
             "data:ShapesConfig",
             tiny={"num_frames": 4, "height": 8, "width": 16, "clips": 5},
         ),
-        _core("text_rows", f"{rows}.text_rows:TextRowsDataset", "data:TextRowsConfig", tiny="text_rows"),
+        _core(
+            "text_rows",
+            f"{rows}.text_rows:TextRowsDataset",
+            "data:TextRowsConfig",
+            tiny="text_rows",
+            check=f"{rows}.first_rows:of_text_rows",
+        ),
     ]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mm_core.errors import MMError, printable
+from mm_core.errors import MMError, plural, printable
 
 if TYPE_CHECKING:
     from mm_core.config.sections import RunConfig
@@ -104,3 +104,12 @@ def write_named(out: Path, text: str, option: str) -> None:
             where=str(out),
             hint=f"choose another file with {option}, or free the disk",
         ) from None
+
+
+def refuse_missing(paths: Sequence[str]) -> None:
+    """Raises MMError if files that a run needs are missing, for --strict."""
+    if paths:
+        what = f"{plural(len(paths), 'file')} that the run needs {'is' if len(paths) == 1 else 'are'} missing"
+        raise MMError(
+            f"{what}: {', '.join(paths[:5])}", where="--strict", hint="copy them there, or correct the paths"
+        )

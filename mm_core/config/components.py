@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import is_dataclass
-from typing import TYPE_CHECKING, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from mm_core.errors import ContractError, MMError
+from mm_core.files import absent
 from mm_core.plugin.checks.inspection import component_faults, file_fault
 from mm_core.schema.annotations import annotations_of
-from mm_core.schema.fields import ComponentConfig, Resume, yaml_key
+from mm_core.schema.fields import ComponentConfig, Reads, Resume, yaml_key
 from mm_core.schema.nodes import inside
 
 if TYPE_CHECKING:
     from mm_core.config.sections import RunConfig
     from mm_core.plugin.registry import Registry
+
+
+Mark = TypeVar("Mark", Resume, Reads)
 
 
 def walk_components(value: object, key: str = "") -> list[tuple[str, ComponentConfig]]:
@@ -29,20 +34,47 @@ def walk_components(value: object, key: str = "") -> list[tuple[str, ComponentCo
 
 def resume_marks(config: RunConfig) -> dict[str, Resume]:
     """The mark of each key of a run's config whose field has one, by key path: `engine.param_dtype`."""
-    return dict(_marks(config, config.registry, ""))
+    return {key: mark for key, mark, _ in _marks(config, config.registry, "", Resume)}
 
 
-def _marks(value: object, registry: Registry, prefix: str) -> Iterator[tuple[str, Resume]]:
+def inputs_of(config: RunConfig) -> dict[str, list[str]]:
+    """The paths that the dataset of each split reads, as its fields with a mark `Reads` name them; only of
+    datasets with such fields."""
+    found = {
+        split: [value for _, _, value in _marks(section, config.registry, "", Reads)]
+        for split, section in config.data.splits.items()
+    }
+    return {
+        split: [str(path) for path in paths if path is not None] for split, paths in found.items() if paths
+    }
+
+
+def absent_inputs(config: RunConfig) -> dict[str, list[str]]:
+    """Those paths of `inputs_of` at which nothing is, by split; only splits with some."""
+    found = {split: [p for p in paths if absent(Path(p))] for split, paths in inputs_of(config).items()}
+    return {split: paths for split, paths in found.items() if paths}
+
+
+def _marks(
+    value: object, registry: Registry, prefix: str, kind: type[Mark]
+) -> Iterator[tuple[str, Mark, object]]:
+    """The marks of a kind in a config value: the key of each, and the value that is marked."""
     cls: type = type(value)
     if isinstance(value, ComponentConfig):
         cls = registry.resolve(value.kind, value.type).config_class()
-    for name, hint in (annotations_of(cls) if is_dataclass(cls) else {}).items():
-        for mark in (mark for option in (hint, *get_args(hint)) for mark in get_args(option)):
-            if isinstance(mark, Resume):
-                yield prefix + yaml_key(name), mark
     held = inside(value)
-    for name, item in held.items() if isinstance(held, dict) else ():
-        yield from _marks(item, registry, f"{prefix}{name}.")
+    items = held if isinstance(held, dict) else {str(place): item for place, item in enumerate(held or ())}
+    hints: dict[str, Any] = annotations_of(cls) if is_dataclass(cls) else {}
+    marked = [(yaml_key(name), mark) for name, hint in hints.items() for mark in _of_hint(hint)]
+    for key, mark in marked:
+        if isinstance(mark, kind):
+            yield prefix + key, mark, items.get(key)
+    for name, item in items.items():
+        yield from _marks(item, registry, f"{prefix}{name}.", kind)
+
+
+def _of_hint(hint: Any) -> list[object]:
+    return [mark for option in (hint, *get_args(hint)) for mark in get_args(option)]
 
 
 def option_faults(config: RunConfig) -> list[MMError]:

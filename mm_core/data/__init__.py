@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from mm_core.data.rows.packed_rows import PackedRows
     from mm_core.data.rows.paths import check_folder
     from mm_core.data.rows.prompts import read_prompts
+    from mm_core.files import absent
 
 __all__ = [
     "Mixture",
@@ -40,6 +41,7 @@ __all__ = [
     "RowFile",
     "StartWorker",
     "VideoTextDataset",
+    "absent",
     "check_folder",
     "check_stop",
     "collate_clips",

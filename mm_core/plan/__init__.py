@@ -2,9 +2,9 @@
 
 from mm_core.plan.activations import Activations, shared_activations
 from mm_core.plan.base_choices import base_choices, table_of
-from mm_core.plan.bucket_report import notes_of_data, report_buckets
+from mm_core.plan.bucket_report import report_buckets
 from mm_core.plan.bucketing import bucket_order, in_buckets
-from mm_core.plan.caching import cache_of, in_cache, open_datasets, plan_with_cache
+from mm_core.plan.caching import cache_of, in_cache, open_datasets
 from mm_core.plan.planning import (
     build_frozen,
     build_task,
@@ -14,6 +14,7 @@ from mm_core.plan.planning import (
 )
 from mm_core.plan.run_cache import RunCache
 from mm_core.plan.run_plan import ComponentFact, MissingFile, ModuleFact, RunPlan
+from mm_core.plan.shown import plan_shown
 
 __all__ = [
     "Activations",
@@ -31,9 +32,8 @@ __all__ = [
     "in_buckets",
     "in_cache",
     "make_plan",
-    "notes_of_data",
     "open_datasets",
-    "plan_with_cache",
+    "plan_shown",
     "report_buckets",
     "sample_order",
     "shared_activations",

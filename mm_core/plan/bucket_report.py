@@ -1,19 +1,15 @@
-"""What falls into each bucket of a dataset, what fits none, and what its sources leave out, in words."""
+"""What falls into each bucket of a dataset, and what fits none, in words."""
 
 from __future__ import annotations
-
-import warnings
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import TaskModule
-from mm_core.data.datasets.media_report import Bucketed, remarks
+from mm_core.data.datasets.media_report import Bucketed
 from mm_core.data.datasets.media_text import MediaTextDataset
-from mm_core.data.loading.seeding import build_dataset
-from mm_core.errors import RunWarning, plural
+from mm_core.errors import plural
 from mm_core.plan.bucketing import (
     check_buckets,
     check_sizes_set,
@@ -61,24 +57,3 @@ def report_buckets(config: RunConfig, task: TaskModule, dataset: MediaTextDatase
         + ([f"{plural(unread, 'file')} cannot be read; `mm data check` lists them"] if unread else []),
         single_pictures(rows, offered, numbers),
     )
-
-
-def notes_of_data(config: RunConfig) -> list[str]:
-    """What the sources of a run leave out, for a plan that is only shown: it reads every row of those there.
-
-    Raises:
-        DataError: a source cannot be used.
-    """
-    found: list[str] = []
-    for split, section in config.data.splits.items():
-        class_ = config.registry.resolve("dataset", section.type).load_target()
-        if not isinstance(class_, type) or not issubclass(class_, MediaTextDataset):
-            continue
-        named = ((source.annotations, source.folder or ".") for source in section.options["sources"])
-        if not all(Path(path).exists() for paths in named for path in paths):
-            continue
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RunWarning)  # of the same rows
-            dataset = build_dataset(config.registry, section, config.run.seed)
-        found += [f"data.{split}: {each}" for each in remarks(dataset)]
-    return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,8 @@ from mm_core.data.loading.seeding import build_split
 from mm_core.data.rows.mapped_rows import read_once
 from mm_core.errors import CacheError, MMError, PlanError
 from mm_core.plan.bucketing import in_buckets
-from mm_core.plan.planning import build_task, check_data, make_plan
+from mm_core.plan.planning import build_task, check_data
 from mm_core.plan.run_cache import CachedSplit, RunCache
-from mm_core.plan.run_plan import RunPlan
 from mm_core.plugin.checks.places import place_of_object
 from mm_core.plugin.checks.values import returned
 from mm_core.runtime.ranks import Ranks
@@ -217,13 +215,6 @@ def cache_of(config: RunConfig, create: bool = False) -> tuple[TaskModule, RunCa
     """The task of a run, built, and its cache, for commands; see `open_cache`."""
     task = build_task(config)
     return task, open_cache(config, task, open_datasets(config, task), create=create)
-
-
-def plan_with_cache(config: RunConfig, world: int, task: TaskModule) -> RunPlan:
-    """The plan of a run whose data are cached, for a number of ranks; see `in_cache` and `make_plan`."""
-    datasets, notes, _ = in_cache(config, task, open_datasets(config, task))
-    plan = make_plan(config, world, task, train=datasets["train"])
-    return replace(plan, notes=(*plan.notes, *notes))
 
 
 def open_datasets(config: RunConfig, task: TaskModule) -> dict[str, AnyDataset]:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from mm_core.config.components import option_faults, target_faults, walk_components
+from mm_core.config.components import absent_inputs, option_faults, target_faults, walk_components
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import (
     Engine,
     EnginePlan,
-    Frozen,
     SampleRequest,
     StepFlops,
     Streamed,
@@ -25,7 +23,6 @@ from mm_core.contracts import (
     SupportsCheckTraining,
     SupportsNotes,
     SupportsSampleFlops,
-    SupportsWeightsFrom,
     TaskModule,
     TrainingFacts,
 )
@@ -48,16 +45,15 @@ from mm_core.plan.bucketing import (
     check_sizes_set,
     mean_step,
 )
-from mm_core.plan.decoding import decode_notes
-from mm_core.plan.length import check_schedule, profile_notes
+from mm_core.plan.missing import missing_files
 from mm_core.plan.model_states import StageBytes, model_states
 from mm_core.plan.padding import padding_notes
-from mm_core.plan.run_plan import ComponentFact, MissingFile, ModuleFact, RunPlan
+from mm_core.plan.run_plan import ComponentFact, ModuleFact, RunPlan
+from mm_core.plan.settings import check_schedule, decode_notes, profile_notes
 from mm_core.plugin.checks.places import place_of_object
 from mm_core.plugin.checks.values import returned
 from mm_core.weights.adapters.inject import Structure, add_adapters
 from mm_core.weights.fitting import formats_of
-from mm_core.weights.stored import missing_at
 
 
 def build_task(config: RunConfig, adapters: Structure | None = None) -> TaskModule:
@@ -195,7 +191,7 @@ def make_plan(
         components=tuple(_components(config)),
         modules=tuple(modules),
         model_states=_model_states(modules, states, world),
-        missing=tuple(_missing(config, task)),
+        missing=missing_files(config, task),
         steps=steps,
         micro_batch_size=config.train.micro_batch_size,
         global_batch_size=size,
@@ -235,10 +231,12 @@ def _batch(config: RunConfig, shares: int) -> tuple[int, int]:
 def _buckets(
     config: RunConfig, task: TaskModule, size: int, accumulation: int, train: AnyDataset | None
 ) -> BucketOrder | None:
-    """The order of samples in buckets; None in other modes of the loader."""
+    """The order of samples in buckets; None in other modes of the loader, and while the data are missing."""
     if config.data.loader.mode != "variable":
         return None
     check_group(accumulation, config.data.loader.buckets_per_step)
+    if _unread(config, train):
+        return None
     if train is None:
         opened = build_dataset(config.registry, config.data.train, config.run.seed)
         train = bucketed(config, task, config.data.train, opened, "train")
@@ -283,6 +281,8 @@ def _step_flops(
     """FLOPs of a step over all ranks, with buckets of the mean step of an epoch."""
     if not isinstance(task, SupportsSampleFlops):
         return None
+    if order is None and config.data.loader.mode == "variable":
+        return None  # the data are missing
     options = config.data.train.options
     parts = [(options, float(global_batch_size))] if order is None else mean_step(order, options)
     found: list[StepFlops] = []
@@ -317,9 +317,11 @@ def _check_base_dtype(config: RunConfig, task: TaskModule, layout: EnginePlan) -
 
 
 def _steps(config: RunConfig, size: int, order: Order | None, train: AnyDataset | None) -> int:
-    """The total number of steps; epochs are rounded up to complete steps."""
+    """The total number of steps; epochs are rounded up to complete steps. 0: the data are missing."""
     if config.train.steps is not None:
         return config.train.steps
+    if _unread(config, train):
+        return 0
     assert config.train.epochs is not None
     if order is None:
         if train is None:
@@ -334,6 +336,11 @@ def _steps(config: RunConfig, size: int, order: Order | None, train: AnyDataset 
             )
         order = sample_order(config, size, count)
     return math.ceil(config.train.epochs * order.batches_per_epoch)
+
+
+def _unread(config: RunConfig, train: AnyDataset | None) -> bool:
+    """Whether the files of data.train are missing, so that nothing is known of its rows."""
+    return train is None and "train" in absent_inputs(config)
 
 
 def sample_order(
@@ -368,27 +375,6 @@ def _modules(task: TaskModule) -> list[ModuleFact]:
             trained = sum(p.numel() for p in own if trainable and p.requires_grad)
             facts.append(ModuleFact(name, trainable, sum(p.numel() for p in own), trained))
     return facts
-
-
-def _missing(config: RunConfig, task: TaskModule) -> list[MissingFile]:
-    """Missing files: of trained and frozen components, and of others (a scheduler) for sampling."""
-    trained = task.trainable
-    frozen = task.frozen
-    found = []
-    for name in trained:
-        component = task.get_submodule(name)
-        given = component.weights_from if isinstance(component, SupportsWeightsFrom) else None
-        paths = missing_at(Path(given.path)) if given is not None else []
-        found += [MissingFile(path, name, "to begin") for path in paths]
-    others = [name for name in config.task.options if name not in (*trained, *frozen)]
-    samples = config.validation is not None and config.validation.samples is not None
-    for name in (*frozen, *others):
-        part = getattr(task, name, None)  # an option of a task need not be an attribute
-        if isinstance(part, Frozen):
-            now = name in frozen or samples
-            paths = returned(Frozen.missing_files, part.missing_files(), part)
-            found += [MissingFile(path, name, "to train" if now else "to sample") for path in paths]
-    return found
 
 
 def _components(config: RunConfig) -> list[ComponentFact]:

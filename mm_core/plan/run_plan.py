@@ -38,7 +38,7 @@ class MissingFile:
     """A file or folder in the plan of a run that does not exist."""
 
     path: str
-    component: str  # the task's component that names it
+    component: str  # the task's component, or the dataset, that names it: data.train
     needed: Literal["to train", "to begin", "to sample"]
 
 
@@ -50,7 +50,7 @@ class RunPlan:
     engine: EnginePlan
     components: tuple[ComponentFact, ...]
     modules: tuple[ModuleFact, ...]
-    steps: int
+    steps: int  # 0: unknown while the data are missing
     micro_batch_size: int
     global_batch_size: int
     accumulation: int
@@ -67,6 +67,11 @@ class RunPlan:
     def missing_files(self) -> tuple[str, ...]:
         """The paths of all missing files that the planned run needs."""
         return tuple(file.path for file in self.missing)
+
+    @property
+    def files_to_start(self) -> tuple[str, ...]:
+        """The paths of the missing files without which the run does not start."""
+        return tuple(file.path for file in self.missing if file.needed != "to sample")
 
     @property
     def device_bytes(self) -> dict[str, int]:
@@ -139,7 +144,9 @@ class RunPlan:
         return [
             f"  {plural(self.global_batch_size, 'sample')} per step = {self.micro_batch_size} per micro-batch"
             f" x {self.accumulation} accumulated x {ranks}",
-            f"  {plural(self.steps, 'step')} = {plural(self.steps * self.global_batch_size, 'sample')}",
+            f"  {plural(self.steps, 'step')} = {plural(self.steps * self.global_batch_size, 'sample')}"
+            if self.steps
+            else "  (steps known once the data are present)",
         ]
 
     def _in_buckets(self) -> list[str]:

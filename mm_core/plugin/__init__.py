@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from mm_core.lazy import lazy_names
 from mm_core.plugin.component import Component
 from mm_core.plugin.hookspecs import KINDS, hookimpl
-from mm_core.schema.fields import ComponentConfig, DType, Kind, Range, Resume
+from mm_core.schema.fields import ComponentConfig, DType, InputPath, Kind, Range, Resume
 
 if TYPE_CHECKING:
     from mm_core.plugin.registry import PluginRecord, Registered, Registry, build, get_registry
@@ -20,6 +20,7 @@ __all__ = [
     "Component",
     "ComponentConfig",
     "DType",
+    "InputPath",
     "Kind",
     "PluginRecord",
     "Range",

@@ -101,6 +101,15 @@ class Resume:
             raise PluginError(f"a mark Resume has the verdict {self.verdict!r}", accepted=accepted)
 
 
+@dataclass(frozen=True)
+class Reads:
+    """The mark of an `InputPath`."""
+
+
+InputPath = Annotated[str, Reads()]
+"""The type of a dataset's field with the path of a file or folder that the run reads. While nothing is there,
+`mm validate` and `--dry-run` list it as missing."""
+
 Scale = Annotated[float, Range(ge=0)]
 Guidance = Scale | tuple[Scale, ...]
 """A scale of classifier-free guidance, or one per expert of the predictor, from noise to clean."""

@@ -84,11 +84,15 @@ def build_parts(config: RunConfig, store: CheckpointStore, resume: str) -> RunPa
     datasets, cached, filled = in_cache(config, task, open_datasets(config, task))
     plan = make_plan(config, Ranks.current().count, task, engine, datasets["train"])
     plan = replace(plan, notes=(*plan.notes, *cached))
-    if missing := [file.path for file in plan.missing if file.needed == "to train"]:
+    if missing := [file for file in plan.missing if file.needed == "to train"]:
+        of_data = missing[0].component.startswith("data.")  # those of components come first
         raise PlanError(
-            f"files of frozen components are missing: {', '.join(missing)}",
-            where="task",
-            hint="download them, or set from_pretrained to the folder that contains them",
+            f"files of {'the data' if of_data else 'frozen components'} are missing:"
+            f" {', '.join(file.path for file in missing)}",
+            where=missing[0].component if of_data else "task",
+            hint="copy them there, or correct the paths"
+            if of_data
+            else "download them, or set from_pretrained to the folder that contains them",
         )
     load_frozen_of(task, engine, plan.engine, config)
     weights = ResumedWeights(source, config, task) if source is not None else FileWeights(config, task)

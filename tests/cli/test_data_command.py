@@ -187,8 +187,7 @@ def test_other_datasets_can_be_checked_and_not_inspected(
         ({"source_where": "exec('x') > 1"}, "`where: exec('x') > 1` calls a function"),
         ({"source_where": "hight > 1"}, "'hight'"),
         ({"source_columns": {"path": "file"}}, "no column 'file' (found: cap, path, width)"),
-        ({"source_folder": "/nowhere"}, "the folder of the images and clips does not exist"),
-        ({"source_annotations": "none.tar"}, "the archive does not exist"),
+        ({"source_folder": "/dev/null"}, "the folder of the images and clips does not exist"),
     ],
 )
 def test_what_is_wrong_with_a_source_shows_before_the_run(run, capsys, command, changes, what) -> None:

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from mm_core.builtin.configs.data import CaptionTags, MediaColumns, MediaSource
-from mm_core.data.datasets.media_faults import faults
+from mm_core.data.datasets.first_rows import of_media_text
 from mm_core.data.rows.mapped_rows import MappedRows
 from mm_core.data.rows.media_rows import MediaRow, declared
 from mm_core.data.rows.sources import SourceReader
@@ -132,7 +132,7 @@ def test_a_condition_that_is_more_than_a_comparison_is_refused(tmp_path, text, w
     with pytest.raises(DataError, match=what):
         Where(text)
     options = {"sources": [MediaSource(str(write(tmp_path / "a.json")), where=text)]}
-    assert [what in fault.what for fault in faults(options)] == [True]
+    assert [what in fault.what for fault in of_media_text(options)] == [True]
 
 
 def test_a_condition_compares_numbers_texts_and_lists():
@@ -238,19 +238,17 @@ def test_broken_rows_are_named_all_at_once(tmp_path, rows, what):
 @pytest.mark.parametrize(
     ("annotations", "what"),
     [
-        ("none.jsonl", "the source does not exist"),
-        ("none/", "does not exist"),
         ("a.xlsx", "the source is of no known kind"),
         ("empty", "the source has no image or clip"),
         ("a.json", "2 of the first 3 files of .* cannot be found, such as deep/b.MP4"),
     ],
 )
-def test_what_is_missing_shows_before_a_run_starts(tmp_path, annotations, what):
+def test_what_no_source_can_be_shows_before_a_run_starts(tmp_path, annotations, what):
     (tmp_path / "a.xlsx").touch()
     (tmp_path / "a.jpg").touch()
     (tmp_path / "empty").mkdir()
     write(tmp_path / "a.json")
-    (found,) = faults({"sources": [MediaSource(f"{tmp_path}/{annotations}")], "max_pixels": 100})
+    (found,) = of_media_text({"sources": [MediaSource(f"{tmp_path}/{annotations}")], "max_pixels": 100})
     assert re.search(what, found.render())
 
 
@@ -265,18 +263,18 @@ def test_what_training_would_refuse_shows_before_a_run_starts(tmp_path):
     for path in [*tmp_path.iterdir()]:
         path.with_suffix(".txt").write_text("x")
     source = MediaSource(str(tmp_path))
-    one, other = faults({"sources": [source], "max_pixels": 100})
+    one, other = of_media_text({"sources": [source], "max_pixels": 100})
     assert re.search("2 of the first 5 files of .* would be refused, such as .*: the image of", one.what)
     assert re.search("1 of the first 5 .*out.mp4: the path leaves its folder through a symbolic", other.what)
     (tmp_path / "large.txt").unlink()
     (tmp_path / "out.txt").unlink()
-    (found,) = faults({"sources": [source], "max_pixels": 100})
+    (found,) = of_media_text({"sources": [source], "max_pixels": 100})
     assert found.what.endswith("of 900,000,000 pixels is larger than the dataset's max_pixels")
     assert found.accepted == "up to 100 pixels"
-    (found,) = faults({"sources": [source], "max_pixels": 10**9})
+    (found,) = of_media_text({"sources": [source], "max_pixels": 10**9})
     assert found.what.endswith("is larger than Pillow opens") and "max_pixels" not in found.hint
     (tmp_path / "bomb.txt").unlink()
-    assert not [*faults({"sources": [source], "max_pixels": 100})]
+    assert not [*of_media_text({"sources": [source], "max_pixels": 100})]
 
 
 def test_the_head_of_a_source_is_read_without_the_rest(tmp_path):

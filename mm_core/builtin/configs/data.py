@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from mm_core.schema.fields import ComponentConfig, Kind, Range
+from mm_core.schema.fields import ComponentConfig, InputPath, Kind, Range
 
 _PYAV = ComponentConfig("video_reader", "core/pyav")
 _Column = str | Annotated[int, Range(ge=0)]
@@ -43,11 +43,11 @@ def _one_of(interpolation: Interpolation, transform: ComponentConfig | None) -> 
 class VideoTextConfig:
     """Config of the dataset `video_text`: captioned clips listed in a JSON or JSONL file."""
 
-    annotations: str  # JSON list or JSONL file of rows {path, cap, ...}
+    annotations: InputPath  # JSON list or JSONL file of rows {path, cap, ...}
     num_frames: Annotated[int, Range(ge=1)]  # frames per training clip
     height: Annotated[int, Range(ge=1)]  # pixels, after resizing and cropping
     width: Annotated[int, Range(ge=1)]  # pixels, after resizing and cropping
-    folder: str | None = None  # base folder of the rows' paths; null: the folder of the annotation file
+    folder: InputPath | None = None  # base folder of the rows' paths; null: the folder of the annotation file
     fps: Annotated[float, Range(gt=0)] | None = None  # frames sampled per second; null: each clip's own rate
     random_start: bool = False  # start clips at a random frame of a longer video; false: at its beginning
     interpolation: Interpolation = "bicubic"  # of the resize, where no transform is set (antialiased)
@@ -91,8 +91,10 @@ class CaptionTags:
 class MediaSource:
     """One table, folder or archive of pictures and clips, and how often an epoch uses it."""
 
-    annotations: str  # a table of rows, a folder of media with .txt captions beside them, or WebDataset tars
-    folder: str | None = None  # base folder of a table's paths; null: the folder of the table
+    annotations: (
+        InputPath  # a table of rows, a folder of media with .txt captions beside them, or WebDataset tars
+    )
+    folder: InputPath | None = None  # base folder of a table's paths; null: the folder of the table
     weight: Annotated[float, Range(gt=0, le=1000)] = (
         1.0  # uses per epoch: 2 is each row twice, 0.5 half of them
     )
@@ -156,8 +158,8 @@ class TextRowsConfig:
     With `label`, texts are classified or rated; without it, the text itself is learnt token by token.
     """
 
-    file: str  # JSON, JSONL, CSV, TSV or Parquet file, recognised by its suffix
-    tokenizer: str  # folder of the tokenizer
+    file: InputPath  # JSON, JSONL, CSV, TSV or Parquet file, recognised by its suffix
+    tokenizer: InputPath  # folder of the tokenizer
     text: _Column = "text"  # column of the text: a name, or a number from 0 for rows that are lists
     prompt: _Column | None = None  # column of a text that precedes the text and is not learnt
     pair: _Column | None = None  # column of a second text, to classify both together

@@ -11,7 +11,7 @@ import re
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, NoReturn
 
-from mm_core.cli.options import config_of, count, print_json, print_table
+from mm_core.cli.options import config_of, count, print_json, print_table, refuse_missing
 from mm_core.cli.ranks import rank_command, refuse_among_ranks
 from mm_core.errors import MMError, plural
 
@@ -37,12 +37,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--nnodes", metavar="N|MIN:MAX", help="hosts (default 1); run the command on each of them")
     add("--rdzv-endpoint", metavar="HOST:PORT", help="rendezvous address; must be the same on all hosts")
     add("--rdzv-id", metavar="ID", help="rendezvous id; must be the same on all hosts")
-    add(
-        "--node-rank",
-        metavar="N",
-        help="rank of this host (0 = the rendezvous host); only needed if it cannot be detected",
-    )
+    own_rank = "rank of this host (0 = the rendezvous host); only needed if it cannot be detected"
+    add("--node-rank", metavar="N", help=own_rank)
     add("--dry-run", action="store_true", help="print the plan of the run and stop")
+    add(
+        "--strict", action="store_true", help="with --dry-run: exit code 1 if a file to train with is missing"
+    )
     add("--json", action="store_true", help="with --dry-run: print the plan as JSON")
     add("--ops", action="store_true", help="with --dry-run: also list operators of a forward and backward")
     add("--device", metavar="KIND", help="with --ops: how a kind of device runs each, where it is installed")
@@ -173,32 +173,30 @@ def _dry_run(config: RunConfig, world: int, args: argparse.Namespace) -> int:
     from mm_core.plan import (
         base_choices,
         build_task,
-        make_plan,
-        notes_of_data,
-        plan_with_cache,
+        plan_shown,
         shared_activations,
         table_of,
     )
 
     adapters = adapters_begun(config)
     task = build_task(config, adapters)
-    cached = config.data.cache is not None
-    plan = plan_with_cache(config, world, task) if cached else make_plan(config, world, task)
+    plan = plan_shown(config, world, task)
     rows, spec = config.train.micro_batch_size, config.data.train.options
-    notes = (*plan.notes, *notes_of_data(config))
-    plan = replace(plan, activations=shared_activations(task, plan.engine, spec, rows), notes=notes)
+    plan = replace(plan, activations=shared_activations(task, plan.engine, spec, rows))
     choices = base_choices(config, world, adapters)
     operators = _operators(config, args.device) if args.ops else None
     if args.json:
         found = {} if operators is None else {"operators": [asdict(each) for each in operators]}
         print_json({**plan.to_mapping(), "base_choices": [asdict(choice) for choice in choices], **found})
-        return 0
+        return int(args.strict and bool(plan.files_to_start))
     print("\n".join([plan.render(), *(["", *table_of(choices)] if choices else [])]))
     if operators is not None:
         from mm_core.telemetry.operators import table
 
         print("\noperators of a forward and backward of one micro-batch, as the CPU runs them")
         print_table(table(operators))
+    if args.strict:
+        refuse_missing(plan.files_to_start)
     return 0
 
 
@@ -240,6 +238,8 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
         )
     elif args.json and not args.dry_run:
         what, hint = "--json works only with --dry-run, whose plan it prints as JSON", "add --dry-run"
+    elif args.strict and not args.dry_run:
+        what, hint = "--strict works only with --dry-run: no run starts without its files", "add --dry-run"
     elif (args.ops and not args.dry_run) or (args.device and not args.ops):
         what, hint = "--ops works only with --dry-run, and --device with --ops", "add --dry-run --ops"
     if what is not None:

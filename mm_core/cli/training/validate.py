@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from mm_core.cli.options import add_allow_code, print_json
+from mm_core.cli.options import add_allow_code, print_json, refuse_missing
 from mm_core.errors import ConfigError, MMError
 
 
@@ -17,12 +17,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--print", action="store_true", dest="show", help="print the config with every default filled in"
     )
+    parser.add_argument("--strict", action="store_true", help="exit code 1 if a file of the data is missing")
     add_allow_code(parser)
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Runs `mm validate`: exit code 0 when the config is valid, 1 after printing every error in it."""
-    from mm_core.config.components import option_faults, target_faults
+    """Runs `mm validate`: exit code 0 when the config is valid, 1 after printing every error in it, or with
+    --strict if files of its data are missing."""
+    from mm_core.config.components import absent_inputs, option_faults, target_faults
     from mm_core.config.load import load_config
 
     try:
@@ -34,20 +36,26 @@ def execute(args: argparse.Namespace) -> int:
             raise  # the command line prints it on standard error
         print_json({"ok": False, "faults": _rows(error)})
         return 1
+    missing = list(dict.fromkeys(path for paths in absent_inputs(config).values() for path in paths))
     if args.json:
-        result: dict[str, object] = {"ok": True, "faults": []}
+        result: dict[str, object] = {"ok": True, "faults": [], "missing_files": missing}
         if args.show:
             from mm_core.config.dump import to_mapping
 
             result["config"] = to_mapping(config)
         print_json(result)
-    elif args.show:
+        return int(args.strict and bool(missing))
+    if args.show:
         from mm_core.config.dump import to_yaml
 
         print(to_yaml(config), end="")
     else:
         data = config.data.train.type
         print(f"{args.config}: ok (task {config.task.type}, data {data}, engine {config.engine.type})")
+        for path in missing:
+            print(f"missing: {path} (needed to train)")
+    if args.strict:
+        refuse_missing(missing)
     return 0
 
 

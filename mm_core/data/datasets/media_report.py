@@ -116,7 +116,7 @@ def inspect(dataset: Dataset) -> list[Found]:
     ]
 
 
-def remarks(dataset: Dataset) -> list[str]:
+def remarks(dataset: object) -> list[str]:
     """What of the sources of a dataset is not used and why, and empty captions; a line for each."""
     found: list[str] = []
     if isinstance(dataset, MediaTextDataset):

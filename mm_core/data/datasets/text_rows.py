@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,36 +16,14 @@ from torch.nn.utils.rnn import pad_sequence
 from mm_core.builtin.configs.data import TextRowsConfig
 from mm_core.contracts import IGNORED_LABEL, Randomness, TextBatch
 from mm_core.data.datasets import Sample
-from mm_core.data.datasets.text_labels import Labels
 from mm_core.data.datasets.text_questions import TextQuestions
-from mm_core.data.rows.captions import half_character
-from mm_core.data.rows.json_rows import kind_of
+from mm_core.data.datasets.text_table import TextRow, read_texts
 from mm_core.data.rows.packed_rows import PackedRows
-from mm_core.data.rows.tables import Cells, read_table
 from mm_core.errors import DataError, RunWarning, plural
 from mm_core.tokenizer import open_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-@dataclass(frozen=True)
-class TextRow:
-    """A row of a table of texts.
-
-    Attributes:
-        place: line or row in the file.
-        text: the text.
-        other: its prompt, or the second text of a pair.
-        label: class or number.
-        fault: the reason why the row cannot be used.
-    """
-
-    place: str
-    text: str = ""
-    other: str | None = None
-    label: float | None = None
-    fault: str | None = None
 
 
 class TextRowsDataset:
@@ -144,26 +121,10 @@ class TextRowsDataset:
     # -- reading -------------------------------------------------------------------------------
 
     def _read(self, sizes: array[int]) -> Iterator[TextRow]:
-        """Every row of the table, also unusable ones, so that a split stays the same when they are fixed.
-        DataError for unknown labels, and if no row is usable."""
-        wanted, labels = self.wanted, Labels(self.wanted)
-        other = wanted.prompt if wanted.label is None else wanted.pair
-        columns = [column for column in (wanted.text, other, wanted.label) if column is not None]
-        first: TextRow | None = None
-        usable = False
-        for cells in read_table(self.file, columns, wanted.quotes):
-            row = _row(cells, other is not None, labels)
-            first, usable = first or row, usable or row.fault is None
+        """Every row of the table; appends the size of each to `sizes`."""
+        for row in read_texts(self.wanted):
             sizes.append(len(row.text.encode()) + len((row.other or "").encode()))
             yield row
-        labels.check(self.file)
-        if not usable:
-            assert first is not None
-            raise DataError(
-                f"no row of {len(sizes)} can be used; {first.place}: {first.fault}",
-                where=str(self.file),
-                hint="check the column names in data.<split>: text, prompt, pair, label",
-            )
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
@@ -215,18 +176,3 @@ def _part(count: int, wanted: TextRowsConfig) -> Tensor:
     shuffled = torch.randperm(count, generator=Randomness(wanted.split_seed).generator("split"))
     first, end = (round(share * count) for share in wanted.part)
     return shuffled[first:end].sort().values
-
-
-def _row(cells: Cells, other: bool, labels: Labels) -> TextRow:
-    if cells.fault is not None:
-        return TextRow(cells.place, fault=cells.fault)
-    text, *rest = cells.values
-    second = rest.pop(0) if other else None
-    for value in (text, *([second] if other else [])):
-        if not isinstance(value, str) or not value.strip():
-            found = "empty" if isinstance(value, str) else kind_of(value)
-            return TextRow(cells.place, fault=f"the text is {found}")
-        if half := half_character(value):
-            return TextRow(cells.place, fault=f"the text contains {half}, half of a character")
-    number, fault = labels.read(rest[0], cells.place) if rest else (None, None)
-    return TextRow(cells.place, text, second, number, fault)

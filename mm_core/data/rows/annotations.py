@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -30,8 +31,8 @@ class Annotation:
     num_frames: int | None = None
 
 
-def read_annotations(file: Path) -> list[Annotation]:
-    """Reads and checks every row of an annotation file.
+def read_annotations(file: Path, most: int | None = None) -> list[Annotation]:
+    """Reads and checks every row of an annotation file, or the first `most`.
 
     A path that is absolute or leaves its folder by `..` is an error here. A path that leaves it through a
     symbolic link is found by `inside` when the sample is read, because resolving a million paths at start-up
@@ -42,7 +43,8 @@ def read_annotations(file: Path) -> list[Annotation]:
     """
     rows: list[Annotation] = []
     faults: dict[str, list[str]] = {}
-    for place, value in RowFile(file, "annotation file", ACCEPTED, _hint).json_values():
+    values = RowFile(file, "annotation file", ACCEPTED, _hint).json_values()
+    for place, value in islice(values, most):
         if isinstance(value, DataError):
             raise value
         fault = _fault(value)

@@ -6,13 +6,14 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from io import StringIO
+from io import StringIO, TextIOWrapper
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TextIO
 
 from mm_core.data.rows.paths import plain_file, refusal, status
 from mm_core.errors import DataError, MMError, did_you_mean
+from mm_core.files import open_plain
 
 _TOO_DEEP = "the JSON is nested too deeply"
 _DEEPEST = 100
@@ -43,7 +44,7 @@ class RowFile:
             DataError: the file is missing or cannot be read, also for errors in the block.
         """
         try:
-            with self.path.open(encoding="utf-8-sig", newline=newline) as file:
+            with TextIOWrapper(open_plain(self.path), "utf-8-sig", newline=newline) as file:
                 yield file
         except MMError:
             raise
@@ -92,7 +93,7 @@ class RowFile:
             DataError: the file as a whole is not JSON, or not a list of rows.
         """
         with self.opened() as file:
-            head = _head(file)  # read once: it may be a pipe
+            head = _head(file)
             if self._is_jsonl([line.strip() for line in head if line.strip()]):
                 for number, line in enumerate(chain(head, file), 1):
                     if line.strip():

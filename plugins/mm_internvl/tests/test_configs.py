@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from transformers import InternVLForConditionalGeneration
 
 import mm_core
-from mm_core.cli.main import COMMANDS
+from mm_core.cli.main import COMMANDS, main
 from mm_core.config.load import load_config
 from mm_core.errors import ConfigError
 from mm_core.interchange.export import export
@@ -50,6 +50,17 @@ def config_at(name: str, *overrides: str):
     if not shards_mixed():
         overrides = ("train.base_dtype=null", *overrides)
     return load_config(ROOT / f"configs/internvl/{name}.yaml", list(overrides))
+
+
+def test_absent_conversations_are_listed_and_wrong_ones_are_an_error(tmp_path, capsys):
+    config = str(ROOT / "configs/internvl/tiny.yaml")
+    rows = tmp_path / "rows.jsonl"
+    override = f"data.train.sources=[{{annotations: {rows}}}]"
+    assert main(["validate", config, override]) == 0
+    assert f"missing: {rows} (needed to train)" in capsys.readouterr().out
+    rows.write_text('{"image": "a.png"}\n')
+    assert main(["validate", config, override]) == 1
+    assert "neither `conversations` nor `messages`" in capsys.readouterr().err
 
 
 def test_there_is_one_of_each_kind_and_size_linked_from_the_top():

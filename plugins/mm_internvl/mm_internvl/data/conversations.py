@@ -20,7 +20,7 @@ from mm_internvl.data.config import ConversationsConfig, Source
 from mm_internvl.data.lengths import Lengths
 from mm_internvl.data.pictures import Pictures
 from mm_internvl.data.questions import QuestionInputs
-from mm_internvl.data.rows import ACCEPTED, Conversation, Medium, RawRow, conversation, read_rows
+from mm_internvl.data.rows import Conversation, Medium, RawRow, conversation, some_usable
 from mm_internvl.data.tiling import read_object, read_tiling
 from mm_internvl.packing import Packs, check_support, positions
 
@@ -280,30 +280,8 @@ def _rows(sources: Sequence[Source], counts: list[int]) -> Iterator[RawRow]:
     """Rows of all sources, one at a time. Appends the number of rows of each source to `counts`."""
     for number, source in enumerate(sources):
         counts.append(0)
-        for row in _some_usable(Path(source.annotations), number):
+        for row in some_usable(Path(source.annotations), number):
             counts[-1] += 1
             yield row
         if source.folder is not None:
             check_folder(Path(source.folder), "the folder of the images")
-
-
-def _some_usable(file: Path, source: int) -> Iterator[RawRow]:
-    """Rows of a file. After the last row, raises DataError if none is a readable conversation."""
-    first, bad, usable = None, 0, False
-    for row in read_rows(file, source):
-        if not usable:
-            try:
-                conversation(row.value, f"{file}, {row.place}")
-                usable = True
-            except DataError as fault:
-                first, bad = first or fault, bad + 1
-        yield row
-    if usable:
-        return
-    if first is None:
-        raise DataError("the file contains no conversations", where=str(file), accepted=ACCEPTED)
-    raise DataError(
-        f"none of {plural(bad, 'conversation')} can be used; error of the first: {first.what}",
-        where=first.where,
-        accepted=first.accepted,
-    )

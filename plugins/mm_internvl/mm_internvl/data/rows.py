@@ -10,11 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Any, Literal
 
-from mm_core.data import RowFile, kind_of
-from mm_core.errors import DataError, plural
+from mm_core.data import RowFile, absent, check_folder, kind_of
+from mm_core.errors import DataError, MMError, plural
 
 Medium = Literal["image", "video"]
 _MEDIA: Mapping[str, Medium] = {"image": "image", "video": "video"}
@@ -28,6 +29,9 @@ _URL = re.compile(r"(?i)(https?|ftp|file|s3|gs|data)(?=:)")
 
 _PATHS = ("path", "url", "image", "video")
 """Fields in which a part of a turn may name its file."""
+
+_HEAD = 100
+"""Rows of a file that are read to check a config."""
 
 _NOTHING: tuple[object, ...] = (None, "", "[]", "{}", [], {})
 """Values of a column in rows that do not use it."""
@@ -114,6 +118,46 @@ def read_rows(file: Path, source: int) -> Iterator[RawRow]:
     """
     for place, value in RowFile(file, "file of conversations", ACCEPTED).json_values():
         yield RawRow(source, place, value)
+
+
+def some_usable(file: Path, source: int) -> Iterator[RawRow]:
+    """Rows of a file. After the last row, raises DataError if none is a readable conversation."""
+    first, bad, usable = None, 0, False
+    for row in read_rows(file, source):
+        if not usable:
+            try:
+                conversation(row.value, f"{file}, {row.place}")
+                usable = True
+            except DataError as fault:
+                first, bad = first or fault, bad + 1
+        yield row
+    if usable:
+        return
+    if first is None:
+        raise DataError("the file contains no conversations", where=str(file), accepted=ACCEPTED)
+    raise DataError(
+        f"none of {plural(bad, 'conversation')} can be used; error of the first: {first.what}",
+        where=first.where,
+        accepted=first.accepted,
+    )
+
+
+def faults(options: Mapping[str, Any]) -> Iterator[MMError]:
+    """Errors that the first rows of the files of conversations show, for `mm validate` and the plan.
+
+    Args:
+        options: of the dataset.
+    """
+    for number, source in enumerate(options["sources"]):
+        file, folder = Path(source.annotations), source.folder
+        try:
+            if folder is not None and not absent(Path(folder)):
+                check_folder(Path(folder), "the folder of the images")
+            if not absent(file):
+                for _ in islice(some_usable(file, number), _HEAD):
+                    pass
+        except DataError as fault:
+            yield fault
 
 
 def conversation(value: object, where: str, learnt: bool = True) -> Conversation:

@@ -1,8 +1,11 @@
-"""What the length of a run must fit: its learning-rate schedule, and the steps that it profiles."""
+"""Settings of a run that do not fit each other: its length, schedule and profile; a limit and its workers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from mm_core.config.sections import RunConfig
+from mm_core.schema.fields import ComponentConfig
 
 
 def check_schedule(config: RunConfig, steps: int) -> None:
@@ -26,3 +29,14 @@ def profile_notes(config: RunConfig, steps: int) -> tuple[str, ...]:
         return ()
     first = config.profile.steps[0]
     return (f"nothing is profiled: profile.steps begins at step {first}, and the run ends at step {steps}",)
+
+
+def decode_notes(config: RunConfig) -> Iterator[str]:
+    """A note if clips are decoded where nothing can end a decoder."""
+    values = [value for dataset in config.data.splits.values() for value in dataset.options.values()]
+    clips = any(isinstance(value, ComponentConfig) and value.kind == "video_reader" for value in values)
+    if clips and not config.data.loader.workers:
+        yield (
+            "with data.loader.workers: 0 the training process decodes, which cannot be ended:"
+            " data.decode_seconds does not hold, and a decoder that hangs stops the run"
+        )

@@ -1,4 +1,7 @@
-"""Errors of the sources of `media_text` that their first rows show: for `mm validate` and the plan."""
+"""Errors of the files of datasets that their first rows show: for `mm validate` and the plan.
+
+What is not there yet is no error here: `mm validate` and the plan list it as missing.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,47 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from mm_core.builtin.configs.data import TextRowsConfig
+from mm_core.data.datasets.text_table import read_texts
 from mm_core.data.media.image_headers import TooLargeError, image_size
-from mm_core.data.rows.annotations import inside
+from mm_core.data.rows.annotations import inside, read_annotations
 from mm_core.data.rows.media_rows import MediaRow
-from mm_core.data.rows.paths import status
-from mm_core.data.rows.sources import head
+from mm_core.data.rows.paths import check_folder, status
+from mm_core.data.rows.sources import HEAD, head
 from mm_core.errors import DataError, MMError, plural
+from mm_core.files import absent
 
 
-def faults(options: Mapping[str, Any]) -> Iterator[MMError]:
-    """Errors of the sources that their first rows show. Damaged files are left to training, which skips them.
+def of_video_text(options: Mapping[str, Any]) -> Iterator[MMError]:
+    """Errors of the annotations of a `video_text` with these options."""
+    file, folder = Path(options["annotations"]), options["folder"]
+    try:
+        if folder is not None and not absent(Path(folder)):
+            check_folder(Path(folder), "the folder of the videos")
+        if not absent(file):
+            read_annotations(file, HEAD)
+    except DataError as fault:
+        yield fault
 
-    Args:
-        options: of the dataset.
-    """
+
+def of_text_rows(options: Mapping[str, Any]) -> Iterator[MMError]:
+    """Errors of the table of a `text_rows` with these options."""
+    wanted = TextRowsConfig(**options)
+    if absent(Path(wanted.file)):
+        return
+    try:
+        for _ in read_texts(wanted, HEAD):
+            pass
+    except DataError as fault:
+        yield fault
+
+
+def of_media_text(options: Mapping[str, Any]) -> Iterator[MMError]:
+    """Errors of the sources of a `media_text` with these options. Damaged files are left to training, which
+    skips them."""
     for source in options["sources"]:
+        if any(absent(Path(path)) for path in (source.annotations, source.folder) if path is not None):
+            continue
         try:
             folder, rows = head(source)
         except DataError as fault:

@@ -1,0 +1,67 @@
+"""The plan of a run that is only shown: files may be missing, and what is there is read as training would."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+from mm_core.config.components import absent_inputs, inputs_of
+from mm_core.config.sections import RunConfig
+from mm_core.contracts import SupportsEvaluated, TaskModule
+from mm_core.data.class_names import check_class_names
+from mm_core.data.datasets.media_report import remarks
+from mm_core.data.datasets.media_text import MediaTextDataset
+from mm_core.data.loading.bucketed import BucketedSamples
+from mm_core.data.loading.plain import AnyDataset
+from mm_core.data.loading.seeding import build_split
+from mm_core.errors import RunWarning
+from mm_core.plan.bucketing import in_buckets
+from mm_core.plan.caching import in_cache, open_datasets
+from mm_core.plan.planning import check_data, make_plan
+from mm_core.plan.run_plan import RunPlan
+
+
+def plan_shown(config: RunConfig, world: int, task: TaskModule) -> RunPlan:
+    """The plan of a run for `mm-train --dry-run`, with notes on what the sources of its data leave out.
+
+    A dataset whose fields name its files is opened once all of them are there, which reads every row; until
+    then they are in the plan's `missing`.
+
+    Args:
+        config: the run's config.
+        world: number of ranks.
+        task: from `build_task`.
+
+    Raises:
+        MMError: as for `make_plan`; or data that are there cannot be used.
+    """
+    check_data(config, task)
+    absent, notes = absent_inputs(config), []
+    if config.data.cache is None or absent:
+        there = [split for split in inputs_of(config) if split not in absent]
+        opened = {split: _opened(config, split) for split in there}
+        check_class_names(task, opened)
+        read = in_buckets(config, task, {split: each for split, each in opened.items() if split == "train"})
+        if config.data.cache is not None:
+            notes.append("data.cache is not looked up while data are missing")
+    else:
+        opened = open_datasets(config, task)
+        read, notes, _ = in_cache(config, task, opened)
+    plan = make_plan(config, world, task, train=read.get("train"))
+    for split, dataset in opened.items():
+        rows = dataset.dataset if isinstance(dataset, BucketedSamples) else dataset
+        notes += [f"data.{split}: {each}" for each in remarks(rows)]
+    return replace(plan, notes=(*plan.notes, *notes))
+
+
+def _opened(config: RunConfig, split: str) -> AnyDataset:
+    section, mode = config.data.splits[split], config.data.loader.mode
+    class_: object = config.registry.resolve("dataset", section.type).load_target()
+    if isinstance(class_, SupportsEvaluated) and not (split == "train" and config.train.epochs is not None):
+        section = replace(
+            section, options={**class_.evaluated(section.options)}
+        )  # what packs rows measures them
+    with warnings.catch_warnings():
+        if isinstance(class_, type) and issubclass(class_, MediaTextDataset):
+            warnings.simplefilter("ignore", RunWarning)  # the plan's notes say it
+        return build_split(config.registry, section, config.run.seed, mode, split)
