@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         start_server,
     )
     from mm_core.data.media.frames import read_frames
-    from mm_core.data.media.image_headers import opened_image, upright_size
+    from mm_core.data.media.image_headers import InMemory, opened_image, upright_size
     from mm_core.data.media.images import read_image
     from mm_core.data.media.limits import decoding
     from mm_core.data.media.readers import PyAVReader
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from mm_core.files import absent
 
 __all__ = [
+    "InMemory",
     "Mixture",
     "PackedRows",
     "PyAVReader",

@@ -63,5 +63,5 @@ def _opened(config: RunConfig, split: str) -> AnyDataset:
         )  # what packs rows measures them
     with warnings.catch_warnings():
         if isinstance(class_, type) and issubclass(class_, MediaTextDataset):
-            warnings.simplefilter("ignore", RunWarning)  # the plan's notes say it
+            warnings.simplefilter("ignore", RunWarning)  # the plan's notes have it
         return build_split(config.registry, section, config.run.seed, mode, split)

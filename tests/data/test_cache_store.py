@@ -21,6 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from safetensors.torch import save
 
 from mm_core.data.cache import claims
 from mm_core.data.cache.claims import Claims
@@ -241,6 +242,15 @@ def test_a_hostile_header_is_refused(store, change):
     )
     with pytest.raises(CacheError):
         open_shard(path)
+
+
+@pytest.mark.parametrize("group", ["²", 5000 * "9", "-1", "+1", " 1", "1_0", ""])
+def test_a_group_with_an_odd_number_is_refused(tmp_path, group):
+    index = torch.zeros(2, KEY.itemsize // 8 + 1, dtype=torch.int64)
+    stored = {"index": index, f"{group}/states": torch.zeros(2, 3)}
+    (tmp_path / "odd.safetensors").write_bytes(save(stored, {"format": "mm_core feature cache 2"}))
+    with pytest.raises(CacheError, match="has no place in it"):
+        open_shard(tmp_path / "odd.safetensors")
 
 
 @pytest.mark.parametrize("text", [b"[" * 100_000, b"3", b"null", b"\xff\xfe", b"{", b""])

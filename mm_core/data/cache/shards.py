@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import zlib
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,7 @@ NOT_FINITE = "its entry in the cache has numbers that are not finite"
 _VERSION = "mm_core feature cache 2"
 _WITHOUT_SUMS = "mm_core feature cache 1"
 _INDEX = "index"
+_NUMBER = re.compile("[0-9]{1,9}")  # int() takes no 5,000 digits, and '²' is one for isdigit()
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,7 @@ def open_shard(path: Path) -> Shard:
     for name in names:
         if name != _INDEX:
             group, _, own = name.partition("/")
-            number, shape = int(group) if group.isdigit() else -1, data.get_slice(name).get_shape()
+            number, shape = int(group) if _NUMBER.fullmatch(group) else -1, data.get_slice(name).get_shape()
             if not own or number < 0 or not shape or counts.setdefault(number, shape[0]) != shape[0]:
                 raise _unreadable(path, f"the tensor {name[:40]!r} has no place in it")
             named.setdefault(number, {})[own] = name

@@ -7,6 +7,7 @@ import struct
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 
@@ -26,6 +27,22 @@ _LATE = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 _AGAIN = "copy the image again, convert it to PNG or JPEG, or use another one"
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """The bytes of an image file that a row holds itself.
+
+    Attributes:
+        name: names the image in error messages.
+        content: the bytes.
+    """
+
+    name: str
+    content: bytes
+
+    def __str__(self) -> str:
+        return self.name
 
 
 def image_size(path: Path, max_pixels: int | None = None) -> tuple[int, int]:
@@ -119,13 +136,13 @@ def first_bytes(path: Path, start: int = 0) -> bytes:
 
 @contextmanager
 def opened_image(
-    path: Path, max_pixels: int | None = None, span: tuple[int, int] = (0, -1)
+    path: Path | InMemory, max_pixels: int | None = None, span: tuple[int, int] = (0, -1)
 ) -> Iterator[ImageFile.ImageFile]:
     """A context with an image file opened by Pillow in the one format that its first bytes name; only its
     header is read.
 
     Args:
-        path: the file.
+        path: the file, or its bytes.
         max_pixels: larger images are refused; None: those that Pillow takes for an attack.
         span: first byte and number of bytes of a member of an archive; -1: all of the file.
 
@@ -134,10 +151,14 @@ def opened_image(
         NoImageError: the file is no image of a format that is read.
         DataError: the file is not a readable image; also if decoding fails in the block.
     """
-    if plain_file(path, "image", missing="there is no such image") == 0:
+    there = "there is no such image"
+    if not (path.content if isinstance(path, InMemory) else plain_file(path, "image", missing=there)):
         raise DataError("the image is an empty file (0 bytes)", where=str(path), hint=_AGAIN)
     try:
-        with decoding(str(path)), open_plain(path) as whole:
+        with (
+            decoding(str(path)),
+            open_plain(path) if isinstance(path, Path) else BytesIO(path.content) as whole,
+        ):
             whole.seek(span[0])
             file = whole if span[1] < 0 else BytesIO(whole.read(span[1]))
             known = _readable(file.read(HEAD), path)
@@ -190,7 +211,7 @@ def picture_size(path: Path, max_pixels: int) -> tuple[int, int] | None:
         return upright_size(image)
 
 
-def _readable(head: bytes, path: Path) -> str:
+def _readable(head: bytes, path: Path | InMemory) -> str:
     """Pillow's name of the format of a file by its first bytes. DataError if it is not read here."""
     known = format_of(head)
     if known is None:
@@ -212,7 +233,7 @@ def _readable(head: bytes, path: Path) -> str:
     return known
 
 
-def _too_large(found: str, path: Path, max_pixels: int | None) -> TooLargeError:
+def _too_large(found: str, path: Path | InMemory, max_pixels: int | None) -> TooLargeError:
     most = 2 * (Image.MAX_IMAGE_PIXELS or 0)  # what Pillow opens
     limit = most if max_pixels is None else min(most, max_pixels) if most else max_pixels
     mine = "the dataset's max_pixels"

@@ -12,12 +12,12 @@ import torch
 from PIL import Image, ImageChops, ImageCms, ImageOps
 from torch import Tensor
 
-from mm_core.data.media.image_headers import check_still, count_frames, opened_image
+from mm_core.data.media.image_headers import InMemory, check_still, count_frames, opened_image
 from mm_core.errors import DataError
 
 
-def read_image(path: Path) -> Tensor:
-    """Reads an image file as RGB uint8 [3,Y,X], upright by its EXIF orientation.
+def read_image(path: Path | InMemory) -> Tensor:
+    """Reads an image file, or its bytes, as RGB uint8 [3,Y,X], upright by its EXIF orientation.
 
     Raises:
         DataError: the file is not a readable image, or so large that Pillow suspects an attack.

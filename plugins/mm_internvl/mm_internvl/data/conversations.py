@@ -13,14 +13,15 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mm_core.contracts import IGNORED_LABEL, Randomness, TextBatch, VideoReader
-from mm_core.data import Mixture, PackedRows, PyAVReader, check_folder, inside
+from mm_core.data import Mixture, PackedRows, PyAVReader, check_folder
 from mm_core.errors import ContractError, DataError, PartsError, RunWarning, plural
 from mm_internvl.data.chat import Chat, Shown, Tokens
 from mm_internvl.data.config import ConversationsConfig, Source
+from mm_internvl.data.first_rows import some_usable
 from mm_internvl.data.lengths import Lengths
 from mm_internvl.data.pictures import Pictures
 from mm_internvl.data.questions import QuestionInputs
-from mm_internvl.data.rows import Conversation, Medium, RawRow, conversation, some_usable
+from mm_internvl.data.rows import Conversation, Medium, Picture, RawRow, conversation, located
 from mm_internvl.data.tiling import read_object, read_tiling
 from mm_internvl.packing import Packs, check_support, positions
 
@@ -221,10 +222,10 @@ class Conversations:
     def _length(self, row: RawRow) -> int:
         return len(self._measured(row)[2].ids)
 
-    def _files(self, row: RawRow, row_conversation: Conversation) -> list[tuple[Medium, Path]]:
+    def _files(self, row: RawRow, row_conversation: Conversation) -> list[tuple[Medium, Picture]]:
         source = self.wanted.sources[row.source]
         folder = Path(source.annotations).parent if source.folder is None else Path(source.folder)
-        return [(kind, inside(folder, path)) for kind, path in row_conversation.media]
+        return located(row_conversation.media, folder)
 
     def _name(self, row: RawRow) -> str:
         return f"{self.wanted.sources[row.source].annotations}, {row.place}"

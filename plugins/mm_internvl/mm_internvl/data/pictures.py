@@ -14,7 +14,7 @@ from mm_core.contracts import VideoReader
 from mm_core.data import decoding, read_frames, read_image
 from mm_core.errors import DataError
 from mm_internvl.data.chat import Shown
-from mm_internvl.data.rows import Medium
+from mm_internvl.data.rows import Medium, Picture
 from mm_internvl.data.tiling import Tiling, image_size
 
 
@@ -36,7 +36,7 @@ class Pictures:
     reader: VideoReader
     share_tiles: bool = False
 
-    def shown(self, files: Sequence[tuple[Medium, Path]]) -> list[Shown]:
+    def shown(self, files: Sequence[tuple[Medium, Picture]]) -> list[Shown]:
         """Counts the tiles of a conversation's images and videos, from their file headers.
 
         Raises:
@@ -45,7 +45,7 @@ class Pictures:
         tiling = self._tiling(files)
         return [self._shown(kind, path, tiling) for kind, path in files]
 
-    def pixels(self, files: Sequence[tuple[Medium, Path]], shown: Sequence[Shown], first: int) -> Tensor:
+    def pixels(self, files: Sequence[tuple[Medium, Picture]], shown: Sequence[Shown], first: int) -> Tensor:
         """Reads the tiles of a conversation's images and videos.
 
         Args:
@@ -63,18 +63,19 @@ class Pictures:
         read = zip(files[:first], shown, strict=False)
         return torch.cat([self._none(), *(self._pixels(path, medium, tiling) for (_, path), medium in read)])
 
-    def _tiling(self, files: Sequence[tuple[Medium, Path]]) -> Tiling:
+    def _tiling(self, files: Sequence[tuple[Medium, Picture]]) -> Tiling:
         images = sum(kind == "image" for kind, _ in files)
         return self.tiling.shared(images) if self.share_tiles else self.tiling
 
-    def _shown(self, kind: Medium, path: Path, tiling: Tiling) -> Shown:
+    def _shown(self, kind: Medium, path: Picture, tiling: Tiling) -> Shown:
         if kind == "image":
             return Shown(kind, (tiling.count(*image_size(path, self.max_pixels)),))
+        assert isinstance(path, Path)
         with decoding(str(path)):
             found = self.reader.probe(path).num_frames
         return Shown(kind, (1,) * min(self.frames, found))
 
-    def _pixels(self, path: Path, medium: Shown, tiling: Tiling) -> Tensor:
+    def _pixels(self, path: Picture, medium: Shown, tiling: Tiling) -> Tensor:
         if medium.kind == "image":
             tiles = tiling.cut(read_image(path))
             if len(tiles) != medium.tiles[0]:
@@ -84,6 +85,7 @@ class Pictures:
                     hint="replace the file: it is damaged, or changed while it was read",
                 )
             return tiles
+        assert isinstance(path, Path)
         with decoding(str(path)):
             info = self.reader.probe(path)
         count = len(medium.tiles)

@@ -11,11 +11,19 @@ import torch
 from torch import Tensor
 
 from mm_core.contracts import Question, Turn
-from mm_core.data import inside
 from mm_core.errors import DataError, plural
 from mm_internvl.data.chat import Chat
 from mm_internvl.data.pictures import Pictures
-from mm_internvl.data.rows import PLACEHOLDER, Medium, RawRow, RowTurn, conversation, read_rows
+from mm_internvl.data.rows import (
+    PLACEHOLDER,
+    Medium,
+    Picture,
+    RawRow,
+    RowTurn,
+    conversation,
+    located,
+    read_rows,
+)
 
 
 @dataclass(frozen=True)
@@ -38,7 +46,7 @@ class QuestionInputs:
             DataError: a file cannot be read, placeholders do not match the images, or the conversation is too
                 long for an answer.
         """
-        media: list[tuple[Medium, Path]] = [("image", path) for turn in turns for path in turn.images]
+        media: list[tuple[Medium, Picture]] = [("image", path) for turn in turns for path in turn.images]
         if not turns[-1].text.strip() and not turns[-1].images:
             raise DataError("the prompt has no text and no image", accepted="a text, an image, or both")
         return self._inputs([_placed(turn) for turn in turns], media, "the conversation")
@@ -51,7 +59,7 @@ class QuestionInputs:
     def _question(self, file: Path, row: RawRow) -> Question:
         name = f"{file.name}, {row.place}"
         asked = conversation(row.value, name, learnt=False).asked()
-        media = [(kind, inside(file.parent, path)) for kind, path in asked.media]
+        media = located(asked.media, file.parent)
         question = next("".join(turn.texts) for turn in reversed(asked.turns) if turn.role == "user")
         if not question.strip() and not asked.media:
             raise DataError(
@@ -62,7 +70,7 @@ class QuestionInputs:
         return Question(name, question, self._inputs(asked.turns, media, name), asked.answers)
 
     def _inputs(
-        self, turns: Sequence[RowTurn], media: Iterable[tuple[Medium, Path]], where: str
+        self, turns: Sequence[RowTurn], media: Iterable[tuple[Medium, Picture]], where: str
     ) -> Mapping[str, Tensor]:
         files = list(media)
         shown = self.pictures.shown(files)

@@ -8,16 +8,22 @@ Two styles are read: `conversations` of {"from", "value"}, the format of LLaVA's
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Literal
 
-from mm_core.data import RowFile, absent, check_folder, kind_of
-from mm_core.errors import DataError, MMError, plural
+from mm_core.data import InMemory, RowFile, inside, kind_of
+from mm_core.errors import DataError, plural
+from mm_internvl.data.data_urls import decoded
 
 Medium = Literal["image", "video"]
+Picture = Path | InMemory
+"""The file of an image or video, or the bytes of an image."""
+
+Named = str | InMemory
+"""The path of an image or video in a row, or an image in the row itself."""
+
 _MEDIA: Mapping[str, Medium] = {"image": "image", "video": "video"}
 
 ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
@@ -29,9 +35,6 @@ _URL = re.compile(r"(?i)(https?|ftp|file|s3|gs|data)(?=:)")
 
 _PATHS = ("path", "url", "image", "video")
 """Fields in which a part of a turn may name its file."""
-
-_HEAD = 100
-"""Rows of a file that are read to check a config."""
 
 _NOTHING: tuple[object, ...] = (None, "", "[]", "{}", [], {})
 """Values of a column in rows that do not use it."""
@@ -90,12 +93,12 @@ class Conversation:
 
     Attributes:
         turns: turns in order.
-        media: image and video files, in the order of their placeholders.
+        media: paths of images and videos, or images in the row itself, in the order of their placeholders.
         answers: reference answers for evaluation; () if the row has none.
     """
 
     turns: tuple[RowTurn, ...]
-    media: tuple[tuple[Medium, str], ...]
+    media: tuple[tuple[Medium, Named], ...]
     answers: tuple[str, ...] = ()
 
     def asked(self) -> Conversation:
@@ -120,46 +123,6 @@ def read_rows(file: Path, source: int) -> Iterator[RawRow]:
         yield RawRow(source, place, value)
 
 
-def some_usable(file: Path, source: int) -> Iterator[RawRow]:
-    """Rows of a file. After the last row, raises DataError if none is a readable conversation."""
-    first, bad, usable = None, 0, False
-    for row in read_rows(file, source):
-        if not usable:
-            try:
-                conversation(row.value, f"{file}, {row.place}")
-                usable = True
-            except DataError as fault:
-                first, bad = first or fault, bad + 1
-        yield row
-    if usable:
-        return
-    if first is None:
-        raise DataError("the file contains no conversations", where=str(file), accepted=ACCEPTED)
-    raise DataError(
-        f"none of {plural(bad, 'conversation')} can be used; error of the first: {first.what}",
-        where=first.where,
-        accepted=first.accepted,
-    )
-
-
-def faults(options: Mapping[str, Any]) -> Iterator[MMError]:
-    """Errors that the first rows of the files of conversations show, for `mm validate` and the plan.
-
-    Args:
-        options: of the dataset.
-    """
-    for number, source in enumerate(options["sources"]):
-        file, folder = Path(source.annotations), source.folder
-        try:
-            if folder is not None and not absent(Path(folder)):
-                check_folder(Path(folder), "the folder of the images")
-            if not absent(file):
-                for _ in islice(some_usable(file, number), _HEAD):
-                    pass
-        except DataError as fault:
-            yield fault
-
-
 def conversation(value: object, where: str, learnt: bool = True) -> Conversation:
     """Checks a row of JSON and returns its conversation.
 
@@ -174,9 +137,23 @@ def conversation(value: object, where: str, learnt: bool = True) -> Conversation
     if isinstance(value, DataError):
         raise value
     try:
-        return _conversation(value, learnt)
+        found = _conversation(value, learnt)
     except _Fault as fault:
         raise DataError(str(fault), where=where, accepted=fault.accepted) from None
+    named = tuple(
+        (kind, replace(each, name=f"{where}, {each.name}") if isinstance(each, InMemory) else each)
+        for kind, each in found.media
+    )
+    return replace(found, media=named)
+
+
+def located(media: Iterable[tuple[Medium, Named]], folder: Path) -> list[tuple[Medium, Picture]]:
+    """The images and videos of a conversation, with the files of those in a folder.
+
+    Raises:
+        DataError: as for `inside`.
+    """
+    return [(kind, inside(folder, each) if isinstance(each, str) else each) for kind, each in media]
 
 
 class _Fault(Exception):
@@ -202,7 +179,7 @@ def _conversation(value: object, learnt: bool) -> Conversation:
     given = value[styles[0]]
     if not isinstance(given, Sequence) or isinstance(given, str) or not given:
         raise _Fault(f"`{styles[0]}` is not a list of turns, or is empty", ACCEPTED)
-    own: list[tuple[Medium, str]] = []
+    own: list[tuple[Medium, Named]] = []
     keys = ("from", "value") if styles[0] == "conversations" else ("role", "content")
     turns = tuple(_turn(turn, number, keys, own) for number, turn in enumerate(given, 1))
     if any(turn.role == "system" for turn in turns[1:]):
@@ -248,7 +225,7 @@ def _answers(row: Mapping[str, object]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _turn(turn: object, number: int, keys: tuple[str, str], own: list[tuple[Medium, str]]) -> RowTurn:
+def _turn(turn: object, number: int, keys: tuple[str, str], own: list[tuple[Medium, Named]]) -> RowTurn:
     """A checked turn. Appends files that parts of the turn name to `own`."""
     if isinstance(turn, Mapping):
         _check_tools(turn, number, keys[0])
@@ -292,14 +269,14 @@ def _thinking(thought: object, number: int) -> str:
     return f"<think>\n{thought.strip()}\n</think>\n\n" if thought and thought.strip() else ""
 
 
-def _part(part: object, number: int, own: list[tuple[Medium, str]]) -> Mapping[str, str]:
+def _part(part: object, number: int, own: list[tuple[Medium, Named]]) -> Mapping[str, str]:
     given = part if isinstance(part, Mapping) else {}
     kind = given.get("type")
     if kind == "text" and isinstance(given.get("text"), str):
         return {"type": "text", "text": given["text"]}
     if kind == "image_url":  # of OpenAI's format: a text, or {"url": text, "detail": ..}
         named = given.get("image_url")
-        own.append(("image", _path(named.get("url") if isinstance(named, Mapping) else named)))
+        own.append(("image", _file("image", named.get("url") if isinstance(named, Mapping) else named)))
         return {"type": "image", "named": "yes"}
     if kind not in ("image", "video"):
         raise _Fault(
@@ -308,7 +285,7 @@ def _part(part: object, number: int, own: list[tuple[Medium, str]]) -> Mapping[s
         )
     path = next((given[name] for name in _PATHS if name in given), None)
     if path is not None:
-        own.append((kind, _path(path)))
+        own.append((kind, _file(kind, path)))
     return {"type": kind, "named": "yes" if path is not None else ""}
 
 
@@ -323,8 +300,8 @@ def _shown(turn: RowTurn) -> Iterator[tuple[Medium, bool]]:
 
 
 def _media(
-    row: Mapping[str, object], turns: Sequence[RowTurn], own: Sequence[tuple[Medium, str]]
-) -> tuple[tuple[Medium, str], ...]:
+    row: Mapping[str, object], turns: Sequence[RowTurn], own: Sequence[tuple[Medium, Named]]
+) -> tuple[tuple[Medium, Named], ...]:
     """The file of each placeholder, in order."""
     shown = [found for turn in turns for found in _shown(turn)]
     files = {kind: iter(_files(row, kind)) for kind in ("image", "video")}
@@ -340,18 +317,27 @@ def _media(
     return tuple(next(named) if itself else (kind, next(files[kind])) for kind, itself in shown)
 
 
-def _files(row: Mapping[str, object], kind: str) -> list[str]:
-    found: list[str] = []
+def _files(row: Mapping[str, object], kind: str) -> list[Named]:
+    found: list[Named] = []
     for key in (kind, f"{kind}s"):
         value = row.get(key)
         if value not in _NOTHING:
             found += [
-                _path(path) for path in (value if isinstance(value, list) else [value]) if path is not None
+                _file(kind, path)
+                for path in (value if isinstance(value, list) else [value])
+                if path is not None
             ]
     return found
 
 
-def _path(path: object) -> str:
+def _file(kind: str, path: object) -> Named:
+    """A path below the folder, or the image of a data URL."""
+    if kind == "image" and isinstance(path, str) and path[:5].lower() == "data:":
+        try:
+            return InMemory(*decoded(path))
+        except ValueError as fault:
+            what = f"the data URL {path[:60]!r} holds no image: {fault}"
+            raise _Fault(what, "the path of a file, or data:image/png;base64,...") from None
     if not isinstance(path, str) or not path:
         raise _Fault(f"{path!r} is not a path to an image or video", "a relative path")
     if scheme := _URL.match(path):

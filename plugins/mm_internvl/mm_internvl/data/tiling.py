@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from mm_core.data import opened_image, upright_size
+from mm_core.data import InMemory, opened_image, upright_size
 from mm_core.errors import CheckpointError, DataError, plural
 from mm_core.weights import read_mapping
 
@@ -211,11 +211,11 @@ def read_object(file: Path) -> Mapping[str, Any]:
     return found
 
 
-def image_size(path: Path, max_pixels: int) -> tuple[int, int]:
+def image_size(path: Path | InMemory, max_pixels: int) -> tuple[int, int]:
     """Height and width of an upright image, from its file header alone.
 
     Args:
-        path: the image file.
+        path: the image file, or its bytes.
         max_pixels: largest accepted number of pixels.
 
     Raises:
