@@ -58,10 +58,19 @@ def open_plain(path: Path) -> IO[bytes]:
     Raises:
         OSError: the path leads to anything else, or the system refuses it.
     """
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    return os.fdopen(_plain_handle(path, os.O_RDONLY), "rb")
+
+
+def open_append(path: Path, buffering: int = -1) -> IO[bytes]:
+    """Opens a plain file for reading and appending, or makes it; errors are those of `open_plain`."""
+    return os.fdopen(_plain_handle(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b", buffering)
+
+
+def _plain_handle(path: Path, flags: int) -> int:
+    handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     mode = os.fstat(handle).st_mode
     if stat.S_ISREG(mode):
-        return os.fdopen(handle, "rb")
+        return handle
     os.close(handle)
     code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
     raise OSError(code, f"it is {kind_of_file(mode)}, not a plain file", str(path))
@@ -79,14 +88,18 @@ def check_plain(path: Path) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, *, named: bool = False) -> Iterator[Path]:
     """Replaces a file in one step: yields a temporary path beside it, renamed when the block succeeds.
 
     A reader sees the old file or the new one. After an error the old file is still there. A symbolic link
-    stays, its target is replaced. A pipe, a device or a descriptor (`/dev/stdout`) is written into.
+    stays, its target is replaced.
+
+    Args:
+        path: the file.
+        named: the user names it: a pipe, a device or a descriptor (`/dev/stdout`) is written into.
     """
-    descriptor = _descriptor(path)
-    if descriptor is not None or _is_special(path):
+    descriptor = _descriptor(path) if named else None
+    if descriptor is not None or (named and _is_special(path)):
         with tempfile.TemporaryDirectory() as folder:
             staged = Path(folder) / "staged"
             yield staged
@@ -132,15 +145,16 @@ def _is_special(path: Path) -> bool:
     return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
 
 
-def replace_text(path: Path, text: str, *, durable: bool = False) -> None:
+def replace_text(path: Path, text: str, *, durable: bool = False, named: bool = False) -> None:
     """Replaces a text file in one step; lone surrogates, which a text file cannot hold, become escapes.
 
     Args:
         path: the file.
         text: its new content.
         durable: wait until the content is on disk (fsync).
+        named: as for `replacing`.
     """
-    with replacing(path) as staged:
+    with replacing(path, named=named) as staged:
         if durable:
             write_durably(staged, text)
         else:
@@ -294,7 +308,7 @@ def write_text(path: Path, text: str) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, text)
+        replace_text(path, text, named=True)
     except OSError as fault:
         raise MMError(
             f"the file cannot be written: {fault.strerror or fault}",

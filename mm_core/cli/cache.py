@@ -63,6 +63,8 @@ def _build(args: argparse.Namespace) -> int:
         if ranks.rank == 0:
             found = [f"{count:,} {part}" for part, count in built.encoded.items()]
             print(f"{folder}: encoded {', '.join(found) or 'nothing: everything was there'}")
+            if cut := built.cut.described():
+                print(cut)
             if built.removed:
                 print(f"removed {plural(built.removed, 'entry')} whose features were damaged or not finite")
             if built.summed:

@@ -68,7 +68,7 @@ def _datasets(config: RunConfig, split: str | None) -> Iterator[tuple[str, Datas
 
 
 def _inspect(config: RunConfig, args: argparse.Namespace) -> int:
-    from mm_core.data.datasets.media_report import inspect, remarks
+    from mm_core.data.datasets.media_report import inspect
 
     splits = {name: (data, inspect(data)) for name, data in _datasets(config, args.split)}
     buckets = _buckets(config, {name: data for name, (data, _) in splits.items()})
@@ -81,9 +81,10 @@ def _inspect(config: RunConfig, args: argparse.Namespace) -> int:
         print_json(found | ({"buckets": _as_json(buckets)} if buckets else {}))
         return 0
     _print_sources({name: sources for name, (_, sources) in splits.items()})
-    for name, (data, _) in splits.items():
-        for each in remarks(data):
-            print(f"data.{name}: {printable(each)}")
+    for name, (_, sources) in splits.items():
+        for source in sources:
+            for each in source.remarks():
+                print(f"data.{name}: {printable(source.source)}: {printable(each)}")
     _print_buckets(buckets)
     if args.page is not None:
         print(f"contact sheets: {args.page}")

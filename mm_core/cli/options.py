@@ -97,7 +97,7 @@ def write_named(out: Path, text: str, option: str) -> None:
     if not out.name:
         raise MMError("this is a folder", where=str(out), hint=f"name a file with {option}")
     try:
-        replace_text(out, text)
+        replace_text(out, text, named=True)
     except OSError as error:
         raise MMError(
             f"the file cannot be written: {error.strerror}",

@@ -88,7 +88,7 @@ def copy_shipped(config: ShippedConfig, destination: Path | None = None) -> Path
         what, hint = "this file exists, and is not replaced", "name another file, or remove this one first"
         raise ConfigError(what, where=str(path), hint=hint)
     try:
-        with replacing(path) as staged:
+        with replacing(path, named=True) as staged:
             staged.write_bytes(config.file.read_bytes())
     except FileNotFoundError:
         what = f"the folder {path.parent} does not exist"

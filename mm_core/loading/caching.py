@@ -17,13 +17,14 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from mm_core.config.sections import RunConfig
-from mm_core.contracts import Batch, Features, Randomness, SupportsCache, TaskModule
+from mm_core.contracts import Batch, CountingTokenizer, Features, Randomness, SupportsCache, TaskModule
 from mm_core.data.cache.claims import Claims
 from mm_core.data.cache.reading import Read, Reading, Wanted
 from mm_core.data.cache.rows import keys_of_texts
 from mm_core.data.cache.samples import FAULT, on_host
 from mm_core.data.cache.shards import FAULTY, SHARD_BYTES, Keys, finite, size_of
 from mm_core.data.cache.store import Store
+from mm_core.data.loading.cut_captions import CutCaptions
 from mm_core.data.loading.loader import faults_raised
 from mm_core.data.loading.workers import StartWorker, read_by_workers, read_on, start_server
 from mm_core.data.media.limits import DecodeLimit
@@ -60,13 +61,15 @@ class Progress:
 @dataclass
 class Built:
     """What one rank has encoded, by part; the samples that cannot be read, and why others were left out; how
-    many entries it has removed since they were damaged or not finite, and how many it has given checksums."""
+    many entries it has removed since they were damaged or not finite, and how many it has given checksums;
+    which of the captions that it has encoded were cut."""
 
     encoded: Counter[str] = field(default_factory=Counter)
     unreadable: int = 0
     removed: int = 0
     summed: int = 0
     left_out: dict[tuple[str, int], str] = field(default_factory=dict)
+    cut: CutCaptions = field(default_factory=CutCaptions)
 
 
 def build_cache(config: RunConfig, show: Callable[[Progress], None]) -> Built:
@@ -97,6 +100,7 @@ def build_cache(config: RunConfig, show: Callable[[Progress], None]) -> Built:
         total.removed += one.removed
         total.summed += one.summed
         total.left_out |= one.left_out
+    total.cut = own.cut.of_ranks(True)
     media = {split: keys for split, part, keys in cache.tables() if not cache.keyed[part].of_text}
     total.unreadable += sum(cache.without_keys(split, keys) for split, keys in media.items())
     return total
@@ -239,6 +243,7 @@ class _Build:
 
     def _texts(self, chunks: Iterable[_Chunk]) -> Generator[Read, None, None]:
         beside = [*self.cache.texts]
+        tokenizer = getattr(self.task.batch_transform(), "tokenizer", None)
         for chunk, numbers in chunks:
             for first in range(0, len(numbers), _TEXTS_AT_ONCE):
                 own = numbers[first : first + _TEXTS_AT_ONCE]
@@ -250,6 +255,8 @@ class _Build:
                         texts.append(beside[row] if rows is None else rows.source(row, variant).caption or "")
                     except DataError as error:
                         faults.append((number, error.what, True))
+                if isinstance(tokenizer, CountingTokenizer):
+                    self.built.cut.count(tokenizer, texts)
                 bad = {number for number, *_ in faults}
                 yield Read(chunk, [(texts, [number for number in own if number not in bad])], faults)
 

@@ -194,6 +194,8 @@ def test_plan_inspect_and_check_show_what_is_left_out_and_empty(tmp_path, capsys
         assert [line for line in lines if line.startswith("data.train")] == notes
     assert main(["data", "check", "--config", run, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["notes"] == notes
+    assert main(["data", "inspect", "--config", run, "--json"]) == 0
+    assert [each["empty_captions"] for each in json.loads(capsys.readouterr().out)["train"]] == [3, 4, 0, 0]
     assert train(["--config", run, "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("note: data.")] == [f"note: {note}" for note in notes]
@@ -219,6 +221,16 @@ def test_captions_that_the_tokenizer_cuts_are_counted_by_check_and_by_the_run(tm
     shown = capsys.readouterr().err
     assert re.search(r"warning: a caption has \d+ tokens, of which 7 are read \(max_length", shown)
     assert re.search(r"warning: [1-8] of 8 captions cut to 7 tokens .*; the longest has \d+", shown)
+
+
+@pytest.mark.filterwarnings("ignore:.*left out:mm_core.errors.RunWarning")
+def test_captions_that_are_cut_are_counted_when_a_cache_is_built(tmp_path, capsys):
+    run = a_run(tmp_path, max_length=7)
+    (tmp_path / "photos/rows.jsonl").write_text(json.dumps({"path": "0.png", "cap": "longer than this"}))
+    assert main(["cache", "build", "--config", run, f"data.cache.dir={tmp_path}/cache"]) == 0
+    shown = capsys.readouterr().out
+    # each text once: of the pictures, "", "a cat", "c", and the row's with and without its prefix
+    assert "2 of 5 captions cut to 7 tokens (max_length of the text encoder); the longest has 28" in shown
 
 
 def test_tokens_are_counted_before_the_cut_with_those_that_are_added(tmp_path):

@@ -72,7 +72,7 @@ def test_a_member_of_an_archive_has_the_text_of_its_own_name(tmp_path, order):
     members |= {f"./img.00{n}.txt": b"number %d" % n for n in range(3)}
     members |= {"._img.000.png": b"of another file system", "._img.000.txt": b"\xff"}
     path = archive(tmp_path / "a.tar", {name: members[name] for name in order([*members])})
-    with pytest.warns(RunWarning, match="1 image or clip left out: no .txt member"):
+    with pytest.warns(RunWarning, match="1 row left out: no .txt member"):
         assert captions(path) == {f"img.00{n}.png": f"number {n}" for n in range(3)}
 
 
@@ -292,7 +292,7 @@ def test_too_small_weights_leave_nothing(tmp_path):
 def test_media_without_captions_are_a_warning(tmp_path):
     folder(tmp_path / "p", "a.png", "b.png")
     (tmp_path / "p/b.txt").unlink()
-    with pytest.warns(RunWarning, match="1 image or clip left out: no .txt file beside it"):
+    with pytest.warns(RunWarning, match="1 row left out: no .txt file beside it"):
         assert len(dataset(tmp_path / "p")) == 1
 
 
@@ -338,6 +338,6 @@ def test_inspect_counts_what_each_source_gives(tmp_path, encode):
     clips = table(tmp_path / "a.jsonl", *rows)
     photos = MediaSource(str(folder(tmp_path / "p", "a.png", "b.png")), weight=1.5)
     first, second, third = inspect(dataset(photos, MediaSource(clips.annotations, where="width > 9"), clips))
-    assert first[1:] == (2, 0, 3, {"8x8": 2}, {})
-    assert second[1:] == (0, 1, 1, {"64x48, 9 frames": 1}, {"where: width > 9": 1})
+    assert first[1:] == (2, 0, 3, {"8x8": 2}, {}, 0)
+    assert second[1:] == (0, 1, 1, {"64x48, 9 frames": 1}, {"where: width > 9": 1}, 0)
     assert third[1:4] == (0, 2, 2)

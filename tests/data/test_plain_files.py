@@ -13,6 +13,8 @@ import pytest
 from mm_core.data.cache.claims import Claims
 from mm_core.data.rows.paths import open_plain
 from mm_core.errors import DataError
+from mm_core.files import open_append
+from mm_core.runtime.launch.rank_logs import RankLog
 
 CACHE = "from mm_core.data.cache.store import Store; Store(Path(sys.argv[1]))"
 READERS = {
@@ -42,6 +44,19 @@ def test_a_pipe_in_place_of_a_stored_file_is_a_sentence_and_nothing_waits(name: 
     )
     assert ended.stderr == ""
     assert name in ended.stdout or str(tmp_path) in ended.stdout
+
+
+def test_what_a_run_appends_to_is_a_plain_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="it is a named pipe"):
+        open_append(tmp_path / "pipe")
+    log = RankLog(tmp_path / "pipe")
+    log.write("a line")
+    log.close()
+    for text in ("one", "two"):
+        with open_append(tmp_path / "log") as file:
+            file.write(text.encode())
+    assert (tmp_path / "log").read_text() == "onetwo"
 
 
 def test_only_plain_files_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,7 @@ from mm_core.data.datasets.media_report import (
     BUCKET_COLUMNS,
     Bucketed,
     Found,
-    empty_captions,
     inspected,
-    remarked,
     spread,
 )
 from mm_core.data.datasets.media_text import MediaTextDataset
@@ -52,7 +50,7 @@ def render(
             parts += [f'<p class="remark">{escape(each)}</p>' for each in bucketed.remarks()]
         for number, source in enumerate(found):
             parts.append(f'<p class="prompt">{escape(source.source)}</p>')
-            for each in remarked(source.left_out, empty_captions(media, number)):
+            for each in source.remarks():
                 parts.append(f'<p class="remark">{escape(each)}</p>')
             figures = "".join(_figure(media, place) for place in spread(media, number, _SHOWN))
             parts.append(f'<div class="shots samples">{figures}</div>')

@@ -37,6 +37,7 @@ class Found(NamedTuple):
         samples: how many samples an epoch takes from it.
         sizes: number of files of each size, by the headers of some, the most frequent one first.
         left_out: number of rows left out for each reason.
+        empty_captions: number of captions without a text.
     """
 
     source: str
@@ -45,6 +46,11 @@ class Found(NamedTuple):
     samples: int
     sizes: Mapping[str, int]
     left_out: Mapping[str, int]
+    empty_captions: int
+
+    def remarks(self) -> list[str]:
+        """What is left out, and the empty captions, a line for each."""
+        return _remarked(self.left_out, self.empty_captions)
 
 
 class Bucketed(NamedTuple):
@@ -111,6 +117,7 @@ def inspect(dataset: Dataset) -> list[Found]:
             int((taken == number).sum()),
             _sizes(dataset, number),
             source.dropped,
+            _empty_captions(dataset, number),
         )
         for number, source in enumerate(dataset.sources)
     ]
@@ -121,18 +128,18 @@ def remarks(dataset: object) -> list[str]:
     found: list[str] = []
     if isinstance(dataset, MediaTextDataset):
         for number, source in enumerate(dataset.sources):
-            lines = remarked(source.dropped, empty_captions(dataset, number))
+            lines = _remarked(source.dropped, _empty_captions(dataset, number))
             found += [f"{source.name}: {each}" for each in lines]
     return found
 
 
-def remarked(left_out: Mapping[str, int], empty: int) -> list[str]:
+def _remarked(left_out: Mapping[str, int], empty: int) -> list[str]:
     """What is left out of a source, and its empty captions, in words."""
     lines = [f"{plural(count, 'row')} left out: {reason}" for reason, count in left_out.items()]
     return [*lines, *([f"{plural(empty, 'empty caption')}, used as any other"] if empty else [])]
 
 
-def empty_captions(dataset: MediaTextDataset, number: int) -> int:
+def _empty_captions(dataset: MediaTextDataset, number: int) -> int:
     """The captions of a source that are empty; a source with a prefix has none."""
     wanted, source = dataset.wanted.sources[number], dataset.sources[number]
     if wanted.caption_prefix.strip():

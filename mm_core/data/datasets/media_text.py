@@ -86,7 +86,7 @@ class MediaTextDataset:
         for source in self.sources:
             if source.uncaptioned:
                 reasons = ", ".join(f"{reason} ({count:,})" for reason, count in source.dropped.items())
-                what = f"{plural(source.uncaptioned, 'image or clip')} left out: {reasons}"
+                what = f"{plural(source.uncaptioned, 'row')} left out: {reasons}"
                 warnings.warn(f"{source.name}: {what}", RunWarning, stacklevel=2)
         self._clips = sum(source.kept.get("clip", 0) for source in self.sources)
         counts = [sum(source.kept.values()) for source in self.sources]

@@ -13,6 +13,7 @@ from typing import IO
 
 from mm_core.contracts import Batch, FailureRecord
 from mm_core.errors import DataError, PartsError, plural
+from mm_core.files import open_append
 
 SKIPPED = "skipped.jsonl"
 """The file in a run's folder."""
@@ -112,7 +113,7 @@ class SkipLedger:
         if not fresh:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a+b") as file:
+        with open_append(self.path) as file:
             with suppress(OSError):  # a file system without locks: at worst a line is written twice
                 fcntl.flock(file, fcntl.LOCK_EX)
             self._catch_up(file)

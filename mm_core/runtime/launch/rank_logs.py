@@ -12,9 +12,11 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TextIO
 
+from mm_core.files import open_append
 from mm_core.runtime.launch.launch_folder import LaunchFolder
 from mm_core.runtime.output import BestEffort
 
@@ -35,7 +37,7 @@ class RankLog:
         self._file: TextIO | None = None
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a", encoding="utf-8", errors="replace", buffering=1)
+            self._file = TextIOWrapper(open_append(path), "utf-8", "replace", line_buffering=True)
 
     def write(self, text: str) -> None:
         """Appends lines to the rank's log, each with the time."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mm_core.contracts import Clip, Ending, Tracker
 from mm_core.data.media.video_files import gif_bytes
 from mm_core.errors import MMError, plural
-from mm_core.files import json_number, replace_text
+from mm_core.files import json_number, open_append, replace_text
 from mm_core.plugin.authors import author_line
 from mm_core.plugin.registry import Registry
 from mm_core.schema.fields import ComponentConfig
@@ -37,7 +37,7 @@ class JsonlTracker:
         path = Path(run_dir) / METRICS_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         # Unbuffered: a buffer would keep a line that failed and fail on it again at every write.
-        self._file = path.open("ab", buffering=0)
+        self._file = open_append(path, buffering=0)
         self._incomplete = False
         self._lost: list[int] = []
 

@@ -18,7 +18,7 @@ def decoded(url: str) -> tuple[str, bytes]:
     """The media type of an image in a data URL, and its bytes.
 
     Raises:
-        ValueError: it is no image in base64, or too large; says why.
+        ValueError: it is not an image in base64, or too large; the reason.
     """
     if len(url) > _LARGEST:
         raise ValueError(f"it has {plural(len(url), 'character')}, more than {_LARGEST:,}")
