@@ -13,6 +13,7 @@ from mm_core.config.sections import RunConfig
 from mm_core.contracts import Bins, Clip, Ending, Loss
 from mm_core.device import peak_flops, peak_memory_bytes
 from mm_core.errors import ConfigError, plural
+from mm_core.files import replace_text
 from mm_core.runtime.ranks import Ranks
 from mm_core.telemetry.flop_counter import ForwardFlops
 from mm_core.telemetry.loss_curve import write_loss_curve
@@ -173,4 +174,4 @@ def write_telemetry(run_dir: Path, bins: Bins | None) -> None:
         return
     run_dir.mkdir(parents=True, exist_ok=True)
     document = {"bins": {"name": bins.name, "edges": list(bins.edges), "declared": list(bins.declared)}}
-    (run_dir / "telemetry.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    replace_text(run_dir / "telemetry.json", json.dumps(document, indent=1) + "\n")

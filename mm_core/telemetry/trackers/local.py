@@ -236,7 +236,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 def _lines(run_dir: Path) -> list[str]:
     path = Path(run_dir) / METRICS_FILE
-    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
 
 
 def _row(line: str) -> dict[str, Any] | None:

@@ -283,7 +283,7 @@ def _library(name: str, extra: str) -> ModuleType:
 
 def _kept_id(run_dir: Path, tracker: str) -> str | None:
     path = Path(run_dir) / f"{tracker}_run_id.txt"
-    return path.read_text(encoding="utf-8").strip() or None if path.exists() else None
+    return path.read_text(encoding="utf-8").strip() or None if path.is_file() else None
 
 
 def _keep_id(run_dir: Path, tracker: str, run: str) -> str:
@@ -295,7 +295,7 @@ def _keep_id(run_dir: Path, tracker: str, run: str) -> str:
 def _config(run_dir: Path) -> dict[str, object]:
     """The run's config as on disk: references to environment variables are not resolved."""
     path = Path(run_dir) / "config.yaml"
-    found = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
+    found = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
     return found if isinstance(found, dict) else {}
 
 
