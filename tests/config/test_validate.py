@@ -14,10 +14,13 @@ import yaml
 from mm_core.cli.main import main
 
 
-def test_a_config_that_checks_is_one_line(place, capsys):
+def test_a_config_that_checks_is_one_line_and_one_for_each_missing_file(place, capsys):
     assert main(["validate", str(place.run)]) == 0
     out, err = capsys.readouterr()
-    assert out == f"{place.run}: ok (task core/text_to_video, data core/video_text, engine core/fsdp2)\n"
+    assert out == (
+        f"{place.run}: ok (task core/text_to_video, data core/video_text, engine core/fsdp2)\n"
+        "missing: a.json (needed to train)\n"
+    )
     assert err == ""
 
 
@@ -80,8 +83,9 @@ def test_print_writes_the_config_that_would_run(place, capsys, tmp_path):
     written = capsys.readouterr().out
     assert yaml.safe_load(written)["train"]["steps"] == 3
     assert main(["validate", str(place.write("again.yaml", written))]) == 0
+    capsys.readouterr()
     assert main(["validate", str(place.run), "train.steps=3", "--print", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out.partition("\n")[2])
+    result = json.loads(capsys.readouterr().out)
     assert result["config"] == yaml.safe_load(written)
 
 
