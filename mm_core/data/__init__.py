@@ -26,12 +26,11 @@ if TYPE_CHECKING:
     from mm_core.data.media.transforms import ResizeCrop
     from mm_core.data.media.video_files import write_clips
     from mm_core.data.rows.annotations import inside
-    from mm_core.data.rows.json_rows import RowFile, kind_of
+    from mm_core.data.rows.json_rows import RowFile, checkable, kind_of
     from mm_core.data.rows.mixture import Mixture
     from mm_core.data.rows.packed_rows import PackedRows
     from mm_core.data.rows.paths import check_folder
     from mm_core.data.rows.prompts import read_prompts
-    from mm_core.files import absent
 
 __all__ = [
     "InMemory",
@@ -42,9 +41,9 @@ __all__ = [
     "RowFile",
     "StartWorker",
     "VideoTextDataset",
-    "absent",
     "check_folder",
     "check_stop",
+    "checkable",
     "collate_clips",
     "decoding",
     "inside",

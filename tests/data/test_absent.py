@@ -83,7 +83,7 @@ def test_absent_rows_are_listed_and_only_strict_or_a_start_is_an_error(dataset, 
         assert main([*command, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["missing_files"] == [str(file)]
         assert main([*command, "--json", "--strict"]) == 1
-        capsys.readouterr()
+        assert json.loads(capsys.readouterr().out).get("ok") in (None, False)
     assert main(["train", "--config", config]) == 1
     assert str(file) in capsys.readouterr().err
 
@@ -167,3 +167,13 @@ def test_absent_folders_are_listed_and_other_things_in_their_place_are_errors(ru
 def test_strict_without_a_plan_is_refused(run, tmp_path, capsys):
     assert main(["train", "--strict", "--config", str(run(video_text(tmp_path)[0]))]) == 1
     assert "--strict works only with --dry-run" in capsys.readouterr().err
+
+
+def test_a_long_json_list_is_read_by_the_plan_alone(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("mm_core.data.rows.json_rows._QUICK", 100)
+    data, _ = video_text(tmp_path)
+    data["annotations"] = str(tmp_path / "rows.json")
+    (tmp_path / "rows.json").write_text(json.dumps([ROW] * 10 + ["strange"]))
+    assert main(["validate", str(run(data))]) == 0
+    assert main(["train", "--dry-run", "--config", str(run(data))]) == 1
+    assert "row 11" in capsys.readouterr().err

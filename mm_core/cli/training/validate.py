@@ -38,7 +38,11 @@ def execute(args: argparse.Namespace) -> int:
         return 1
     missing = list(dict.fromkeys(path for paths in absent_inputs(config).values() for path in paths))
     if args.json:
-        result: dict[str, object] = {"ok": True, "faults": [], "missing_files": missing}
+        result: dict[str, object] = {
+            "ok": not (args.strict and missing),
+            "faults": [],
+            "missing_files": missing,
+        }
         if args.show:
             from mm_core.config.dump import to_mapping
 

@@ -13,6 +13,7 @@ from mm_core.builtin.configs.data import TextRowsConfig
 from mm_core.data.datasets.text_table import read_texts
 from mm_core.data.media.image_headers import TooLargeError, image_size
 from mm_core.data.rows.annotations import inside, read_annotations
+from mm_core.data.rows.json_rows import checkable
 from mm_core.data.rows.media_rows import MediaRow
 from mm_core.data.rows.paths import check_folder, status
 from mm_core.data.rows.sources import HEAD, head
@@ -24,9 +25,9 @@ def of_video_text(options: Mapping[str, Any]) -> Iterator[MMError]:
     """Errors of the annotations of a `video_text` with these options."""
     file, folder = Path(options["annotations"]), options["folder"]
     try:
-        if folder is not None and not absent(Path(folder)):
+        if folder is not None and checkable(Path(folder)):
             check_folder(Path(folder), "the folder of the videos")
-        if not absent(file):
+        if checkable(file):
             read_annotations(file, HEAD)
     except DataError as fault:
         yield fault
@@ -35,7 +36,7 @@ def of_video_text(options: Mapping[str, Any]) -> Iterator[MMError]:
 def of_text_rows(options: Mapping[str, Any]) -> Iterator[MMError]:
     """Errors of the table of a `text_rows` with these options."""
     wanted = TextRowsConfig(**options)
-    if absent(Path(wanted.file)):
+    if not checkable(Path(wanted.file)):
         return
     try:
         for _ in read_texts(wanted, HEAD):

@@ -13,11 +13,24 @@ from typing import Any, TextIO
 
 from mm_core.data.rows.paths import plain_file, refusal, status
 from mm_core.errors import DataError, MMError, did_you_mean
-from mm_core.files import open_plain
+from mm_core.files import absent, open_plain
 
 _TOO_DEEP = "the JSON is nested too deeply"
+_QUICK = 64 * 2**20
+"""Bytes of a JSON list that is parsed in a second."""
+
 _DEEPEST = 100
 """Maximum nesting of lists and objects in a row; Python's pickle supports less than 500."""
+
+
+def checkable(path: Path) -> bool:
+    """Whether the check of a config reads the first rows of a file, or looks at a folder: not if nothing is
+    there, which is listed as missing, nor if it is a long JSON list, which can only be parsed as a whole."""
+    if absent(path):
+        return False
+    with suppress(OSError, ValueError):  # refused: reading it shows why
+        return path.suffix.lower() != ".json" or path.stat().st_size <= _QUICK
+    return True
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from mm_core.data import absent, check_folder
+from mm_core.data import check_folder, checkable
 from mm_core.errors import DataError, MMError, plural
 from mm_internvl.data.rows import ACCEPTED, RawRow, conversation, read_rows
 
@@ -46,9 +46,9 @@ def faults(options: Mapping[str, Any]) -> Iterator[MMError]:
     for number, source in enumerate(options["sources"]):
         file, folder = Path(source.annotations), source.folder
         try:
-            if folder is not None and not absent(Path(folder)):
+            if folder is not None and checkable(Path(folder)):
                 check_folder(Path(folder), "the folder of the images")
-            if not absent(file):
+            if checkable(file):
                 for _ in islice(some_usable(file, number), _HEAD):
                     pass
         except DataError as fault:
