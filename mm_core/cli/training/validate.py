@@ -38,17 +38,14 @@ def execute(args: argparse.Namespace) -> int:
         return 1
     missing = list(dict.fromkeys(path for paths in absent_inputs(config).values() for path in paths))
     if args.json:
-        result: dict[str, object] = {
-            "ok": not (args.strict and missing),
-            "faults": [],
-            "missing_files": missing,
-        }
+        good = not (args.strict and missing)
+        result: dict[str, object] = {"ok": good, "faults": [], "missing_files": missing}
         if args.show:
             from mm_core.config.dump import to_mapping
 
             result["config"] = to_mapping(config)
         print_json(result)
-        return int(args.strict and bool(missing))
+        return int(not good)
     if args.show:
         from mm_core.config.dump import to_yaml
 
