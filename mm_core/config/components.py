@@ -41,12 +41,19 @@ def inputs_of(config: RunConfig) -> dict[str, list[str]]:
     """The paths that the dataset of each split reads, as its fields with a mark `Reads` name them; only of
     datasets with such fields."""
     found = {
-        split: [value for _, _, value in _marks(section, config.registry, "", Reads)]
+        split: [path for _, _, value in _marks(section, config.registry, "", Reads) for path in _texts(value)]
         for split, section in config.data.splits.items()
     }
-    return {
-        split: [str(path) for path in paths if path is not None] for split, paths in found.items() if paths
-    }
+    return {split: paths for split, paths in found.items() if paths}
+
+
+def _texts(value: object) -> list[str]:
+    """The texts and paths in a value, which may be a list or a mapping of them."""
+    if isinstance(value, (str, Path)):
+        return [str(value)]
+    held = inside(value)
+    items = held.values() if isinstance(held, dict) else held or ()
+    return [text for item in items for text in _texts(item)]
 
 
 def absent_inputs(config: RunConfig) -> dict[str, list[str]]:
@@ -73,8 +80,11 @@ def _marks(
         yield from _marks(item, registry, f"{prefix}{name}.", kind)
 
 
-def _of_hint(hint: Any) -> list[object]:
-    return [mark for option in (hint, *get_args(hint)) for mark in get_args(option)]
+def _of_hint(hint: Any) -> Iterator[object]:
+    """All marks in a type: of itself, of the options of a union, of the items of a list or mapping."""
+    for part in get_args(hint):
+        yield part
+        yield from _of_hint(part)
 
 
 def option_faults(config: RunConfig) -> list[MMError]:

@@ -177,3 +177,51 @@ def test_a_long_json_list_is_read_by_the_plan_alone(run, tmp_path, capsys, monke
     assert main(["validate", str(run(data))]) == 0
     assert main(["train", "--dry-run", "--config", str(run(data))]) == 1
     assert "row 11" in capsys.readouterr().err
+
+
+def test_operators_wait_for_the_data(run, tmp_path, capsys):
+    data, file = video_text(tmp_path)
+    assert main(["train", "--dry-run", "--ops", "--config", str(run(data))]) == 0
+    text = capsys.readouterr().out
+    assert f"missing: {file}" in text and "the operators are known once the data are present" in text
+
+
+PLUGIN = """
+from dataclasses import dataclass
+import torch
+from mm_core import Component, hookimpl
+from mm_core.plugin import InputPath
+
+@dataclass(frozen=True)
+class ManyConfig:
+    files: tuple[InputPath, ...]
+    named: dict[str, InputPath] | None = None
+
+class Many(torch.utils.data.Dataset):
+    def __init__(self, files, named=None):
+        self.files = files
+
+    def __len__(self):
+        return len(self.files)
+
+    def __getitem__(self, index):
+        return {"index": index}
+
+@hookimpl
+def mm_datasets():
+    return [Component(name="many", target="many:Many", config="many:ManyConfig")]
+"""
+
+
+def test_each_path_of_a_list_and_of_a_mapping_is_looked_for(run, tmp_path, capsys):
+    (tmp_path / "many.py").write_text(PLUGIN)
+    (tmp_path / "a").touch()
+    data = {
+        "type": "local/many",
+        "files": [f"{tmp_path}/a", f"{tmp_path}/b"],
+        "named": {"x": f"{tmp_path}/c", "y": f"{tmp_path}/a"},
+    }
+    loader = {"mode": "base", "workers": 0}
+    config = run(data, plugins={"path": [str(tmp_path / "many.py")]}, data={"loader": loader})
+    assert main(["validate", str(config), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["missing_files"] == [f"{tmp_path}/b", f"{tmp_path}/c"]

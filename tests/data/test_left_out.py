@@ -60,6 +60,17 @@ def test_captioned_files_of_unknown_suffixes_are_counted_by_their_suffix(tmp_pat
     }
 
 
+def test_archives_and_links_to_nothing_are_counted(tmp_path):
+    (tmp_path / "gone").symlink_to("/nowhere/photos")
+    (tmp_path / "round").symlink_to("round")
+    rows, dropped = read(tmp_path, "a.jpg", "a.txt", "b.zip", "c.7z", "d.RAR")
+    assert rows == ["a.jpg"]
+    assert dropped == {
+        "a link that leads to nothing": 2,
+        "a compressed archive is not read: unpack it": 3,
+    }
+
+
 def test_what_lies_beside_a_picture_and_its_caption_is_not_counted(tmp_path):
     files = (
         "a.jpg",

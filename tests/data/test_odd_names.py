@@ -55,3 +55,16 @@ def test_a_column_of_parquet_that_is_not_utf8_is_an_error_in_blocks_and_in_rows(
     for where in (None, "width != 3"):
         with pytest.raises(DataError, match="cannot be read as Parquet"):
             [*SourceReader(0, MediaSource(str(tmp_path / "a.parquet"), where=where)).blocks()]
+
+
+@pytest.mark.parametrize("suffix", ["json", "parquet"])
+def test_a_path_with_a_nul_is_a_bad_row_and_no_other_file(tmp_path, suffix):
+    (tmp_path / "a .jpg").touch()
+    rows = [{"path": "a\0.jpg", "cap": "x"}]
+    if suffix == "json":
+        (tmp_path / "a.json").write_text(json.dumps(rows))
+    else:
+        pa = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="contains a NUL"):
+        [*SourceReader(0, MediaSource(str(tmp_path / f"a.{suffix}"))).blocks()]

@@ -190,3 +190,24 @@ def test_no_path_that_escapes_passes_as_plain():
     plain = pc.invert(pc.match_substring_regex(pa.array(paths), MAY_ESCAPE)).to_pylist()
     assert sum(plain) > 1000
     assert [path for path, passes in zip(paths, plain, strict=True) if passes and escapes(path)] == []
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pytest.param(lambda pa: pa.array([10**7, 1], pa.date32()), id="date"),
+        pytest.param(lambda pa: pa.array([2**62 + 1, 1], pa.timestamp("ns")), id="nanoseconds"),
+        pytest.param(lambda pa: pa.array([2**62, 1], pa.duration("s")), id="duration"),
+        pytest.param(lambda pa: pa.array([1, 2], pa.timestamp("s", tz="Nowhere/Bad")), id="zone"),
+        pytest.param(lambda pa: pa.array([[10**7, 1], [1, 1]], pa.list_(pa.date32())), id="list"),
+    ],
+)
+@pytest.mark.parametrize("column", ["fps", "num_frames", "resolution"])
+def test_sizes_that_python_cannot_hold_declare_nothing(tmp_path, values, column):
+    pa = pytest.importorskip("pyarrow")
+    columns = {"path": ["a.jpg", "b.jpg"], "cap": ["x", "y"], column: values(pa)}
+    pytest.importorskip("pyarrow.parquet").write_table(pa.table(columns), tmp_path / "a.parquet")
+    reader = SourceReader(0, MediaSource(str(tmp_path / "a.parquet")))
+    MappedRows.write(reader.blocks(), tmp_path)
+    (first, _) = MappedRows(tmp_path)
+    assert (first.num_frames, first.fps, first.height) == (None, None, None)

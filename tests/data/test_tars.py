@@ -193,6 +193,7 @@ def test_links_that_lead_to_no_member_are_counted(tmp_path):
         "a link that leads back to itself": 2 + 2000 - 40,
         "a link to a file that the archive does not have": 1 + 40,
         "a link that leads out of the archive": 3,
+        "a linked folder, whose files are read in their own place": 1,
     }
 
 
@@ -209,6 +210,10 @@ def test_members_that_are_not_read_are_counted_if_they_have_a_caption(tmp_path):
         ".qqq is not read": 1,
         "a file without a suffix is not read": 1,
         "a .txt file without an image or clip beside it": 1,
+    }
+    inner = {**SAMPLES, "inner.tar": b"", "more/inner.tar.gz": b"", ".hidden.tar": b""}
+    assert read(archive(tmp_path / "a.tar", inner))[1] == {
+        "an archive inside the archive is not read: unpack it": 2
     }
     device = file(b"b.jpg", kind=b"3") + file(b"c.jpg", kind=b"V") + file(b"A.JPG") + file(b"a.txt", b"x")
     (tmp_path / "a.tar").write_bytes(device + AFTER + END)

@@ -129,3 +129,49 @@ def test_dates_that_python_cannot_hold_are_unknown(tmp_path):
     for where in ("made != 3", "day != 3"):
         paths, dropped = kept(source, where)
         assert paths == ["a.jpg", "c.jpg"] and dropped == {f"where: {where.split()[0]} unknown": 1}
+
+
+NESTED = [
+    {"path": "null.jpg", "cap": "x", "meta": {"lang": None}, "tags": [None], "score": {"of": float("nan")}},
+    {"path": "de.jpg", "cap": "x", "meta": {"lang": "de"}, "tags": ["a"], "score": {"of": 2.0}},
+    {"path": "lacks.jpg", "cap": "x", "meta": {}, "tags": [], "score": {}},
+]
+
+
+@pytest.mark.parametrize(
+    ("where", "names"),
+    [
+        ('meta["lang"] != "en"', ["de"]),
+        ('not (meta["lang"] == "en")', ["de"]),
+        ('meta["lang"] not in ["en"]', ["de"]),
+        ('meta["lang"] != None', ["de"]),
+        ('meta["lang"] == None', ["null", "lacks"]),
+        ('tags[0] != "b"', ["de"]),
+        ('score["of"] != 3', ["de"]),
+        ('not (score["of"] > 3)', ["de"]),
+        ('cap not in ["y", meta["lang"]]', ["de"]),
+        ('cap in ["x", meta["lang"]]', ["null", "de", "lacks"]),
+        ('1 < score["of"] <= 2', ["de"]),
+    ],
+)
+def test_no_value_within_a_column_is_unknown_too(tmp_path, where, names):
+    found, _ = kept(write(tmp_path / "rows.json", NESTED), where)
+    assert found == [f"{name}.jpg" for name in names]
+
+
+@pytest.mark.parametrize(
+    ("where", "names"),
+    [
+        ("(nsfw or violent) == False", ["no"]),
+        ("(not nsfw) == True", ["mixed", "no"]),
+        ("nsfw in [False]", ["mixed", "no"]),
+        ("nsfw not in [True]", ["mixed", "no"]),
+        ("nsfw == False == violent", ["no"]),
+        ("(nsfw == violent) == (nsfw == violent)", ["mixed", "no", "yes"]),
+    ],
+)
+def test_texts_that_mean_no_are_not_true_within_larger_conditions(tmp_path, where, names):
+    rows = [("mixed", "False", "True"), ("no", "no", "no"), ("yes", "True", "False")]
+    table = [{"path": f"{name}.jpg", "cap": "x", "nsfw": one, "violent": other} for name, one, other in rows]
+    found, _ = kept(write(tmp_path / "rows.csv", table), where)
+    assert found == [f"{name}.jpg" for name in names]

@@ -184,7 +184,8 @@ def _dry_run(config: RunConfig, world: int, args: argparse.Namespace) -> int:
     rows, spec = config.train.micro_batch_size, config.data.train.options
     plan = replace(plan, activations=shared_activations(task, plan.engine, spec, rows))
     choices = base_choices(config, world, adapters)
-    operators = _operators(config, args.device) if args.ops else None
+    unread = any(file.component.startswith("data.") for file in plan.missing)
+    operators = _operators(config, args.device) if args.ops and not unread else None
     if args.json:
         found = {} if operators is None else {"operators": [asdict(each) for each in operators]}
         print_json({**plan.to_mapping(), "base_choices": [asdict(choice) for choice in choices], **found})
@@ -195,6 +196,8 @@ def _dry_run(config: RunConfig, world: int, args: argparse.Namespace) -> int:
 
         print("\noperators of a forward and backward of one micro-batch, as the CPU runs them")
         print_table(table(operators))
+    elif args.ops:
+        print("\nthe operators are known once the data are present")
     if args.strict:
         refuse_missing(plan.files_to_start)
     return 0

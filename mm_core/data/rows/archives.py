@@ -10,7 +10,15 @@ from pathlib import Path
 from posixpath import dirname, join, normpath
 from typing import NamedTuple
 
-from mm_core.data.rows.captions import COMPRESSED, NO_MEDIUM, TAR_BESIDE, not_read, split_suffix, walked
+from mm_core.data.rows.captions import (
+    COMPRESSED,
+    LINK_WITHIN,
+    NO_MEDIUM,
+    TAR_BESIDE,
+    not_read,
+    split_suffix,
+    walked,
+)
 from mm_core.data.rows.media_rows import CAPTIONS, CLIPS, IMAGES, medium_of
 from mm_core.data.rows.paths import plain_file, refusal
 from mm_core.data.tar_headers import ACCEPTED, FILES, HARD, LINKS, Headers, Place
@@ -186,6 +194,8 @@ def _places(
             if known:
                 left_out(f"a member of type {kind.decode('latin-1')!r}, not a file")
             continue
+        elif base[:1] != "." and (suffix == ".tar" or COMPRESSED.search(base)):
+            left_out("an archive inside the archive is not read: unpack it")
         elif not known and len(name) == _CUT and any(each.startswith(suffix) for each in _KNOWN):
             left_out("a member whose name is cut off")  # its long name is lost
         if known and name in found:
@@ -219,7 +229,9 @@ def _follow(
             continue
         if outside := target[:1] == "/" or target.partition("/")[0] == "..":
             fault = "a link that leads out of the archive"
-        if own in found or outside:
+        if inner := any(name.startswith(f"{target}/") for name in names):
+            fault = LINK_WITHIN
+        if own in found or outside or inner:
             left_out(fault)
         found.pop(own, None)
         others.pop(own, None)

@@ -20,10 +20,11 @@ NO_MEDIUM = f"a {CAPTIONS} file without an image or clip beside it"
 
 TAR_BESIDE = "a .tar file beside images and clips (name it as a source of its own)"
 COMPRESSED = re.compile(
-    r"\.(tar\.(gz|bz2|xz|zst|lz4|lzma|lz|z)|tgz|taz|tbz2?|tb2|txz|tlz|tzst)$", re.IGNORECASE
+    r"\.(tar\.(gz|bz2|xz|zst|lz4|lzma|lz|z)|tgz|taz|tbz2?|tb2|txz|tlz|tzst|zip|7z|rar)$", re.IGNORECASE
 )
 """Found in the names of compressed archives."""
 
+LINK_LOST = "a link that leads to nothing"
 LINK_OUT = "a linked folder: files outside the source are not read (name it as a source of its own)"
 LINK_WITHIN = "a linked folder, whose files are read in their own place"
 
@@ -61,6 +62,9 @@ def walked(root: Path) -> Iterator[tuple[str, Beside]]:
             if os.path.islink(link := f"{place}/{name}"):  # noqa: PTH114  # is_symlink may raise
                 inner = Path(os.path.realpath(link)).is_relative_to(os.path.realpath(root))
                 found.unread[LINK_WITHIN if inner else LINK_OUT] += 1
+        for name in names if found.strange else ():
+            lost = os.path.islink(link := f"{place}/{name}") and not os.path.exists(link)  # noqa: PTH110, PTH114
+            found.unread[LINK_LOST] += lost and name[0] != "." and medium_of(name) is None
         within = Path(place).relative_to(root).as_posix()
         yield "" if within == "." else f"{within}/", found
     yield "", Beside({}, {}, refused, Counter())

@@ -16,6 +16,7 @@ import numpy as np
 
 from mm_core.data.rows.annotations import MAY_ESCAPE
 from mm_core.data.rows.media_rows import IMAGES, SIZES, MediaRow, RowBlock
+from mm_core.data.rows.tables import cells_of
 from mm_core.errors import MMError
 from mm_core.runtime.ranks import Ranks
 
@@ -104,9 +105,9 @@ def _coded(column: Array, value_of: Callable[[object], Any]) -> np.ndarray[Any, 
 
     try:
         coded = column.dictionary_encode("encode")
-        values, places = coded.dictionary.to_pylist(), coded.indices.to_numpy()
+        values, places = cells_of(coded.dictionary), coded.indices.to_numpy()
     except pa.ArrowNotImplementedError:  # lists and objects
-        values, places = column.to_pylist(), np.arange(len(column))
+        values, places = cells_of(column), np.arange(len(column))
     found = np.array([value_of(value) for value in values], float)  # NaN for None
     numbers: np.ndarray[Any, Any] = np.nan_to_num(found)[places]
     return numbers

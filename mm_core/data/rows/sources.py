@@ -347,6 +347,8 @@ def _fault(path: object, texts: Sequence[str], caption: object) -> str | None:
     """The error of a row without its place, so that equal errors can be grouped."""
     if not isinstance(path, str) or not path:
         return f"the path is {kind_of(path)}, not a file name"
+    if "\0" in path:
+        return f"the path {path!r} contains a NUL"
     if escapes(path):
         return f"the path {path!r} leads outside the folder"
     if not path.isascii() and (half := unnameable(path)):

@@ -242,7 +242,7 @@ def parquet_batches(
         raise DataError(what, where=str(file)) from None
 
 
-def _cells(column: Array) -> list[object]:
+def cells_of(column: Array) -> list[object]:
     """The values of a column; None for those that Python cannot hold, such as a date in the year 10000."""
     try:
         values: list[object] = column.to_pylist()
@@ -261,7 +261,7 @@ def _cell(scalar: Scalar) -> object:
 
 def batch_cells(batch: Batch, before: int) -> Iterator[Cells]:
     """The rows of a batch, of which `before` precede it in the table."""
-    table = {name: _cells(batch[0].column(name)) for name in set(batch[1]) - {None}}
+    table = {name: cells_of(batch[0].column(name)) for name in set(batch[1]) - {None}}
     absent = [None] * batch[0].num_rows
     cells = (absent if name is None else table[name] for name in batch[1])
     for number, values in enumerate(zip(*cells, strict=True), before + 1):

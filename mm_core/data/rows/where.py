@@ -30,10 +30,12 @@ _TRUTH = {
     **dict.fromkeys(("true", "yes", "on", "t", "y", "1"), True),
 }
 """What texts mean where a condition takes a column as true or false, in any case."""
-_ABOUT_A_CONSTANT: Mapping[type[ast.cmpop], bool] = {
-    **{ast.Eq: True, ast.Is: True},
-    **{ast.NotEq: False, ast.IsNot: False},
+_SAME: Mapping[type[ast.cmpop], bool] = {ast.Eq: True, ast.Is: True, ast.NotEq: False, ast.IsNot: False}
+_ORDERS: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    **{ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge},
 }
+_UNKNOWN = object()
+"""In a list of a condition, in the place of a column without a value."""
 _FAULTS = (
     *(TypeError, ArithmeticError, LookupError, ValueError, RecursionError, MemoryError),
     InvalidExpression,
@@ -61,15 +63,19 @@ class Where:
             reason = error.msg if isinstance(error, SyntaxError) else "it is nested too deeply"
             raise self._fault(f"is not a condition: {reason}") from None
         self._check_depth()
+        self._evaluator = EvalWithCompoundTypes(functions={})
+        operators = self._evaluator.operators = {**self._evaluator.operators, **_ARITHMETIC}
         nodes = list(ast.walk(self._parsed))
         for node in nodes:
             if not isinstance(node, _NODES):
                 raise self._fault(_WORDS.get(type(node), f"contains {ast.unparse(node)[:60]!r}"))
+            if isinstance(node, ast.Constant) and not isinstance(node.value, (int, float, str, type(None))):
+                raise self._fault(f"contains {ast.unparse(node)[:60]!r}")
+            if isinstance(node, (ast.BinOp, ast.UnaryOp)) and type(node.op) not in operators:
+                raise self._fault(f"contains {ast.unparse(node)[:60]!r}")
         self.names = tuple(dict.fromkeys(node.id for node in nodes if isinstance(node, ast.Name)))
         if not self.names:
             raise self._fault("names no column")
-        self._evaluator = EvalWithCompoundTypes(functions={})
-        self._evaluator.operators = {**self._evaluator.operators, **_ARITHMETIC}
         for node in nodes:
             if isinstance(node, ast.BinOp) and not _names(node):
                 try:
@@ -118,31 +124,57 @@ class Where:
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             inner = self._compiled(node.operand)
             return lambda values: None if (found := inner(values)) is None else not found
-        if (about := _about_a_constant(node)) is not None:
-            return self._equal(*about)
+        if isinstance(node, ast.Compare):
+            return self._compared(node)
+        operand = self._operand(node)
+        return lambda values: None if (found := operand(values)) is None else _is_true(found)
+
+    def _compared(self, node: ast.Compare) -> Callable[[Mapping[str, object]], bool | None]:
+        sides = [node.left, *node.comparators]
+        operands = [self._operand(each) for each in sides]
+        nothing = [isinstance(each, ast.Constant) and each.value is None for each in sides]
+        steps = [(type(op), nothing[n] or nothing[n + 1]) for n, op in enumerate(node.ops)]
+
+        def compared(values: Mapping[str, object]) -> bool | None:
+            found = [operand(values) for operand in operands]
+            pairs = zip(steps, found, found[1:], strict=False)
+            results = [_holds(kind, one, other, asked) for (kind, asked), one, other in pairs]
+            return False if False in results else None if None in results else True
+
+        return compared
+
+    def _operand(self, node: ast.expr) -> Callable[[Mapping[str, object]], Any]:
+        """A function that finds the value of a side of a comparison; None: there is none."""
+        if isinstance(node, (ast.BoolOp, ast.Compare)) or (
+            isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
+        ):
+            return self._compiled(node)
+        if isinstance(node, ast.Constant):
+            return lambda values: node.value
+        if isinstance(node, (ast.List, ast.Tuple)):
+            items = [self._operand(each) for each in node.elts]
+            unknown = [not isinstance(each, ast.Constant) for each in node.elts]
+
+            def listed(values: Mapping[str, object]) -> Any:
+                found = [item(values) for item in items]
+                return [
+                    _UNKNOWN if each is None and open_ else each
+                    for each, open_ in zip(found, unknown, strict=True)
+                ]
+
+            return listed
         names = _names(node)
 
-        def plain(values: Mapping[str, object]) -> bool | None:
-            return None if any(values[name] is None for name in names) else _is_true(self._value(node))
+        def valued(values: Mapping[str, object]) -> Any:
+            if any(values[name] is None for name in names):
+                return None
+            try:
+                value = self._value(node)
+            except LookupError:  # no such key or place
+                return None
+            return None if value != value else value
 
-        return plain
-
-    def _equal(
-        self, node: ast.expr, constant: bool | None, same: bool
-    ) -> Callable[[Mapping[str, object]], bool | None]:
-        """`x == None` asks whether there is a value; `x == True` reads a text as `x` alone does."""
-        names = _names(node)
-
-        def found(values: Mapping[str, object]) -> bool | None:
-            unknown = any(values[name] is None for name in names)
-            if constant is None or unknown:
-                return unknown is same if constant is None else None
-            value = self._value(node)
-            if isinstance(value, str):
-                value = _TRUTH.get(value.strip().lower(), value)
-            return (value == constant) is same
-
-        return found
+        return valued
 
     def _value(self, node: ast.expr) -> Any:
         return self._evaluator.eval(self.text, previously_parsed=node)
@@ -166,15 +198,35 @@ def _is_true(value: object) -> bool:
     return _TRUTH.get(value.strip().lower(), True) if isinstance(value, str) else bool(value)
 
 
-def _about_a_constant(node: ast.expr) -> tuple[ast.expr, bool | None, bool] | None:
-    """The other side of a comparison with None, True or False, the constant, and whether `==` is asked."""
-    if not isinstance(node, ast.Compare) or len(node.ops) > 1 or type(node.ops[0]) not in _ABOUT_A_CONSTANT:
+def _holds(kind: type[ast.cmpop], one: Any, other: Any, asked: bool) -> bool | None:
+    """Whether a comparison is true; None: a value is unknown. `asked`: whether there is a value at all."""
+    if kind in _SAME:
+        if asked:
+            return (one is other) is _SAME[kind]
+        return None if one is None or other is None else _equal(one, other) is _SAME[kind]
+    if kind in (ast.In, ast.NotIn):
+        found = _contains(other, one)
+        return None if found is None else found is (kind is ast.In)
+    return None if one is None or other is None else bool(_ORDERS[kind](one, other))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two values are equal; a text beside True or False means what it means alone."""
+    if isinstance(one, bool) and isinstance(other, str):
+        one, other = other, one
+    if isinstance(other, bool) and isinstance(one, str):
+        one = _TRUTH.get(one.strip().lower(), one)
+    return bool(one == other)
+
+
+def _contains(items: Any, one: Any) -> bool | None:
+    if items is None or (one is None and not (isinstance(items, list) and None in items)):
         return None
-    same = _ABOUT_A_CONSTANT[type(node.ops[0])]
-    for one, other in ((node.left, node.comparators[0]), (node.comparators[0], node.left)):
-        if isinstance(one, ast.Constant) and (one.value is None or isinstance(one.value, bool)):
-            return other, one.value, same
-    return None
+    if isinstance(items, list):
+        if any(one is each is None or _equal(one, each) for each in items):
+            return True
+        return None if any(each is _UNKNOWN for each in items) else False
+    return bool(one in items)
 
 
 def _bounded(compute: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

@@ -34,6 +34,8 @@ def read_json(file: str) -> dict[str, Any]:
     """
     import hjson
 
+    if Path(file).exists() and not Path(file).is_file():
+        raise ValueError(f"config {file} is not a file")  # a pipe would wait for a writer
     try:
         text = Path(file).read_text("utf-8")
         found = hjson.loads(text, object_pairs_hook=_Pairs)

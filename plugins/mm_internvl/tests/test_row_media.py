@@ -28,7 +28,7 @@ def test_a_part_image_url_is_an_image(named):
 
 
 @pytest.mark.parametrize("key", ["image", "images", "video"])
-@pytest.mark.parametrize("empty", ["", [], None])
+@pytest.mark.parametrize("empty", ["", [], None, [""]])
 def test_an_empty_image_is_a_conversation_of_text_alone(key, empty):
     turns = [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "That."}]
     assert conversation({key: empty, "conversations": turns}, "x").media == ()
@@ -46,6 +46,11 @@ def test_a_part_without_a_path_is_a_bad_row(named):
         conversation(row({"type": "image_url", "image_url": named}), "x")
 
 
+def test_a_part_whose_first_keys_are_null_is_named_by_the_others():
+    part = {"type": "image", "path": None, "url": "a.jpg"}
+    assert conversation(row(part), "x").media == (("image", "a.jpg"),)
+
+
 def url_of(content: bytes, kind: str = "image/png") -> str:
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
@@ -59,7 +64,7 @@ def png(width: int, height: int) -> bytes:
 @pytest.mark.parametrize("folded", [False, True])
 def test_an_image_in_a_data_url_is_that_of_the_file(place, folded):
     url = url_of((place / "files/b.png").read_bytes())
-    url = url.replace("+", "%2B").replace("/9", "/9\n") if folded else url
+    url = " " + url.replace("+", "%2B").replace("/9", "/9\n").replace("image/png", "") if folded else url
     parts = [{"type": "image_url", "image_url": each} for each in ({"url": "b.png"}, {"url": url}, url)]
     found = dataset(place, [row(part) for part in [*parts, {"type": "image", "image": url}]])
     first, *others = (found[index] for index in range(4))
@@ -103,4 +108,4 @@ def test_limits_and_formats_hold_for_data_urls(place, content, what):
     found = dataset(place, [row(part)], max_pixels=40 * 30)
     with pytest.raises(DataError, match=what) as fault:
         found[0]
-    assert fault.value.where == f"{place}/files/own.jsonl, line 1, image/png"
+    assert fault.value.where == f"{place}/files/own.jsonl, line 1, image 1 (image/png)"

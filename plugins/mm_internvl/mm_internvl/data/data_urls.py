@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 from mm_core.errors import plural
 
-_HEAD = re.compile(r"(?i)data:(image/[\w.+-]+)(;[\w.-]+=[^;,]*)*;base64,")
+_HEAD = re.compile(r"(?i)data:(image/[\w.+-]+|application/octet-stream|)(;[\w.-]+=[^;,]*)*;base64,")
 _LARGEST = 64 * 2**20
 """Most characters of a data URL: an image of 48 MiB."""
 
@@ -27,6 +27,6 @@ def decoded(url: str) -> tuple[str, bytes]:
         raise ValueError("it does not begin as data:image/TYPE;base64,")
     text = unquote(url[head.end() :]) if "%" in url else url[head.end() :]
     try:
-        return head[1].lower(), base64.b64decode("".join(text.split()), validate=True)
+        return head[1].lower() or "of no type", base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as fault:
         raise ValueError(f"what follows is not base64: {fault}") from None

@@ -141,8 +141,8 @@ def conversation(value: object, where: str, learnt: bool = True) -> Conversation
     except _Fault as fault:
         raise DataError(str(fault), where=where, accepted=fault.accepted) from None
     named = tuple(
-        (kind, replace(each, name=f"{where}, {each.name}") if isinstance(each, InMemory) else each)
-        for kind, each in found.media
+        (kind, replace(one, name=f"{where}, {kind} {n} ({one.name})") if isinstance(one, InMemory) else one)
+        for n, (kind, one) in enumerate(found.media, 1)
     )
     return replace(found, media=named)
 
@@ -283,7 +283,7 @@ def _part(part: object, number: int, own: list[tuple[Medium, Named]]) -> Mapping
             f"turn {number} has a part of unknown type",
             'parts {"type": "text" | "image" | "image_url" | "video", ..}',
         )
-    path = next((given[name] for name in _PATHS if name in given), None)
+    path = next((given[name] for name in _PATHS if given.get(name) is not None), None)
     if path is not None:
         own.append((kind, _file(kind, path)))
     return {"type": kind, "named": "yes" if path is not None else ""}
@@ -322,19 +322,16 @@ def _files(row: Mapping[str, object], kind: str) -> list[Named]:
     for key in (kind, f"{kind}s"):
         value = row.get(key)
         if value not in _NOTHING:
-            found += [
-                _file(kind, path)
-                for path in (value if isinstance(value, list) else [value])
-                if path is not None
-            ]
+            paths = value if isinstance(value, list) else [value]
+            found += [_file(kind, path) for path in paths if path not in _NOTHING]
     return found
 
 
 def _file(kind: str, path: object) -> Named:
     """A path below the folder, or the image of a data URL."""
-    if kind == "image" and isinstance(path, str) and path[:5].lower() == "data:":
+    if kind == "image" and isinstance(path, str) and path.lstrip()[:5].lower() == "data:":
         try:
-            return InMemory(*decoded(path))
+            return InMemory(*decoded(path.strip()))
         except ValueError as fault:
             what = f"the data URL {path[:60]!r} holds no image: {fault}"
             raise _Fault(what, "the path of a file, or data:image/png;base64,...") from None
