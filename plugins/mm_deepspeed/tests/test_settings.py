@@ -239,7 +239,7 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Any, text: str, expected:
     assert expected in str(caught.value)
 
 
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_is_not_waited_for(tmp_path) -> None:
     os.mkfifo(tmp_path / "ds.json")
     with pytest.raises(ValueError, match=r"config .*ds\.json is not a file"):
         DeepSpeedConfig(config=str(tmp_path / "ds.json"))
