@@ -241,13 +241,13 @@ def _wait(ranks: Sequence[_Rank], folder: Path, timeout: float) -> None:
     """Waits until all ranks have ended; ContractError if one fails or the time is over."""
     end = time.monotonic() + timeout
     while (codes := [process.poll() for process in ranks]).count(0) < len(ranks):
-        failed = [rank for rank, code in enumerate(codes) if code]
+        failed = [rank for rank, code in enumerate(codes) if code and code != -signal.SIGALRM]
         # A rank that lost another one comes after it, or a moment before it.
         causes = [rank for rank in failed if not (folder / f"{rank}.lost").exists()]
         if causes or len(failed) == len(ranks):
             raise _failure(folder, (causes or failed)[0], len(ranks), codes)
-        if time.monotonic() > end:
-            waiting = codes.index(None)
+        if time.monotonic() > end or -signal.SIGALRM in codes:  # its own clock may be the first to see it
+            waiting = next(rank for rank, code in enumerate(codes) if code in (None, -signal.SIGALRM))
             raise ContractError(
                 f"{plural(len(ranks), 'rank')} were stopped after {timeout:.0f} s; rank {waiting} still ran",
                 hint="all ranks must run the same modules in the same order",
