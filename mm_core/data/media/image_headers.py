@@ -198,8 +198,8 @@ def picture_size(path: Path, max_pixels: int) -> tuple[int, int] | None:
     all of it. None for videos and animations that FFmpeg plays."""
     if plain_file(path, "video") == 0 or path.suffix.lower() in STREAMS:
         return None
-    with refused("video", path):
-        known = format_of(first_bytes(path))
+    with refused("video", path), path.open("rb") as file:
+        known = format_of(file.read(HEAD))
     if known is None or known == "GIF":
         return None
     with opened_image(path) as image:
