@@ -41,6 +41,11 @@ class MissingFile:
     component: str  # the task's component, or the dataset, that names it: data.train
     needed: Literal["to train", "to begin", "to sample"]
 
+    @property
+    def of_data(self) -> bool:
+        """Whether a dataset names the file."""
+        return self.component.startswith("data.")
+
 
 @dataclass(frozen=True)
 class RunPlan:

@@ -35,9 +35,9 @@ def plan_shown(config: RunConfig, world: int, task: TaskModule) -> RunPlan:
     Raises:
         MMError: as for `make_plan`; or data that are there cannot be used.
     """
-    check_data(config, task)
     absent, notes = absent_inputs(config), []
     if config.data.cache is None or absent:
+        check_data(config, task)
         there = [split for split in inputs_of(config) if split not in absent]
         opened = {split: _opened(config, split) for split in there}
         check_class_names(task, opened)
@@ -58,9 +58,8 @@ def _opened(config: RunConfig, split: str) -> AnyDataset:
     section, mode = config.data.splits[split], config.data.loader.mode
     class_: object = config.registry.resolve("dataset", section.type).load_target()
     if isinstance(class_, SupportsEvaluated) and not (split == "train" and config.train.epochs is not None):
-        section = replace(
-            section, options={**class_.evaluated(section.options)}
-        )  # what packs rows measures them
+        # Rows one by one: a dataset that packs them would measure them all.
+        section = replace(section, options={**class_.evaluated(section.options)})
     with warnings.catch_warnings():
         if isinstance(class_, type) and issubclass(class_, MediaTextDataset):
             warnings.simplefilter("ignore", RunWarning)  # the plan's notes have it

@@ -85,7 +85,7 @@ def build_parts(config: RunConfig, store: CheckpointStore, resume: str) -> RunPa
     plan = make_plan(config, Ranks.current().count, task, engine, datasets["train"])
     plan = replace(plan, notes=(*plan.notes, *cached))
     if missing := [file for file in plan.missing if file.needed == "to train"]:
-        of_data = missing[0].component.startswith("data.")  # those of components come first
+        of_data = missing[0].of_data  # those of components come first
         raise PlanError(
             f"files of {'the data' if of_data else 'frozen components'} are missing:"
             f" {', '.join(file.path for file in missing)}",

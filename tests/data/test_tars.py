@@ -197,6 +197,17 @@ def test_links_that_lead_to_no_member_are_counted(tmp_path):
     }
 
 
+def test_many_links_to_nothing_beside_many_members_take_no_minutes(tmp_path):
+    """For each link, all members were compared with it: two minutes were not enough."""
+    path = linked(
+        tmp_path / "a.tar",
+        *((f"d/{n}", f"no/{n}", b"2") for n in range(8000)),
+        *((f"l{n}.jpg", f"no/{n}", b"2") for n in range(8000)),
+    )
+    rows, dropped = read(path)
+    assert dropped == {"a link to a file that the archive does not have": 8000} and len(rows) == 1
+
+
 # -- what is counted ----------------------------------------------------------------------------------
 
 

@@ -184,7 +184,7 @@ def _dry_run(config: RunConfig, world: int, args: argparse.Namespace) -> int:
     rows, spec = config.train.micro_batch_size, config.data.train.options
     plan = replace(plan, activations=shared_activations(task, plan.engine, spec, rows))
     choices = base_choices(config, world, adapters)
-    unread = any(file.component.startswith("data.") for file in plan.missing)
+    unread = any(file.of_data for file in plan.missing)
     operators = _operators(config, args.device) if args.ops and not unread else None
     if args.json:
         found = {} if operators is None else {"operators": [asdict(each) for each in operators]}

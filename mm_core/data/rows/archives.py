@@ -214,6 +214,10 @@ def _follow(
 ) -> None:
     """Gives links the places of the members that they lead to; leaves out those that lead to none."""
     names = {normpath(name): name for name in (*others, *found)}
+    folders: set[str] = set()
+    for folder in names:
+        while (folder := folder.rpartition("/")[0]) and folder not in folders:
+            folders.add(folder)
     for own, target in links.items():
         fault = "a link to a file that the archive does not have"
         for _ in range(_MOST_LINKS):
@@ -229,7 +233,7 @@ def _follow(
             continue
         if outside := target[:1] == "/" or target.partition("/")[0] == "..":
             fault = "a link that leads out of the archive"
-        if inner := any(name.startswith(f"{target}/") for name in names):
+        if inner := target in folders:
             fault = LINK_WITHIN
         if own in found or outside or inner:
             left_out(fault)
