@@ -59,6 +59,9 @@ PAGES: dict[str, Page] = {
         },
     ),
     # tests/cli/test_doctor.py runs the rest of the deep part.
+    "docs/make-it-fast.md": Page(
+        not_run={"python benchmarks/on_device.py": "minutes; tests/repo/test_on_device.py runs it"}
+    ),
     "docs/when-something-is-wrong.md": Page({" --deep": ""}, {"mm doctor": "shared memory"}),
     "docs/sampling.md": Page(
         {"--nproc 8": "--nproc 2", "@2000": "@2", "--steps 30": "--steps 2"},
