@@ -307,6 +307,8 @@ def _check_base_dtype(config: RunConfig, task: TaskModule, layout: EnginePlan) -
             hint="set engine.param_dtype: bf16, or what your engine calls that",
         )
     for path in layout.ignored:
+        if path.split(".")[0] not in task.trainable:
+            continue  # an encoder, in a dtype of its own
         if any(p.dtype != torch.float32 for p in task.get_submodule(path).parameters()):
             raise PlanError(
                 f"{path} would be stored in {name}, but the engine ignores this module and would not convert"

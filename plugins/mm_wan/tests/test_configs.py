@@ -114,6 +114,21 @@ def test_operations_of_image_to_video_are_known_before_its_files_are_there(name,
     )
 
 
+@pytest.mark.skipif(not shards_mixed(), reason="this torch shards no module of mixed dtypes")
+def test_a_lora_on_a_base_in_bf16_plans_with_the_files_of_its_encoders(tmp_path):
+    """Encoders have a dtype of their own, which the check of the base took for the base's."""
+    parts = {"predictor": "", "autoencoder": "/vae", "text_encoder": "/text_encoder"}
+    parts["image_encoder"] = "/image_encoder"
+    folder = make_tiny_checkpoint(tmp_path / "wan", "i2v")
+    paths = [f"task.{name}.from_pretrained={folder}{place}" for name, place in parts.items()]
+    config = config_at("i2v_14b_lora", "task.predictor.preset=null", *paths)
+    ignored, task = config.engine.options["ignored_modules"], build_task(config)
+    assert {"predictor", *ignored} == set(parts)
+    make_plan(config, 8, task)
+    for name in ("autoencoder", "text_encoder"):
+        assert {p.dtype for p in getattr(task, name).parameters()} == {torch.bfloat16}, name
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["t2v_tiny", "t2v_tiny_lora", "i2v_tiny", "flf2v_tiny", "ti2v_tiny"])
 def test_a_tiny_twin_trains_and_comes_out(name, tmp_path, monkeypatch):
