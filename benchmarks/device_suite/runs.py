@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import av
+import numpy as np
 import torch
 from mm_wan.presets import PRESETS
 from mm_wan.testing import make_tiny_checkpoint
@@ -37,6 +39,8 @@ LARGE_TILES: dict[str, dict[str, Any]] = {
     "processor_config.json": {"image_seq_length": 256},
 }
 """What files of a tiny InternVL have at the published size: tiles of 448 pixels, 256 tokens each."""
+CLIPS = 4
+"""Clips for Wan: fewer than the steps of a measured run, so that it fills a cache."""
 FAR = 1 << 30
 """A step that no run reaches: what happens every so many steps, or after the last one, does not happen."""
 
@@ -71,6 +75,7 @@ def config_file(folder: Path, name: str, of: str, settings: Settings) -> Path:
     config = OmegaConf.load(ROOT / "configs" / f"{of}.yaml")
     common = {"run.name": name, "run.dir": str(folder / "runs"), "data.loader.workers": 0, "log.every": 1}
     common |= {"log.trackers": [], "checkpoint.every": FAR, "lr_schedule": {"type": "constant"}}
+    common |= {"checkpoint.async": False}  # else a thread pins host memory while steps are measured
     for key, value in {**common, **settings}.items():
         OmegaConf.update(config, key, value, merge=False, force_add=True)
     config.pop("validation", None)
@@ -81,25 +86,27 @@ def config_file(folder: Path, name: str, of: str, settings: Settings) -> Path:
     return file
 
 
+def release() -> None:
+    """Frees what runs before have held, and measures the peak of memory from here."""
+    torch._dynamo.reset()
+    gc.collect()
+    if on_device():
+        torch.get_device_module().empty_cache()
+    reset_peak_memory()
+
+
 @contextmanager
 def run_of(folder: Path, name: str, of: str, settings: Settings) -> Iterator[Training]:
-    """A run that is ready for its first step, and saves nothing; afterwards its memory is free.
+    """A run that is ready for its first step, and saves nothing.
 
     Args: see `config_file`.
     """
     config = load_config(config_file(folder, name, of, settings), [])
-    reset_peak_memory()
+    release()
     run = assemble(config, "never")
     run.between.steps = FAR
-    try:
-        with running(run):
-            yield run
-    finally:
-        del run
-        torch._dynamo.reset()
-        gc.collect()
-        if on_device():
-            torch.get_device_module().empty_cache()
+    with running(run):
+        yield run
 
 
 def rows_of(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -119,6 +126,7 @@ def trained(
     with run_of(folder, name, of, settings) as run:
         change(run)
         run_steps(run, run.start)
+        run.between.settled()  # logs the last step, if it ends late
     return rows_of(folder, name)
 
 
@@ -137,6 +145,16 @@ def steps_of(run: Training) -> Callable[[int], None]:
 # -- data and models -------------------------------------------------------------------------------------
 
 
+def write_lossless(path: Path, clip: np.ndarray, fps: int) -> None:
+    """Writes a clip [T,H,W,3] as H.264 whose pixels are the same whatever encoded it."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264rgb", rate=fps, options={"qp": "0"})
+        stream.height, stream.width, stream.pix_fmt = *clip.shape[1:3], "rgb24"
+        for image in clip:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")))
+        container.mux(stream.encode())
+
+
 def shapes(folder: Path, clips: int, frames: int, size: tuple[int, int]) -> str:
     """The annotation file of rendered clips of moving shapes, (height, width) pixels."""
     out = folder / f"clips_{frames}x{size[0]}x{size[1]}"
@@ -147,7 +165,8 @@ def shapes(folder: Path, clips: int, frames: int, size: tuple[int, int]) -> str:
             rng = random.Random(number)
             drawn = moving_shapes.TRAINED[number % len(moving_shapes.TRAINED)]
             scene = moving_shapes.draw_scene(drawn, rng, size, frames)
-            write_mp4(out / f"videos/{number}.mp4", moving_shapes.draw(scene, size, frames), fps=8)
+            write = write_lossless if max(size) <= 64 else write_mp4
+            write(out / f"videos/{number}.mp4", moving_shapes.draw(scene, size, frames), fps=8)
             caption = moving_shapes.caption(scene.colour, scene.shape, scene.direction)
             height, width = size
             row = {"path": f"videos/{number}.mp4", "cap": caption, "num_frames": frames, "fps": 8}
@@ -169,7 +188,7 @@ def tiny_wan(folder: Path, lora: bool = False) -> tuple[str, dict[str, Any]]:
         make_tiny_checkpoint(pipeline)
     return f"wan/t2v_tiny{'_lora' * lora}", {
         **pipeline_settings(pipeline),
-        "data.train.annotations": shapes(folder, 4, 9, (64, 64)),
+        "data.train.annotations": shapes(folder, CLIPS, 9, (64, 64)),
         "data.train.fps": 8,
         "train.steps": 10,
     }
@@ -196,7 +215,7 @@ def wan(folder: Path, frames: int, lora: bool = False) -> tuple[str, dict[str, A
         write_large(pipeline)
     return f"wan/t2v_1_3b{'_lora' * lora}", {
         **pipeline_settings(pipeline),
-        "data.train.annotations": shapes(folder, 4, 49, (480, 832)),
+        "data.train.annotations": shapes(folder, CLIPS, 49, (480, 832)),
         "data.train.folder": None,
         "data.train.num_frames": frames,
         "data.train.fps": 8,
@@ -247,5 +266,6 @@ def internvl(folder: Path) -> tuple[str, Settings]:
         "data.train.processor": str(model),
         "data.train.sources": [{"annotations": str(rows)}],
         "data.train.max_length": 8192 if large else 128,
+        "data.loader.workers": 8 * large,
         "train.global_batch_size": 1,
     }
