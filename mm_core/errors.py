@@ -208,8 +208,9 @@ def plural(count: int, noun: str) -> str:
 
 
 def some(names: Sequence[str], most: int = 8) -> str:
-    """The first of many names for a message, with `...` where there are more."""
-    return ", ".join(names[:most]) + ", ..." * (len(names) > most)
+    """The first of many names for a message, and how many more there are."""
+    rest = f", and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
 
 
 def article(noun: str) -> str:

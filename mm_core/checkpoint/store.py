@@ -29,7 +29,7 @@ from mm_core.checkpoint.opening import examine, newest_whole
 from mm_core.checkpoint.reading import DOING, checked_facts, find_checkpoint, open_checkpoint, verify
 from mm_core.checkpoint.retention import Retention, complete_steps, incomplete_steps, quarantine
 from mm_core.checkpoint.run_lock import RunLock
-from mm_core.errors import CheckpointError
+from mm_core.errors import CheckpointError, some
 from mm_core.files import remove_stale_stages, replace_text, stage_name, sync_folder
 from mm_core.runtime.background import BackgroundQueue
 from mm_core.runtime.ranks import Ranks
@@ -372,7 +372,7 @@ def _complete(stage: Path, checksums: Mapping[str, files.Checksum]) -> None:
     unseen = sorted(name for name in checksums if not (stage / name).is_file())
     if unseen:
         raise CheckpointError(
-            f"files written by other ranks are missing here: {files.listed(unseen)}",
+            f"files written by other ranks are missing here: {some(unseen, 10)}",
             where=str(stage),
             hint="set run.dir to a folder on a file system that all nodes share",
         )

@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mm_core.cli.options import add_allow_code, count, print_json, print_table, whole, write_named
+from mm_core.cli.options import add_allow_code, config_of, count, print_json, print_table, whole, write_named
 from mm_core.cli.ranks import add_ranks, on_ranks
 from mm_core.errors import MMError, plural, printable
 from mm_core.files import read_plain
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="record|compare|recorder|checklist", required=True)
+    several: dict[str, Any] = {"action": "append", "default": []}
     record = actions.add_parser("record", help="train some steps and record every number", allow_abbrev=False)
     add = record.add_argument
     add("--config", required=True, metavar="YAML", help="the run's config file")
@@ -30,40 +31,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--after", type=whole, default=0, metavar="N", help="steps to train before, unrecorded (default 0)")
     add("--like", metavar="DIR", help="feed this record's inputs and initial weights")
     add("--weights", action="store_true", help="store the initial weights, for --like of another run")
-    add(
-        "--modules",
-        action="append",
-        default=[],
-        metavar="PATTERN",
-        help="also store tensors of these modules",
-    )
+    add("--modules", **several, metavar="PATTERN", help="also store tensors of these modules")
     add("--resume", default="never", metavar="PATH", help="begin with this checkpoint or run")
     add_ranks(record)
     add_allow_code(record)
     compare = actions.add_parser("compare", help="name the first number that differs", allow_abbrev=False)
     add = compare.add_argument
     add("records", nargs=2, metavar="DIR", help="folder of a record")
-    add(
-        "--tolerance",
-        type=_tolerance,
-        metavar="X",
-        help="relative difference that counts as equal; 0 compares bits",
-    )
+    close = "relative difference that counts as equal; 0 compares bits"
+    add("--tolerance", type=_tolerance, metavar="X", help=close)
     add("--by-order", action="store_true", help="match modules by their order and shapes where names differ")
     add("--html", metavar="FILE", help="also write a page")
     add("--svg", metavar="FILE", help="also write the page's chart alone")
     add("--json", action="store_true", help="print JSON")
     for action in (record, compare):
-        action.add_argument(
-            "--map",
-            action="append",
-            default=[],
-            metavar="THEIRS=OURS",
-            help="names of the other record, e.g. layers=blocks",
-        )
-    recorder = actions.add_parser(
-        "recorder", help="print the file that records other training scripts", allow_abbrev=False
-    )
+        theirs = "names of the other record, e.g. layers=blocks"
+        action.add_argument("--map", **several, metavar="THEIRS=OURS", help=theirs)
+    printed = "print the file that records other training scripts"
+    recorder = actions.add_parser("recorder", help=printed, allow_abbrev=False)
     recorder.add_argument("--out", metavar="FILE", help="write it to this file")
     checklist = actions.add_parser("checklist", help="settings in which two runs differ", allow_abbrev=False)
     checklist.add_argument("files", nargs=2, metavar="FILE", help="a run's YAML, or a record's folder")
@@ -82,10 +67,8 @@ def execute(args: argparse.Namespace) -> int:
     """Runs `mm align`; the exit code of `compare` and `checklist` is 1 where something differs."""
     if args.action == "record":
         return on_ranks(args, "align record", _record, _check)
-    if args.action == "compare":
-        return _compare(args)
-    if args.action == "checklist":
-        return _checklist(args)
+    if args.action != "recorder":
+        return _compare(args) if args.action == "compare" else _checklist(args)
     text = (files("mm_core.telemetry.align") / "recorder.py").read_text(encoding="utf-8")
     if args.out:
         write_named(Path(args.out), text, "--out")
@@ -103,30 +86,20 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _config(args: argparse.Namespace) -> RunConfig:
-    from mm_core.config.load import load_config
     from mm_core.training.optional.aligning import QUIET
 
-    own = [f"run.dir={args.out}", "run.name=run"]
-    return load_config(args.config, [*args.overrides, *QUIET, *own], allow_code=args.allow_code)
+    return config_of(args, *QUIET, f"run.dir={args.out}", "run.name=run")
 
 
 def _record(args: argparse.Namespace) -> int:
+    from mm_core.device import environment_world
     from mm_core.report.align.records import Names
     from mm_core.training.optional.aligning import Recording, record
 
-    asked = Recording(
-        out=Path(args.out),
-        steps=args.steps,
-        after=args.after,
-        like=Path(args.like) if args.like else None,
-        names=Names.parse(args.map),
-        weights=args.weights,
-        modules=args.modules,
-        resume=args.resume,
-    )
+    given = {key: getattr(args, key) for key in ("steps", "after", "weights", "modules", "resume")}
+    like = Path(args.like) if args.like else None
+    asked = Recording(Path(args.out), like=like, names=Names.parse(args.map), **given)
     notes = record(_config(args), asked)
-    from mm_core.device import environment_world
-
     if environment_world().rank == 0:
         for note in notes:
             print(printable(note))
@@ -136,24 +109,22 @@ def _record(args: argparse.Namespace) -> int:
 
 def _compare(args: argparse.Namespace) -> int:
     from mm_core.report.align import render
-    from mm_core.report.align.chart import chart
     from mm_core.report.align.compare import compare
     from mm_core.report.align.records import Names, names_by_order, read_record
 
-    one, two = (Path(folder) for folder in args.records)
+    one, two = map(Path, args.records)
     names, ours = Names.parse(args.map), read_record(one)
     if args.by_order:
         names = names_by_order(ours, read_record(two, names), names)
     result = compare(ours, read_record(two, names), args.tolerance)
     if not result.pairs:
         what = "; ".join(["the two records have no tensor in common", *result.notes])
-        raise MMError(
-            what, where=f"{one}, {two}", hint="map names with --map THEIRS=OURS, or match --by-order"
-        )
+        hint = "map names with --map THEIRS=OURS, or match --by-order"
+        raise MMError(what, where=f"{one}, {two}", hint=hint)
     if args.html:
         write_named(Path(args.html), render.page(result, args.records), "--html")
     if args.svg:
-        write_named(Path(args.svg), chart(render.growth(result)), "--svg")
+        write_named(Path(args.svg), render.chart(render.growth(result)), "--svg")
     if args.json:
         print_json(render.document(result))
     else:
@@ -163,14 +134,12 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _elements(result: Comparison, one: Path, two: Path) -> str | None:
     """What the stored tensors of the first finding show; None where they are not stored."""
-    facts = (
-        [result.findings[0].pair.row.facts, result.findings[0].pair.other.facts] if result.findings else []
-    )
-    if not facts or not all("file" in each for each in facts) or facts[0]["shape"] != facts[1]["shape"]:
+    a, b = (result.findings[0].row.facts, result.findings[0].other.facts) if result.findings else ({}, {})
+    if "file" not in a or "file" not in b or a["shape"] != b["shape"]:
         return None
     from mm_core.telemetry.align.stored import elements
 
-    return elements(one / facts[0]["file"], two / facts[1]["file"])
+    return elements(one / a["file"], two / b["file"])
 
 
 def _checklist(args: argparse.Namespace) -> int:

@@ -29,15 +29,19 @@ def add_allow_code(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def config_of(args: argparse.Namespace) -> RunConfig:
+def config_of(args: argparse.Namespace, *more: str) -> RunConfig:
     """The config that a command's option --config names, with the overrides applied.
+
+    Args:
+        args: the command's options.
+        more: overrides that come last.
 
     Raises:
         MMError: lists every error in the config.
     """
     from mm_core.config.load import load_config
 
-    return load_config(args.config, args.overrides, allow_code=args.allow_code)
+    return load_config(args.config, [*args.overrides, *more], allow_code=args.allow_code)
 
 
 def count(text: str) -> int:

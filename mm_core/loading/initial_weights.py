@@ -8,12 +8,11 @@ from typing import Literal
 from torch import Tensor
 
 from mm_core.builtin.configs.adapters import AdapterConfig
-from mm_core.checkpoint.files.layout import listed
 from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.checkpoint.reading import load_model_only
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import TaskModule
-from mm_core.errors import PlanError, plural
+from mm_core.errors import PlanError, plural, some
 from mm_core.loading.left_out import ExternalWeights, left_out, recorded, start_at, starts_of
 from mm_core.loading.matching import WeightMatch
 from mm_core.modules.adapter_layers import adapter_of, base_name
@@ -163,4 +162,4 @@ def sentence_on(task: TaskModule, adapter: AdapterConfig) -> str:
     found = [f"{path} ({kind})" for path, kind in skipped_layers(task, adapter).items()]
     if not found:
         return ""
-    return f"adapter {adapter.name!r} changes linear layers only, and leaves out {listed(found, 5)}"
+    return f"adapter {adapter.name!r} changes linear layers only, and leaves out {some(found, 5)}"

@@ -10,10 +10,9 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from mm_core.checkpoint.files.layout import listed
 from mm_core.checkpoint.files.mismatch import Mismatch, size_text
 from mm_core.config.sections import InitFromSection
-from mm_core.errors import CheckpointError, PlanError, plural
+from mm_core.errors import CheckpointError, PlanError, plural, some
 from mm_core.loading.checkpoint_source import CheckpointSource
 from mm_core.loading.mismatch import mismatch_error
 from mm_core.modules.adapter_layers import adapter_of, base_name
@@ -109,7 +108,7 @@ class WeightMatch:
 
     def __str__(self) -> str:
         kinds = (("missing", self.missing), ("unexpected", self.unexpected), ("left out", self.skipped))
-        parts = [f"{len(names)} {kind} ({listed(list(names), 5)})" for kind, names in kinds if names]
+        parts = [f"{len(names)} {kind} ({some(names, 5)})" for kind, names in kinds if names]
         read_by = f" ({', '.join(self.formats)})" if self.formats else ""
         parts += [
             "the model shares one tensor for which the files contain two different ones"

@@ -13,11 +13,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from mm_core.checkpoint.files import dcp
-from mm_core.checkpoint.files import layout as files
 from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.checkpoint.reading import find_checkpoint, open_checkpoint
 from mm_core.config.load import load_config
-from mm_core.errors import MMError, plural
+from mm_core.errors import MMError, plural, some
 from mm_core.runtime.launch.launcher import COMMAND
 from mm_core.runtime.launch.signals import STOPPED
 from mm_core.telemetry.trackers.local import read_metrics
@@ -142,7 +141,7 @@ def compare_checkpoints(one: Path, other: Path) -> list[PartResult]:
     held, also = (set(OpenedCheckpoint(path).metadata.state_dict_metadata) for path in (one, other))
     if odd := sorted(held ^ also):
         raise MMError(
-            f"only one of the checkpoints contains {files.listed(odd)}",
+            f"only one of the checkpoints contains {some(odd, 10)}",
             where=f"{one}, {other}",
             hint="compare runs of the same config; if these are, a component does not restore the tensors",
         )

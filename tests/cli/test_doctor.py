@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 
-from mm_core.cli.installation.findings import Report
-from mm_core.cli.installation.machine import check_machine
-from mm_core.cli.installation.packages import check_packages
+from mm_core.cli.installation.checks import Report, check_machine, check_packages
 from mm_core.cli.main import main
 from support.sites import clear_cache
 
@@ -185,7 +183,7 @@ MACHINES: Faults = {
     "NVIDIA devices and a CPU build": (
         lambda p: (
             p.device("nvidia0"),
-            p.patch.setattr("mm_core.cli.installation.machine.torch_build", lambda: None),
+            p.patch.setattr("mm_core.cli.installation.checks._torch_build", lambda: None),
         ),
         "the installed torch is built without CUDA",
         "pip install --force-reinstall torch==2.",

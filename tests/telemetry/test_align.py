@@ -15,10 +15,9 @@ from torch.nn import functional as F
 
 from mm_core.errors import MMError
 from mm_core.report.align import render
-from mm_core.report.align.chart import chart
 from mm_core.report.align.compare import TOLERANCES, Comparison, compare, difference
 from mm_core.report.align.records import Names, Record, Row, names_by_order, read_record
-from mm_core.report.align.render import growth, page
+from mm_core.report.align.render import chart, growth, page
 from mm_core.telemetry.align import recorder
 from mm_core.telemetry.align.recorder import Recorder, statistics
 
@@ -197,7 +196,7 @@ def plain(tmp_path_factory) -> Path:
 def test_a_planted_difference_is_named_first(planted, plain, tmp_path):
     change, kind, where = PLANTED[planted]
     found = compare(read_record(plain), read_record(train(tmp_path / "changed", change))).findings
-    assert (found[0].pair.row.kind, found[0].where) == (kind, where)
+    assert (found[0].row.kind, found[0].where) == (kind, where)
 
 
 def test_the_same_training_has_the_same_bits(plain, tmp_path):
@@ -348,7 +347,7 @@ def test_gradients_that_one_record_lacks_altogether_are_not_compared(side, plain
     records[side] = replace(records[side], rows=[r for r in records[side].rows if r.kind != "gradient"])
     result = compare(*records)
     assert result.notes == [f"the {('first', 'second')[side]} record has no gradients: not compared"]
-    assert result.findings[0].pair.row.kind == "updated"
+    assert result.findings[0].row.kind == "updated"
 
 
 def test_a_record_that_was_cut_is_compared_as_far_as_it_goes(plain, tmp_path):
@@ -375,7 +374,7 @@ def test_of_several_frozen_weights_the_first_is_named(plain, tmp_path):
         setting.model.blocks.requires_grad_(False)
 
     found = compare(read_record(plain), read_record(train(tmp_path / "frozen", change))).findings
-    alone = [each.where for each in found if each.pair.row.kind == "gradient"]
+    alone = [each.where for each in found if each.row.kind == "gradient"]
     assert alone == [f"model.{name}" for name, _ in Model().named_parameters() if "blocks" in name]
 
 

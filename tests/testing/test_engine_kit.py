@@ -404,7 +404,7 @@ FAULTS = [
             "Numbered",
             lambda state: {"optimizer": {f"{n}.step": t for n, t in enumerate(state["optimizer"].values())}},
         ),
-        "the optimizer's part of state_dict does not name the trained parameters: 0, 1, 10, 11, ...",
+        "the optimizer's part of state_dict does not name the trained parameters: 0, 1, 10, 11, and 44 more",
     ),
     (
         "exported_weights",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mm_core.errors import CheckpointError, plural
+from mm_core.errors import CheckpointError, plural, some
 from mm_core.files import open_plain, write_durably
 
 Document = Mapping[str, Any]
@@ -195,10 +195,4 @@ def _check_depth(value: object, left: int) -> None:
 
 def _refuse(folder: Path, faults: list[str]) -> None:
     if faults:
-        raise DamagedError(f"this checkpoint is damaged: {listed(faults)}", where=str(folder), hint=OTHER)
-
-
-def listed(items: list[str], most: int = 10) -> str:
-    """Names joined by commas for a message; beyond `most`, only how many more there are."""
-    rest = f", and {len(items) - most} more" if len(items) > most else ""
-    return ", ".join(items[:most]) + rest
+        raise DamagedError(f"this checkpoint is damaged: {some(faults, 10)}", where=str(folder), hint=OTHER)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from mm_core.checkpoint.files.layout import listed
+from mm_core.errors import some
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Mismatch:
 
     def __str__(self) -> str:
         kinds = (("missing", self.missing), ("unexpected", self.unexpected), ("misshapen", self.misshapen))
-        return "; ".join(f"{len(names)} {kind}: {listed(names)}" for kind, names in kinds if names)
+        return "; ".join(f"{len(names)} {kind}: {some(names, 10)}" for kind, names in kinds if names)
 
 
 def size_text(shape: Iterable[int]) -> str:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from mm_core.cli.installation.findings import Report
+from mm_core.cli.installation.checks import Report
 from mm_core.device import current_device, device_count, device_stack
-from mm_core.errors import MMError
+from mm_core.errors import MMError, first_line, plain_reason
 from mm_core.runtime.launch.launcher import COMMAND, Nodes, launch
 from mm_core.runtime.launch.rank_process import run_as_rank
 from mm_core.runtime.process_group import process_group
@@ -30,15 +30,18 @@ def check_deep(report: Report, runs: Path, limit: float = 120.0) -> None:
         runs: folder that runs are written to; it need not exist.
         limit: seconds that the two ranks may take.
     """
+    devices = 0
     try:
         report.facts["computes on"] = ", ".join(device_stack().values())
+        devices = device_count()
         for dtype in _LARGEST:
             _check_product(report, dtype)
     except (MMError, RuntimeError) as error:
-        fix = error.hint if isinstance(error, MMError) and error.hint else "update the device's driver"
-        report.error(f"the device does not compute: {str(error).splitlines()[0]}", fix)
-    _check_ranks(report, limit)
-    _check_file(report, runs)
+        hint = error.hint if isinstance(error, MMError) else None
+        what = f"the device does not compute: {first_line(error)}"
+        report.error(True, what, hint or "update the device's driver")
+    _check_ranks(report, limit, {"MM_DEVICE": "cpu"} if devices < 2 else {})
+    _check_file(report, next(each for each in (runs.absolute(), *runs.absolute().parents) if each.is_dir()))
 
 
 def _check_product(report: Report, dtype: torch.dtype) -> None:
@@ -49,33 +52,23 @@ def _check_product(report: Report, dtype: torch.dtype) -> None:
     apart = float((product - exact).norm() / exact.norm())
     name = str(dtype).removeprefix("torch.")
     report.facts[f"matrix product, {name}"] = f"relative difference to float64 {apart:.1e}"
-    if not apart <= _LARGEST[dtype]:
-        report.error(
-            f"a matrix product in {name} differs from float64 by {apart:.1e}",
-            "update the device's driver, and test its memory",
-        )
+    what = f"a matrix product in {name} differs from float64 by {apart:.1e}"
+    report.error(not apart <= _LARGEST[dtype], what, "update the device's driver, and test its memory")
 
 
-def _check_ranks(report: Report, limit: float) -> None:
-    environ = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    try:
-        if device_count() < 2:
-            environ["MM_DEVICE"] = "cpu"
-    except MMError:
-        environ["MM_DEVICE"] = "cpu"
-    began = time.monotonic()
-    command = [*COMMAND, "doctor", "--two-ranks"]
+def _check_ranks(report: Report, limit: float, device: dict[str, str]) -> None:
+    environ = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")} | device
+    began, command = time.monotonic(), [*COMMAND, "doctor", "--two-ranks"]
     fix = "ping $(hostname) must answer: echo 127.0.0.1 $(hostname) >> /etc/hosts; no firewall on lo"
     try:
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=limit)
     except subprocess.TimeoutExpired:
-        report.error(f"two ranks did not add up a tensor within {limit:.0f} s", fix)
+        report.error(True, f"two ranks did not add up a tensor within {limit:.0f} s", fix)
         return
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["without an error message"]
-        report.error(f"two ranks cannot add up a tensor: {lines[0].removeprefix('mm: error: ')}", fix)
-    else:
+    if done.returncode == 0:
         report.facts["two ranks"] = f"add up a tensor ({time.monotonic() - began:.1f} s with their start)"
+    line = [*done.stderr.strip().splitlines(), "without an error message"][0].removeprefix("mm: error: ")
+    report.error(done.returncode, f"two ranks cannot add up a tensor: {line}", fix)
 
 
 def two_ranks() -> int:
@@ -94,11 +87,9 @@ def two_ranks() -> int:
     return run_as_rank(work)
 
 
-def _check_file(report: Report, runs: Path) -> None:
-    place = runs.absolute()
-    while not place.is_dir():
-        place = place.parent
+def _check_file(report: Report, place: Path) -> None:
     tensor = torch.randn(4_000_000, generator=torch.Generator().manual_seed(0))
+    fix = "run.dir=FOLDER elsewhere"
     try:
         with tempfile.NamedTemporaryFile(dir=place, prefix="mm_doctor_") as file:
             began = time.monotonic()
@@ -107,10 +98,8 @@ def _check_file(report: Report, runs: Path) -> None:
             os.fsync(file.fileno())
             taken = time.monotonic() - began
             same = torch.equal(torch.load(file.name, weights_only=True), tensor)
+        report.facts["a saved file"] = f"{16 / taken:,.0f} MB/s at {place}"
+        report.error(not same, f"a file saved at {place} has other bytes when it is read", fix)
     except (OSError, RuntimeError) as error:
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        report.error(f"a file of 16 MB cannot be saved at {place}: {reason}", "run.dir=FOLDER elsewhere")
-        return
-    report.facts["a saved file"] = f"{16 / taken:,.0f} MB/s at {place}"
-    if not same:
-        report.error(f"a file saved at {place} has other bytes when it is read", "run.dir=FOLDER elsewhere")
+        reason = plain_reason(error).splitlines()[0]
+        report.error(True, f"a file of 16 MB cannot be saved at {place}: {reason}", fix)

@@ -8,7 +8,7 @@ import platform
 from pathlib import Path
 
 from mm_core import __version__
-from mm_core.cli.installation.findings import Report
+from mm_core.cli.installation.checks import Report, check_machine, check_packages
 from mm_core.cli.options import print_json, print_table
 from mm_core.errors import plural
 
@@ -27,9 +27,6 @@ def execute(args: argparse.Namespace) -> int:
         from mm_core.cli.installation.deep import two_ranks
 
         return two_ranks()
-    from mm_core.cli.installation.machine import check_machine
-    from mm_core.cli.installation.packages import check_packages
-
     report = Report({"python": platform.python_version(), "mm-core": __version__})
     check_packages(report, os.environ)
     check_machine(report, os.environ, Path(args.dir))
@@ -37,14 +34,14 @@ def execute(args: argparse.Namespace) -> int:
         from mm_core.cli.installation.deep import check_deep
 
         check_deep(report, Path(args.dir))
+    errors = sum(finding.severity == "error" for finding in report.findings)
     if args.json:
         findings = [vars(finding) for finding in report.findings]
-        print_json({"ok": not report.errors, "facts": report.facts, "findings": findings})
+        print_json({"ok": not errors, "facts": report.facts, "findings": findings})
     else:
         print_table(list(report.facts.items()))
         for finding in report.findings:
             print(f"\n{finding.severity}: {finding.sentence}\n  fix: {finding.fix}")
-        warnings = len(report.findings) - report.errors
-        counts = f"{plural(report.errors, 'error')}, {plural(warnings, 'warning')}"
+        counts = f"{plural(errors, 'error')}, {plural(len(report.findings) - errors, 'warning')}"
         print(f"\n{counts if report.findings else 'nothing is wrong'}")
-    return 1 if report.errors else 0
+    return 1 if errors else 0

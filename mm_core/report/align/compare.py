@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from mm_core.report.align.common import common
-from mm_core.report.align.records import PHASES, Call, Record, Row, order_of
+from mm_core.errors import plural, some
+from mm_core.report.align.records import KINDS, Record, Row
 from mm_core.schema.nodes import leaves
+
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 TOLERANCES = {"float64": 1e-12, "float32": 1e-6, "float16": 1e-3, "bfloat16": 4e-3}
 TOLERANCES |= {"complex128": 1e-12, "complex64": 1e-6}
@@ -27,19 +30,8 @@ the hash of bits is a sum that misses the signs of an even number of elements.""
 
 _PLACES = ("config.run.dir", "config.run.name")
 
-_WHAT = {
-    "parameter": "the weights differ before the first of these steps",
-    "input": "what the model computes from differs",
-    "in": "it is called with different arguments",
-    "out": "its inputs agree, and its outputs do not",
-    "loss": "the loss differs, and the model's outputs agree",
-    "grad_out": "the gradient that reaches it differs, and the loss agrees",
-    "grad_in": "the gradients of its outputs agree, and those of its inputs do not",
-    "gradient": "the gradient differs, and those of all activations agree",
-    "grad_norm": "the gradient norm differs, and the gradients agree",
-    "updated": "the weight differs after the update, and its gradient agrees",
-    "optimizer": "the optimizer's state differs, and the updated weights agree",
-}
+_MOST = 4
+"""Steps that a sentence lists."""
 
 
 @dataclass(frozen=True)
@@ -62,20 +54,15 @@ class Pair:
     def agrees(self) -> bool:
         return self.error <= self.tolerance
 
+    @property
+    def where(self) -> str:
+        """The module, parameter or input."""
+        return self.row.module or self.row.name
 
-@dataclass(frozen=True)
-class Finding:
-    """A place where the records begin to differ.
-
-    Attributes:
-        what: what is observed.
-        where: the module, parameter or input.
-        pair: the tensor.
-    """
-
-    what: str
-    where: str
-    pair: Pair
+    @property
+    def what(self) -> str:
+        """What a difference that begins here means."""
+        return KINDS[self.row.kind][2]
 
 
 @dataclass
@@ -83,7 +70,8 @@ class Comparison:
     """The result of comparing two records.
 
     Attributes:
-        findings: in the order of execution; the first is the cause to look at.
+        findings: where the records begin to differ, in the order of execution; the first is the cause to look
+            at.
         pairs: every tensor in both records, in order.
         unmatched: modules of the first record that the second one lacks, and the reverse; also weights that
             only one of them has, outside these modules.
@@ -95,7 +83,7 @@ class Comparison:
         whole: whether both records were closed, so that no rows can be missing.
     """
 
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[Pair] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)
     unmatched: tuple[list[str], list[str]] = field(default_factory=lambda: ([], []))
     weights_apart: bool = False
@@ -120,24 +108,54 @@ def compare(a: Record, b: Record, tolerance: float | None = None) -> Comparison:
         tolerance: replaces `TOLERANCES`; 0 compares bits.
     """
     result = Comparison(settings=settings_that_differ(a.facts, b.facts), whole=a.closed and b.closed)
-    a, b, result.notes = common(a, b)
+    a, b, result.notes = _common(a, b)
     result.unmatched = (_alone(a, b), _alone(b, a))
     result.weights_apart = _weights(a) != _weights(b)
     result.pairs = _pairs(a, b, tolerance)
-    calls: dict[Call, dict[str, list[Pair]]] = {}
-    for pair in result.pairs:
-        calls.setdefault(pair.row.of, {}).setdefault(pair.row.kind, []).append(pair)
+    calls = _grouped(result.pairs, lambda pair: (pair.row.kind, pair.row.of))
     for step in sorted({pair.row.step for pair in result.pairs}):
         pairs = [pair for pair in result.pairs if pair.row.step == step]
         result.findings = _findings(pairs, calls)
         if _laid_otherwise(pairs):
-            whole = [pair for pair in pairs if pair.row.kind in PHASES]
             result.laid_otherwise.append(step)
-            result.findings = _findings(whole, calls)
-            result.pairs = [p for p in result.pairs if p.row.step != step or p.row.kind in PHASES]
+            result.pairs = [pair for pair in result.pairs if pair.row.step != step or pair.row.phase != 1]
+            result.findings = _findings([pair for pair in pairs if pair.row.phase != 1], calls)
         if result.findings:
             break  # what follows is its consequence
     return result
+
+
+def _common(a: Record, b: Record) -> tuple[Record, Record, list[str]]:
+    """Both records without what cannot be compared, and sentences about it."""
+    sides, both = (("first", a, b), ("second", b, a)), a.steps() & b.steps()
+    notes = [
+        f"the {side} record was not closed, its script has ended early: what both records have is compared"
+        for side, record, _ in sides
+        if not record.closed
+    ]
+    for side, record, other in sides:
+        if steps := record.steps() - other.steps():
+            count = plural(len(steps), "step")
+            notes.append(f"only the {side} record has {count}, not compared: {_listed(steps)}")
+    for side, record, other in sides:
+        if steps := (other.steps("gradient") - record.steps("gradient")) & both:
+            where = "" if steps == both else f" in {plural(len(steps), 'step')} ({_listed(steps)})"
+            notes.append(f"the {side} record has no gradients{where}: not compared")
+    # Of a step that a record does not end, gradients may be missing because it was cut there.
+    ended = a.steps("updated") & b.steps("updated") - (a.steps("gradient") ^ b.steps("gradient"))
+    named = a.of("gradient").keys() & b.of("gradient").keys()
+
+    def compared(row: Row) -> bool:
+        alone = row.kind == "gradient" and row.step not in ended and (row.step, row.name) not in named
+        return row.step in both and not alone
+
+    a, b = (replace(record, rows=[row for row in record.rows if compared(row)]) for record in (a, b))
+    return a, b, notes
+
+
+def _listed(steps: Iterable[int]) -> str:
+    """The numbers of steps, from 1."""
+    return some([str(step + 1) for step in sorted(steps)], _MOST)
 
 
 def _alone(record: Record, other: Record) -> list[str]:
@@ -149,32 +167,37 @@ def _alone(record: Record, other: Record) -> list[str]:
 
 
 def _weights(record: Record) -> set[str]:
-    return {row.name for row in record.rows if row.kind == "parameter"}
+    return {name for _, name in record.of("parameter")}
 
 
-def _findings(pairs: Sequence[Pair], calls: Mapping[Call, Mapping[str, Sequence[Pair]]]) -> list[Finding]:
+def _grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
+def _findings(pairs: Sequence[Pair], calls: Mapping[tuple[str, Any], Sequence[Pair]]) -> list[Pair]:
     """The findings of one step: every place at which a difference begins without one before it."""
-    findings: list[Finding] = []
+    findings: list[Pair] = []
     kinds: set[str] = set()
     blamed: set[str] = set()
     modules = {pair.row.module for pair in pairs if pair.row.module}
-    for pair in pairs:
-        row, own = pair.row, calls[pair.row.of]
-        if pair.agrees:
-            continue
+    for pair in (pair for pair in pairs if not pair.agrees):
+        row = pair.row
         if row.kind == "out":
-            begins = _agree(own.get("in", ()))
+            begins = _agree(calls.get(("in", row.of), ()))
         elif row.kind == "grad_in":
-            begins = bool(own.get("grad_out")) and _agree(own["grad_out"])
+            before = calls.get(("grad_out", row.of), ())
+            begins = bool(before) and _agree(before)
         elif row.kind == "in":  # of other modules, it is a consequence of what is before
             begins = not kinds and not any(row.module.startswith(f"{each}.") for each in modules)
         else:  # weights and inputs have no cause in a record; the others are consequences of what is before
             begins = row.kind in ("parameter", "input") or not kinds - {row.kind}
-        place = row.module or row.name
-        inside = any(each.startswith(f"{place}.") for each in blamed) and bool(row.module)
-        if begins and not inside and place not in blamed:
-            findings.append(Finding(_WHAT[row.kind], place, pair))
-            blamed.add(place)
+        inside = row.module and any(each.startswith(f"{row.module}.") for each in blamed)
+        if begins and not inside and pair.where not in blamed:
+            findings.append(pair)
+            blamed.add(pair.where)
         if row.kind != "in" or begins:
             kinds.add(row.kind)
     return findings
@@ -192,49 +215,44 @@ def _agree(pairs: Iterable[Pair]) -> bool:
 
 
 def _pairs(a: Record, b: Record, tolerance: float | None) -> list[Pair]:
-    other: dict[tuple[Any, ...], list[Row]] = {}
-    for row in b.rows:
-        other.setdefault((row.kind, row.of), []).append(row)
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in a.rows:
-        groups.setdefault((row.kind, row.of), []).append(row)
-    matched = {id(x): y for key, rows in groups.items() for x, y in _match(rows, other.get(key, []))}
+    groups, others = (_grouped(record.rows, lambda row: (row.kind, row.of)) for record in (a, b))
+    matched = {id(x): y for key, rows in groups.items() for x, y in _match(rows, others.get(key, []))}
     floors = _floors(a.rows)
     found = []
     for row in a.rows:
         if (twin := matched.get(id(row))) is not None:
-            floor = floors.get(_family(row), 0.0)
-            found.append(Pair(row, twin, difference(row, twin, floor), _tolerance(row, twin, tolerance)))
-    return sorted([*found, *_one_sided(a, b)], key=lambda pair: order_of(pair.row))
+            allowed = max(TOLERANCES.get(each.facts["dtype"], 0.0) for each in (row, twin))
+            error = difference(row, twin, floors.get(_family(row), 0.0))
+            found.append(Pair(row, twin, error, allowed if tolerance is None else tolerance))
+    return sorted([*found, *_one_sided(a, b)], key=lambda pair: pair.row.order)
 
 
-def _one_sided(a: Record, b: Record) -> list[Pair]:
+def _one_sided(a: Record, b: Record) -> Iterator[Pair]:
     """Gradients of weights that both records have, and that only one of them trains."""
-    both = {row.name for row in a.rows if row.kind == "parameter"}
-    both &= {row.name for row in b.rows if row.kind == "parameter"}
-    one, two = ({(r.step, r.name): r for r in x.rows if r.kind == "gradient"} for x in (a, b))
-    alone = [row for key, row in (one | two).items() if (key in one) != (key in two) and key[1] in both]
-    pairs = [(row, replace(row, facts={**row.facts, "shape": None})) for row in alone]
-    pairs = [pair if (pair[0].step, pair[0].name) in one else pair[::-1] for pair in pairs]
-    return [Pair(row, other, math.inf, 0.0) for row, other in pairs]
+    one, two, weights = a.of("gradient"), b.of("gradient"), _weights(a) & _weights(b)
+    for key, row in (one | two).items():
+        if (key in one) != (key in two) and key[1] in weights:
+            none = replace(row, facts={**row.facts, "shape": None})
+            yield Pair(*((row, none) if key in one else (none, row)), math.inf, 0.0)
 
 
 def _match(rows: Sequence[Row], others: Sequence[Row]) -> Iterable[tuple[Row, Row]]:
     """By name; what is left of a call by shape, in order: other scripts name their arguments otherwise."""
-    named = {row.name.rpartition(".")[2] if row.kind == "input" else row.name: row for row in others}
-    left = []
+    rest, left = {_tail(row): row for row in others}, []
     for row in rows:
-        name = row.name.rpartition(".")[2] if row.kind == "input" else row.name
-        if (twin := named.pop(name, None)) is not None:
+        if (twin := rest.pop(_tail(row), None)) is not None:
             yield row, twin
         else:
             left.append(row)
-    rest = list(named.values())
-    for row in left if rows and rows[0].module else ():
-        same = [each for each in rest if each.facts["shape"] == row.facts["shape"]]
-        if same:
-            rest.remove(same[0])
-            yield row, same[0]
+    for row in left if rows[0].module else ():
+        same = next((key for key in rest if rest[key].facts["shape"] == row.facts["shape"]), None)
+        if same is not None:
+            yield row, rest.pop(same)
+
+
+def _tail(row: Row) -> str:
+    """The name; of an input without the part that other scripts do not have (`given.latents`)."""
+    return row.name.rpartition(".")[2] if row.kind == "input" else row.name
 
 
 def _floors(rows: Iterable[Row]) -> dict[tuple[int, str, str], float]:
@@ -242,8 +260,8 @@ def _floors(rows: Iterable[Row]) -> dict[tuple[int, str, str], float]:
     for row in rows:
         if row.kind in ("gradient", "grad_in", "grad_out", "optimizer"):
             key = _family(row)
-            largest[key] = max(largest.get(key, 0.0), row.facts["l2"])
-    return {key: _SMALL * norm for key, norm in largest.items()}
+            largest[key] = max(largest.get(key, 0.0), _SMALL * row.facts["l2"])
+    return largest
 
 
 def _family(row: Row) -> tuple[int, str, str]:
@@ -273,12 +291,6 @@ def difference(one: Row, other: Row, floor: float = 0.0) -> float:
     error = float(max(apart / norm, abs(a["l2"] - b["l2"]) / norm, edge))
     same = a["hash"] == b["hash"] and a["dtype"] == b["dtype"]
     return 0.0 if same and error <= _ROUNDING.get(a["dtype"], 1e-5) else error
-
-
-def _tolerance(one: Row, other: Row, given: float | None) -> float:
-    if given is not None:
-        return given
-    return max(TOLERANCES.get(row.facts["dtype"], 0.0) for row in (one, other))
 
 
 def settings_that_differ(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -14,12 +14,24 @@ from typing import Any
 from mm_core.errors import MMError, did_you_mean, some
 from mm_core.files import read_plain
 
-PHASES = {"parameter": 0, "gradient": 2, "grad_norm": 3, "updated": 4, "optimizer": 5}
-"""Kinds of rows of a step as a whole, in the order of a step; the others are of a micro-batch: phase 1."""
+KINDS = {
+    "parameter": (0, "weight", "the weights differ before the first of these steps"),
+    "input": (1, "input", "what the model computes from differs"),
+    "in": (1, "input", "it is called with different arguments"),
+    "out": (1, "output", "its inputs agree, and its outputs do not"),
+    "loss": (1, "loss", "the loss differs, and the model's outputs agree"),
+    "grad_out": (1, "gradient of output", "the gradient that reaches it differs, and the loss agrees"),
+    "grad_in": (1, "gradient of input", "the gradients of its outputs agree, and those of its inputs do not"),
+    "gradient": (2, "gradient of", "the gradient differs, and those of all activations agree"),
+    "grad_norm": (3, "grad_norm", "the gradient norm differs, and the gradients agree"),
+    "updated": (4, "weight after the update", "the weight differs after the update, and its gradient agrees"),
+    "optimizer": (5, "optimizer state", "the optimizer's state differs, and the updated weights agree"),
+}
+"""Kind of a row -> its phase of a step (of a micro-batch: 1), its name, and what a difference means."""
 
-_KINDS = {*PHASES, "input", "in", "out", "loss", "grad_in", "grad_out"}
-_OPTIONAL = {"micro": -1, "module": "", "call": 0, "class": ""}
 _NUMBER, _SKETCH = (int, float), 8
+_OPTIONAL = {"micro": -1, "module": "", "call": 0, "class": ""}
+_OWN = ("kind", "step", "micro", "module", "call", "name", "class")
 _TYPES: Mapping[str, Any] = {
     **{key: type(value) for key, value in _OPTIONAL.items()},
     **{"kind": str, "step": int, "name": str, "shape": list, "dtype": str, "sketch": list, "hash": str},
@@ -29,16 +41,13 @@ _TYPES: Mapping[str, Any] = {
 _END = {"kind": "end"}
 """The last row of each rank, which closing the record writes."""
 
-Call = tuple[int, int, str, int]
-"""Step, micro-batch, module, and number of the call."""
-
 
 @dataclass(frozen=True)
 class Row:
     """One tensor of a record.
 
     Attributes:
-        kind: parameter, input, in, out, loss, grad_out, grad_in, gradient, grad_norm, updated or optimizer.
+        kind: one of `KINDS`.
         step: from 0.
         micro: micro-batch of the step over all ranks; -1 for the step as a whole.
         module: the module whose call it belongs to, or "".
@@ -58,7 +67,17 @@ class Row:
     facts: Mapping[str, Any]
 
     @property
-    def of(self) -> Call:
+    def phase(self) -> int:
+        return KINDS[self.kind][0]
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Sorts by step, phase and micro-batch; rows of a micro-batch stay in the order of execution."""
+        return (self.step, self.phase, self.micro)
+
+    @property
+    def of(self) -> tuple[int, int, str, int]:
+        """The call that it belongs to."""
         return (self.step, self.micro, self.module, self.call)
 
 
@@ -116,19 +135,22 @@ class Record:
     rows: Sequence[Row]
     closed: bool = True
 
+    def of(self, kind: str) -> dict[tuple[int, str], Row]:
+        """The rows of a kind by step and name."""
+        return {(row.step, row.name): row for row in self.rows if row.kind == kind}
+
+    def steps(self, kind: str | None = None) -> set[int]:
+        """The steps that have rows, or rows of a kind."""
+        return {row.step for row in self.rows if kind in (None, row.kind)}
+
     def calls(self) -> dict[str, tuple[Any, ...]]:
         """The modules in the order in which their first calls end, with the shapes of their outputs."""
         found: dict[str, tuple[Any, ...]] = {}
-        first = min(((row.step, row.micro) for row in self.rows if row.kind == "out"), default=(0, 0))
-        for row in self.rows:
-            if row.kind == "out" and row.call == 0 and (row.step, row.micro) == first:
+        outputs = [row for row in self.rows if row.kind == "out"]
+        for row in outputs:
+            if row.call == 0 and row.order == outputs[0].order:
                 found[row.module] = (*found.get(row.module, ()), tuple(row.facts["shape"]))
         return found
-
-
-def order_of(row: Row) -> tuple[int, int, int]:
-    """Sorts rows by step, phase and micro-batch; rows of a micro-batch stay in the order of execution."""
-    return (row.step, PHASES.get(row.kind, 1), row.micro)
 
 
 def read_record(folder: Path, names: Names | None = None) -> Record:
@@ -137,6 +159,7 @@ def read_record(folder: Path, names: Names | None = None) -> Record:
     Raises:
         MMError: the folder holds no record, or a damaged one, or the rows of a rank are missing.
     """
+    names = names or Names()
     try:
         facts = json.loads(read_plain(folder / "record.json"))
         if not isinstance(facts, dict):
@@ -146,69 +169,52 @@ def read_record(folder: Path, names: Names | None = None) -> Record:
         texts = [read_plain(file).decode().rpartition("\n")[0] for file in files]
         found = [[json.loads(line) for line in text.splitlines()] for text in texts]
         closed = all(_END in of_rank[-1:] for of_rank in found)
-        values = [_checked(each) for of_rank in found for each in of_rank if each != _END]
+        rows = [_row(each, names) for of_rank in found for each in of_rank if each != _END]
     except (OSError, ValueError, RecursionError) as error:
         raise MMError(
             f"the folder holds no record that is complete: {error}",
             where=str(folder),
             accepted="a folder that mm align record, or the file that mm align recorder prints, has written",
         ) from None
-    _check_map(names or Names(), values)
-    rows = sorted((_row(each, names or Names()) for each in values), key=order_of)
-    return Record(folder, facts, rows, closed)
+    _check_map(names, rows)
+    return Record(folder, facts, sorted(rows, key=lambda row: row.order), closed)
 
 
 def _files_of_ranks(folder: Path, world: object) -> list[Path]:
     """The files of rows of at least this number of ranks, where it is known."""
     files = {int(file.stem.partition("_")[2]): file for file in folder.glob("rows_*.jsonl")}
-    count = max([world if isinstance(world, int) else 1, *(rank + 1 for rank in files)])
-    missing = next((rank for rank in range(count) if rank not in files), None)
-    if missing is not None:
-        raise ValueError(f"the rows of rank {missing} are missing (rows_{missing}.jsonl)")
-    return [files[rank] for rank in sorted(files)]
+    ranks = range(max([world if isinstance(world, int) else 1, *(rank + 1 for rank in files)]))
+    for rank in ranks:
+        if rank not in files:
+            raise ValueError(f"the rows of rank {rank} are missing (rows_{rank}.jsonl)")
+    return [files[rank] for rank in ranks]
 
 
-def _checked(row: object) -> dict[str, Any]:
-    """The values of a row, optional ones included."""
-    values = {**_OPTIONAL, **row} if isinstance(row, dict) else {}
-    odd = [key for key, kind in _TYPES.items() if not isinstance(values.get(key), kind)]
-    lists = [] if odd else [*values["shape"], *values["sketch"]]
-    wrong = odd or values["kind"] not in _KINDS or len(values["sketch"]) != _SKETCH
+def _row(found: object, names: Names) -> Row:
+    """A row that is checked, with its names translated; `facts` keeps them as they are."""
+    row = {**_OPTIONAL, **found} if isinstance(found, dict) else {}
+    odd = [key for key, kind in _TYPES.items() if not isinstance(row.get(key), kind)]
+    lists = [] if odd else [*row["shape"], *row["sketch"]]
+    wrong = odd or row["kind"] not in KINDS or len(row["sketch"]) != _SKETCH
     if wrong or not all(isinstance(each, _NUMBER) for each in lists):
-        raise ValueError(f"{str(row)[:80]} is not a row{f': no valid {odd[0]!r}' if odd else ''}")
-    return values
+        raise ValueError(f"{str(found)[:80]} is not a row{f': no valid {odd[0]!r}' if odd else ''}")
+    kind, step, micro, module, call, name, class_name = (row[key] for key in _OWN)
+    name = name if KINDS[kind][0] == 1 else names.ours(name)
+    return Row(kind, step, micro, names.ours(module), call, name, class_name, row)
 
 
-def _check_map(names: Names, rows: Sequence[Mapping[str, Any]]) -> None:
-    known = {row["module"] for row in rows} | {row["name"] for row in rows if row["kind"] in PHASES}
+def _check_map(names: Names, rows: Sequence[Row]) -> None:
+    known = {row.facts["module"] for row in rows} | {row.facts["name"] for row in rows if row.phase != 1}
     for theirs, _ in names.rules:
         if known and not any(_beginning(theirs, name) for name in known):
-            begin = sorted({".".join(name.split(".")[:2]) for name in known if name})
-            raise MMError(
-                f"no name of the other record begins with {theirs!r}",
-                where="--map",
-                accepted=some(begin),
-                hint=did_you_mean(theirs, known),
-            )
+            what = f"no name of the other record begins with {theirs!r}"
+            begin = some(sorted({".".join(name.split(".")[:2]) for name in known if name}))
+            raise MMError(what, where="--map", accepted=begin, hint=did_you_mean(theirs, known))
 
 
 def _beginning(pattern: str, name: str) -> re.Match[str] | None:
     """The beginning of a name that a pattern matches, in which `*` is one part."""
     return re.match(re.escape(pattern).replace(r"\*", r"([^.]+)") + r"(?=\.|$)", name)
-
-
-def _row(values: Mapping[str, Any], names: Names) -> Row:
-    name, named = values["name"], ("kind", "step", "name", *_OPTIONAL)
-    return Row(
-        kind=values["kind"],
-        step=values["step"],
-        micro=values["micro"],
-        module=names.ours(values["module"]),
-        call=values["call"],
-        name=names.ours(name) if values["kind"] in PHASES else name,
-        class_name=values["class"],
-        facts={key: value for key, value in values.items() if key not in named},
-    )
 
 
 def names_by_order(ours: Record, theirs: Record, names: Names) -> Names:

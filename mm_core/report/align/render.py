@@ -1,18 +1,26 @@
-"""The result of `mm align compare` as text, JSON and a page."""
+"""The result of `mm align compare` as text, JSON, a page and its chart: how the difference grows."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
+from itertools import groupby
 from typing import Any
 
-from mm_core.errors import plural, printable, some
-from mm_core.report.align.chart import chart
-from mm_core.report.align.compare import Comparison, Finding, Pair
+from mm_core.errors import MMError, plural, printable, some
+from mm_core.report.align.compare import Comparison, Pair
+from mm_core.report.align.records import KINDS
 
 _MOST = 12
 """Findings and settings that the text lists."""
+_RED = "#c62828"
+
+WIDTH, TOP, BOTTOM, LEFT, RIGHT = 720, 28, 250, 52, 708
+"""Of the drawing, and the edges of its plot, in px."""
+
+_LEAST = -9
+"""Exponent of the smallest difference of the scale; a smaller one is drawn there, and 0 below it."""
 _STYLE = "body{font:14px sans-serif;margin:2em}td{padding:1px 8px}pre{background:#f4f4f4;overflow:auto}"
 
 
@@ -20,17 +28,7 @@ def label(pair: Pair) -> str:
     """Where a tensor is, in a few words: `step 1, micro-batch 0: output 0 of predictor.blocks.0`."""
     row = pair.row
     at = f"step {row.step + 1}" + (f", micro-batch {row.micro}" if row.micro >= 0 else "")
-    kinds = {
-        "in": "input",
-        "out": "output",
-        "grad_in": "gradient of input",
-        "grad_out": "gradient of output",
-        "updated": "weight after the update",
-        "optimizer": "optimizer state",
-        "parameter": "weight",
-        "gradient": "gradient of",
-    }
-    named = f"{kinds.get(row.kind, row.kind)} {row.name}" + f" of {row.module}" * bool(row.module)
+    named = f"{KINDS[row.kind][1]} {row.name}" + f" of {row.module}" * bool(row.module)
     return f"{at}: {printable(named)}"
 
 
@@ -48,22 +46,14 @@ def shown(pair: Pair) -> str:
     return f"relative difference about {pair.error:.2g} (allowed {pair.tolerance:.2g}){types}; {both}"
 
 
-def finding_text(finding: Finding) -> str:
-    """What a finding is, where, and its numbers."""
-    kind = finding.pair.row.class_name
-    place = printable(finding.where + f" ({kind})" * bool(kind))
-    return f"{place}: {finding.what}\n    {label(finding.pair)}\n    {shown(finding.pair)}"
-
-
 def growth(result: Comparison) -> list[Pair]:
     """Outputs of the first step's first micro-batch in order of execution: the largest of each module."""
     worst: dict[str, Pair] = {}
     outputs = [pair for pair in result.pairs if pair.row.kind == "out"]
     for pair in outputs:
-        if (pair.row.step, pair.row.micro) == (outputs[0].row.step, outputs[0].row.micro):
-            known = worst.get(pair.row.module)
-            if known is None or pair.error > known.error:
-                worst[pair.row.module] = pair
+        if pair.row.order == outputs[0].row.order:
+            known = worst.setdefault(pair.row.module, pair)
+            worst[pair.row.module] = max(known, pair, key=lambda each: each.error)
     return list(worst.values())
 
 
@@ -74,12 +64,9 @@ def text(result: Comparison, elements: str | None = None) -> str:
         result: the comparison.
         elements: what the stored tensors of the first finding show.
     """
-    agreeing = sum(pair.agrees for pair in result.pairs)
-    equal = sum(pair.error == 0 for pair in result.pairs)
-    counts = (
-        f"{equal:,} equal, {agreeing - equal:,} within the tolerance,"
-        f" {len(result.pairs) - agreeing:,} different"
-    )
+    equal, different = _counts(result)
+    within = len(result.pairs) - equal - different
+    counts = f"{equal:,} equal, {within:,} within the tolerance, {different:,} different"
     lines = [f"{plural(len(result.pairs), 'tensor')} compared: {counts}"]
     for names, which in zip(result.unmatched, ("first", "second"), strict=True):
         if names:
@@ -92,42 +79,35 @@ def text(result: Comparison, elements: str | None = None) -> str:
             " with the same gradients: compared without modules"
         )
     if result.findings:
-        lines += ["", "FIRST DIFFERENCE", finding_text(result.findings[0])]
-        lines += [f"    {elements}"] * (elements is not None)
-        later = result.findings[1:_MOST]
-        lines += ["", "then"] * bool(later) + [f"  {label(each.pair)}: {each.what}" for each in later]
-        if result.settings:
-            lines += ["", "settings that differ"]
-            lines += [
-                printable(f"  {key}: {one} | {two}")
-                for key, (one, two) in list(result.settings.items())[:_MOST]
-            ]
+        first, later = result.findings[0], result.findings[1:_MOST]
+        kind = first.row.class_name
+        place = printable(first.where + f" ({kind})" * bool(kind))
+        lines += ["", "FIRST DIFFERENCE", f"{place}: {first.what}"]
+        lines += [f"    {each}" for each in (label(first), shown(first), elements) if each is not None]
+        lines += ["", "then"] * bool(later) + [f"  {label(each)}: {each.what}" for each in later]
+        settings = list(result.settings.items())[:_MOST]
+        lines += ["", "settings that differ"] * bool(settings)
+        lines += [printable(f"  {key}: {one} | {two}") for key, (one, two) in settings]
     return "\n".join(lines)
+
+
+def _counts(result: Comparison) -> tuple[int, int]:
+    """How many tensors are equal, and how many differ by more than the tolerance."""
+    return sum(p.error == 0 for p in result.pairs), sum(not p.agrees for p in result.pairs)
 
 
 def document(result: Comparison) -> dict[str, Any]:
     """The comparison as JSON values."""
-    return {
-        "equal": sum(pair.error == 0 for pair in result.pairs),
-        "compared": len(result.pairs),
-        "different": sum(not pair.agrees for pair in result.pairs),
-        "findings": [
-            {
-                "where": each.where,
-                "what": each.what,
-                "kind": each.pair.row.kind,
-                "step": each.pair.row.step,
-                "micro": each.pair.row.micro,
-                "name": each.pair.row.name,
-                "error": each.pair.error if math.isfinite(each.pair.error) else None,
-            }
-            for each in result.findings
-        ],
-        "settings": result.settings,
-        "unmatched": result.unmatched,
-        "notes": result.notes,
-        "whole": result.whole,
-    }
+    equal, different = _counts(result)
+    findings = [
+        {"where": each.where, "what": each.what}
+        | {key: getattr(each.row, key) for key in ("kind", "step", "micro", "name")}
+        | {"error": each.error if math.isfinite(each.error) else None}
+        for each in result.findings
+    ]
+    known = {key: getattr(result, key) for key in ("settings", "unmatched", "notes", "whole")}
+    counts = {"equal": equal, "compared": len(result.pairs), "different": different}
+    return {**counts, "findings": findings, **known}
 
 
 def page(result: Comparison, names: Sequence[str]) -> str:
@@ -138,16 +118,101 @@ def page(result: Comparison, names: Sequence[str]) -> str:
         names: of both records.
     """
     pairs = growth(result)
-    rows = [
-        f'<tr style="color:{"#2e7d32" if pair.agrees else "#c62828"}">'
-        f"<td>{escape(printable(pair.row.module))}</td>"
-        f"<td>{escape(printable(pair.row.class_name))}</td><td>{pair.error:.2g}</td></tr>"
-        for pair in pairs
-    ]
     title = f"{escape(names[0])} and {escape(names[1])}"
     head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>"
     body = f"<h1>{title}</h1><pre>{escape(text(result))}</pre>"
     if pairs:
-        head_row = "<tr><th>module</th><th>class</th><th>difference</th></tr>"
-        body += f"<h2>Outputs</h2>\n{chart(pairs)}<table>{head_row}{''.join(rows)}</table>"
+        body += f"<h2>Outputs</h2>\n{chart(pairs)}<table>"
+        body += "<tr><th>module</th><th>class</th><th>difference</th></tr>"
+        for pair in pairs:
+            cells = (pair.row.module, pair.row.class_name, f"{pair.error:.2g}")
+            row = "".join(f"<td>{escape(printable(cell))}</td>" for cell in cells)
+            body += f'<tr style="color:{_colour(pair)}">{row}</tr>'
+        body += "</table>"
     return f"{head}<body>{body}</body></html>\n"
+
+
+def chart(pairs: Sequence[Pair]) -> str:
+    """An SVG drawing of the difference of each module's outputs, on a logarithmic scale.
+
+    Args:
+        pairs: one of each module, in order of execution.
+
+    Raises:
+        MMError: there is none.
+    """
+    if not pairs:
+        hint = "map names with --map THEIRS=OURS, or match --by-order"
+        raise MMError("no module is in both records: there is nothing to draw", where="--svg", hint=hint)
+    return "\n".join(_drawn(pairs))
+
+
+def _drawn(pairs: Sequence[Pair]) -> Iterator[str]:
+    yield (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {BOTTOM + 28}" width="{WIDTH}"'
+        ' font-family="sans-serif" font-size="12" role="img">'
+    )
+    yield '<rect width="100%" height="100%" fill="#fff"/>'
+    yield _text(LEFT, 16, "relative difference of each module's outputs, in order of execution")
+    step = (RIGHT - LEFT) / len(pairs)
+    yield from _groups(pairs, step)
+    yield from _scale()
+    placed = [(LEFT + step * (index + 0.5), pair) for index, pair in enumerate(pairs)]
+    allowed = "".join(f"M{x - step / 2:.1f} {_y(pair.tolerance):.1f}h{step:.1f}" for x, pair in placed)
+    yield f'<path d="{allowed}" stroke="#55616d" stroke-dasharray="4 3"/>'
+    yield _text(LEFT + 4, _y(pairs[0].tolerance) - 5, "allowed")
+    different = [index for index, pair in enumerate(pairs) if not pair.agrees]
+    for index in different[:1]:
+        x, side = placed[index][0], 1 if index < len(pairs) / 2 else -1
+        yield f'<path d="M{x:.1f} {TOP}V{BOTTOM}" stroke="{_RED}"/>'
+        name, anchor = f"first: {pairs[index].row.module}", "start" if side > 0 else "end"
+        yield _text(x + 5 * side, BOTTOM - 22, name, anchor, _RED)
+    for x, pair in placed:
+        named = escape(printable(f"{pair.row.module} ({pair.row.class_name}): {pair.error:.2g}"))
+        at = f'cx="{x:.1f}" cy="{_y(pair.error):.1f}" r="3.5" fill="{_colour(pair)}"'
+        yield f"<circle {at}><title>{named}</title></circle>"
+    yield "</svg>\n"
+
+
+def _colour(pair: Pair) -> str:
+    return "#2e7d32" if pair.agrees else _RED
+
+
+def _y(error: float) -> float:
+    """The height of a difference, in px from the top."""
+    exponent = math.log10(min(error, 1.0)) if error else _LEAST - 1
+    return TOP + (BOTTOM - 10 - TOP) * max(exponent, _LEAST if error else _LEAST - 1) / (_LEAST - 1)
+
+
+def _scale() -> Iterator[str]:
+    for exponent in range(0, _LEAST - 1, -3):
+        y = _y(10.0**exponent)
+        yield f'<path d="M{LEFT} {y:.1f}H{RIGHT}" stroke="#cfd6dd"/>'
+        yield _text(LEFT - 6, y + 4, f"1e{exponent}" if exponent else "1", "end")
+    yield _text(LEFT - 6, _y(0.0) + 4, "0", "end")
+
+
+def _groups(pairs: Sequence[Pair], step: float) -> Iterator[str]:
+    """A band behind each block of a model, with its name where there is room."""
+    begin = 0
+    names = (_group(pair.row.module) for pair in pairs)
+    for number, (name, members) in enumerate(groupby(names)):
+        count = sum(1 for _ in members)
+        x, width = LEFT + step * begin, step * count
+        if number % 2 == 0:
+            yield f'<rect x="{x:.1f}" y="{TOP}" width="{width:.1f}" height="{BOTTOM - TOP}" fill="#f1f4f7"/>'
+        if width > 7 * len(name):
+            yield _text(x + width / 2, BOTTOM + 17, name, "middle")
+        begin += count
+
+
+def _group(module: str) -> str:
+    """`blocks.1` of `predictor.blocks.1.attn.q`, and `head` of `predictor.head.norm`."""
+    parts = module.split(".")[1:] or [module]
+    numbered = next((index for index, part in enumerate(parts) if part.isdecimal()), 0)
+    return ".".join(parts[: numbered + 1])
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start", colour: str = "#1c2733") -> str:
+    shown = escape(printable(text))
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}">{shown}</text>'

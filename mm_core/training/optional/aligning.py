@@ -13,7 +13,7 @@ from mm_core.errors import MMError, plural
 from mm_core.report.align.records import Names
 from mm_core.runtime.launch.rank_logs import rank_log
 from mm_core.runtime.process_group import process_group
-from mm_core.telemetry.align.attaching import Attached, Recorded, RunRecorder, check_patterns
+from mm_core.telemetry.align.attaching import Recorded, RunRecorder, check_patterns
 from mm_core.training import verify_resume
 from mm_core.training.assembly import assemble
 from mm_core.training.loop import Training, run_steps
@@ -66,34 +66,24 @@ def record(config: RunConfig, asked: Recording) -> list[str]:
     with process_group(config.run.stuck_after) as ranks, rank_log(config.run.folder, ranks.rank, ranks.count):
         like = Recorded(asked.like, asked.names) if asked.like is not None else None
         run = assemble(config, asked.resume)
-        first = run.start + asked.after
-        if first + asked.steps > run.plan.steps:
-            raise MMError(
-                f"the run has only {plural(run.plan.steps, 'step')}",
-                where="--steps",
-                accepted=f"1 to {run.plan.steps - first}",
-            )
+        first, steps = run.start + asked.after, run.plan.steps
+        if first + asked.steps > steps:
+            what = f"the run has only {plural(steps, 'step')}"
+            raise MMError(what, where="--steps", accepted=f"1 to {steps - first}")
         check_patterns(run.task, asked.modules)
         with running(run):
             _train(run, run.start, first)
             notes = [like.weights(run.engine)] if like is not None else []
+            known = {"rank": ranks.rank, "step": first, "weights": asked.weights}
+            facts = json.loads((config.run.folder / "manifest.json").read_text(encoding="utf-8"))
             recorder = RunRecorder(
-                asked.out,
-                run.engine,
-                run.task,
-                rank=ranks.rank,
-                step=first,
-                facts=json.loads((config.run.folder / "manifest.json").read_text(encoding="utf-8")),
-                weights=asked.weights,
-                modules=asked.modules,
+                asked.out, run.engine, run.task, like, modules=asked.modules, facts=facts, **known
             )
-            Attached(recorder, run.task, run.engine, like)
             _train(run, first, first + asked.steps)
             recorder.close()
         if like is not None:
-            notes.append(
-                f"fed from {asked.like}: {', '.join(sorted(like.fed)) or 'no input has a name of ours'}"
-            )
+            fed = ", ".join(sorted(like.fed)) or "no input has a name of ours"
+            notes.append(f"fed from {asked.like}: {fed}")
         return notes
 
 
