@@ -190,7 +190,7 @@ class Plain:
         self.optimizer = adamw(self.parameters)
 
     def step(
-        self, number: int, micros: int = 1, factor: float = 1.0, clip: float | None = None
+        self, number: int, factor: float = 1.0, clip: float | None = None, micros: int = 1
     ) -> tuple[float, float]:
         """As `Trial.step`, in one batch; the norm is that before clipping."""
         for group in self.optimizer.param_groups:
