@@ -43,14 +43,14 @@ KITS: Mapping[str, str] = MappingProxyType(
         "dataset": "mm_core.testing.data.datasets:KIT",
         "video_reader": "mm_core.testing.data.video_readers:KIT",
         "transform": "mm_core.testing.data.transforms:KIT",
-        "metric": "mm_core.testing.outputs.metrics:KIT",
-        "tracker": "mm_core.testing.outputs.trackers:KIT",
-        "callback": "mm_core.testing.outputs.callbacks:KIT",
+        "metric": "mm_core.testing.small_kinds:METRIC",
+        "tracker": "mm_core.testing.small_kinds:TRACKER",
+        "callback": "mm_core.testing.small_kinds:CALLBACK",
         "weight_format": "mm_core.testing.outputs.weight_formats:KIT",
         "task": "mm_core.testing.training.tasks.checks:KIT",
         "optimizer": "mm_core.testing.training.optimizers:KIT",
         "engine": "mm_core.testing.training.engines.checks:KIT",
-        "lr_schedule": "mm_core.testing.training.lr_schedules:KIT",
+        "lr_schedule": "mm_core.testing.small_kinds:LR_SCHEDULE",
     }
 )
 """Kind of component -> `module:NAME` of its Kit, imported when components of the kind are tested."""

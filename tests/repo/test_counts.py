@@ -18,7 +18,6 @@ EXCEPTIONS = {
     "mm_core/training/verify_resume.py: steps": "the second term of a sum",
     "mm_core/plan/run_plan.py: size:>18,": "a column of sizes, aligned on the right",
     "mm_core/testing/frozen/autoencoders.py: 2 * t + 1": "three at least",
-    "mm_core/testing/outputs/metrics.py: ' and '.join(map(str, sorted(lengths)))": "several counts",
     "plugins/mm_internvl/mm_internvl/data/conversations.py: longest": "more than a model has positions",
     "plugins/mm_internvl/mm_internvl/data/tiling.py: height": "a product of sizes",
     "plugins/mm_internvl/mm_internvl/data/tiling.py: tiling.max_tiles": "the end of a range",

@@ -355,30 +355,30 @@ FAULTS = [
     ),
     ("initialises", Zeroed, "after prepare, net.shift has not the value that init_weights sets"),
     (
-        "initial_weights",
+        "initialises",
         prepared("Deaf", lambda rng, weights: (rng, None)),
         "after prepare, net.blocks.0.layer.bias, net.blocks.0.layer.weight, net.blocks.0.norm.bias,",
     ),
-    ("trains", Forgetful, "after step 2, net."),
-    ("micro_batches", LastBatch, "after two steps of four micro-batches, net."),
-    ("micro_batches", Scaled, "the loss that micro_step returns is "),
-    ("micro_batches", Attached, "micro_step does not return the loss, detached, with its weight"),
+    ("trains", Forgetful, "after scale_lr(1) and a step, net."),
+    ("trains", LastBatch, "after a step of four micro-batches, net."),
+    ("trains", Scaled, "the loss that micro_step returns is "),
+    ("trains", Attached, "micro_step does not return the loss, detached, with its weight"),
     (
-        "gradient_norm",
+        "trains",
         faulty("Summed", grad_norm=lambda self: sum(float(g.norm()) for g in self._gradients())),
         "grad_norm is ",
     ),
     (
-        "gradient_norm",
+        "trains",
         faulty("AsTensor", grad_norm=lambda self: torch.tensor(FSDP2Engine.grad_norm(self))),
         "grad_norm is tensor(",
     ),
-    ("clipping", Unclipped, "after a step that clips at a quarter of the norm, net."),
-    ("clipping", Normalised, "after a step that clips at four times the norm, net."),
-    ("learning_rates", Compound, "after scale_lr(0.5) and a step"),
-    ("learning_rates", Uniform, "after scale_lr(0.5) and a step, net.head.weight, net.scale differs by"),
+    ("trains", Unclipped, "after a step that clips at a small norm, net."),
+    ("trains", Normalised, "after a step that clips at a large norm, net."),
+    ("trains", Compound, "after scale_lr(0.5) and a step"),
+    ("trains", Uniform, "after scale_lr(0.5) and a step, net.head.weight, net.scale differs by"),
     (
-        "learning_rates",
+        "trains",
         faulty("First", base_lr=property(lambda self: self._base_lrs[0], lambda *_: None)),
         "base_lr is 0.025, but 0.05 in plain torch",
     ),
@@ -433,41 +433,37 @@ FAULTS = [
         faulty("Missing", shards=lambda self: (s for s in FSDP2Engine.shards(self) if s.shape)),
         "once the masters of shards() are doubled, net.scale is wrong",
     ),
-    ("frozen_weights", Melting, "the optimizer gets other parameters than the trained ones: net.fixed.bias"),
-    ("frozen_weights", Empty, "the frozen component computes with other weights than place_frozen was given"),
+    (
+        "exported_weights",
+        Melting,
+        "the optimizer gets other parameters than the trained ones: net.fixed.bias",
+    ),
+    (
+        "exported_weights",
+        Empty,
+        "the frozen component computes with other weights than place_frozen was given",
+    ),
     ("evaluation", Training, "within evaluating() modules are in training mode"),
     ("evaluation", Partial, "within evaluating() the task itself is in training mode"),
     ("evaluation", Remembering, "the loss in an evaluation after 1 step is "),
     ("evaluation", Restless, "after evaluating() modules are in other modes than before"),
-    ("untrained", Trainer, "'NoneType' object has no attribute 'param_groups'"),
+    ("evaluation", Trainer, "'NoneType' object has no attribute 'param_groups'"),
 ]
-_WITH_WEIGHTS = {
-    "clipping",
-    "evaluation",
-    "gradient_norm",
-    "learning_rates",
-    "micro_batches",
-    "skipped_steps",
-}
-_WITH_WEIGHTS |= {"trains", "untrained", "shards"}
-_WITH_RATES = {"clipping", "evaluation", "micro_batches", "skipped_steps", "trains"}
-_WITH_STATE = {"frozen_weights", "initial_weights", "initialises", "resumes"}
+_WITH_WEIGHTS = {"evaluation", "shards", "skipped_steps", "trains"}
+_WITH_STATE = {"exported_weights", "initialises", "resumes"}
 BESIDE = {
     "Other": {*ALONE},
-    "Random": {"initial_weights"},
-    "Zeroed": {*_WITH_WEIGHTS, "initial_weights"},
-    "Deaf": {*_WITH_WEIGHTS, "frozen_weights"},
+    "Zeroed": _WITH_WEIGHTS,
+    "Deaf": {*_WITH_WEIGHTS, "exported_weights"},
     "Forgetful": {"resumes", "skipped_steps"},
-    "LastBatch": {"gradient_norm", "skipped_steps"},
-    "Scaled": {"trains"},
-    "Summed": {"clipping"},
-    "Compound": _WITH_RATES,
-    "Uniform": _WITH_RATES,
+    "LastBatch": {"skipped_steps"},
+    "Compound": {"evaluation", "skipped_steps"},
+    "Uniform": {"evaluation", "skipped_steps"},
     "NoTables": _WITH_STATE,
     "Half": _WITH_STATE,
     "Stale": {"resumes"},
     "Melting": _WITH_WEIGHTS,
-    "Empty": {*_WITH_WEIGHTS, "exported_weights"},
+    "Empty": _WITH_WEIGHTS,
 }
 """Checks that cannot pass either with a fault, as they need what it breaks."""
 
@@ -496,7 +492,7 @@ def test_the_other_checks_pass_unless_they_need_what_is_wrong() -> None:
 
 
 def test_an_error_names_the_authors_file_and_line() -> None:
-    reason = refusal("core/fsdp2", "clipping", Unclipped, ranks=False)
+    reason = refusal("core/fsdp2", "trains", Unclipped, ranks=False)
     assert f"{__file__}, line {getsourcelines(Unclipped)[1]}" in reason
 
 
@@ -574,7 +570,7 @@ SHARDED = {
     def prepare(self, task, plan, optimizer, rng, weights=None):
         super().prepare(task, plan, optimizer, Randomness(rng.seed + Ranks.current().rank), weights)
 """,
-        "in step 1 on 2 ranks, the loss is ",
+        "before a step on 2 ranks, the evaluated loss of rank 0 is ",
     ),
     "sum over ranks": (
         "sharded_training",

@@ -15,7 +15,7 @@ from mm_core.evaluation.metrics.summed import SummedMetric
 from mm_core.evaluation.metrics.video import FrameChange
 from mm_core.plugin.registry import get_registry
 from mm_core.testing.kit import Examination
-from mm_core.testing.outputs.metrics import KIT
+from mm_core.testing.small_kinds import METRIC
 from mm_core.testing.suite import find_components
 from support.conformance import examined, refusal, shortcomings
 
@@ -112,13 +112,6 @@ class OwnRows(Accuracy):
         return super().result(self._sums)
 
 
-class Consuming(Accuracy):
-    def result(self, sums):
-        found = super().result(sums) if not getattr(self, "told", False) else {}
-        self.told = bool(found)
-        return found
-
-
 class Dividing(Accuracy):
     def result(self, sums):
         return {"accuracy": float(sums[1]) / float(sums[0])}
@@ -169,37 +162,39 @@ FAULTS = [
         results(lambda found: {n: v / 0.0 if v == 0 else v * 1e400 for n, v in found.items()}),
         "is inf",
     ),
-    ("figures", results(lambda found: {f"{n} ": v for n, v in found.items()}), "the name 'accuracy '"),
     ("figures", results(lambda found: list(found.items())), "result of Faulty returned [("),
-    ("figures", Silent, "result returned no figures for rows with classes, "),
-    ("sums", Single, "sums returned [2] of torch.float32 on cpu; accepted: [n] of torch.float64 on the CPU"),
-    ("sums", Table, "sums returned [1, 2] of torch.float64"),
+    ("figures", Silent, "result returned no figures for rows with classes "),
     (
-        "sums",
+        "figures",
+        Single,
+        "sums returned [2] of torch.float32 on cpu; accepted: [2] of torch.float64 on the CPU",
+    ),
+    ("figures", Table, "sums returned [1, 2] of torch.float64"),
+    (
+        "figures",
         Gradient,
-        "sums returned [2] of torch.float64 on cpu; accepted: [n] of torch.float64 on the CPU, without",
+        "sums returned [2] of torch.float64 on cpu; accepted: [2] of torch.float64 on the CPU, without",
     ),
-    ("sums", Values, "sums of different rows have 3 and 4 and 7 numbers"),
-    ("no_samples", Dividing, "ZeroDivisionError: float division by zero"),
-    ("no_samples", Zero, "without samples, result returned accuracy 0; accepted: {}: no figures"),
-    ("resets", Untouched, "after an evaluation and reset, the figures of rows with classes are accuracy 0.6"),
-    ("over_ranks", Largest, "over 2 ranks, the figures of rows with classes are largest "),
+    ("figures", Values, "sums returned [1] of torch.float64 on cpu; accepted: [6] of torch.float64"),
     (
-        "batch_sizes",
+        "figures",
+        Untouched,
+        "after an evaluation and reset, the figures of rows with classes are {'accuracy': 0.6}",
+    ),
+    ("figures", Largest, "over 2 ranks, the figures of rows with classes are {'largest': "),
+    (
+        "figures",
         MeanOfBatches,
-        "in batches of unequal size, the figures of rows with classes are accuracy",
+        "in batches of unequal size, the figures of rows with classes are {'accuracy'",
     ),
-    ("batch_sizes", FirstBatch, "in reverse order, the figures of rows with classes are accuracy 0.678571"),
-    ("filling_rows", Counting, "with rows that only fill the batch, the figures of rows with classes are"),
-    (
-        "result_of_sums",
-        OwnRows,
-        "on a rank that has seen one row, the figures of rows with classes are accuracy 1",
-    ),
-    ("result_of_sums", Consuming, "at a second call, the figures of rows with classes are "),
-    ("pure", Sorting, "the metric changes the rows with classes that it is given"),
-    ("pure", Darkening, "the metric changes the sampled clips that it is given"),
-    ("pure", Random, "equal rows with classes give accuracy "),
+    ("figures", FirstBatch, "in reverse order, the figures of rows with classes are {'accuracy': 0.678571"),
+    ("figures", Counting, "with rows that only fill a batch, the figures of rows with classes are"),
+    ("figures", OwnRows, "over 2 ranks, the figures of rows with classes are {'accuracy': 1"),
+    ("figures", Sorting, "the metric changes the rows with classes that it is given"),
+    ("figures", Darkening, "the metric changes the sampled clips that it is given"),
+    ("figures", Random, "in batches of unequal size, the figures of rows with classes are "),
+    ("without_samples", Dividing, "ZeroDivisionError: float division by zero"),
+    ("without_samples", Zero, "without samples, result returned {'accuracy': 0.0}; accepted: {}: no figures"),
 ]
 
 
@@ -212,7 +207,7 @@ def test_a_faulty_one_is_refused(check: str, faulty: type, sentence: str) -> Non
 
 
 def test_each_check_has_a_fault() -> None:
-    assert {check for check, *_ in FAULTS} == set(KIT.checks)
+    assert {check for check, *_ in FAULTS} == set(METRIC.checks)
 
 
 def test_a_metric_that_takes_nothing_shows_its_own_error() -> None:
@@ -225,8 +220,6 @@ def test_a_metric_that_takes_nothing_shows_its_own_error() -> None:
 
     outcomes = {o.check: o for o in examined("core/accuracy", Needy)}
     assert outcomes["figures"].status == "failed" and "KeyError: 'depth'" in outcomes["figures"].reason
-    assert outcomes["sums"].status == "not applicable"
-    assert outcomes["sums"].reason == "the metric has no figures: see the check `figures`"
 
 
 def depths(folder: Path) -> list[tuple[Batch, Evaluation]]:

@@ -10,7 +10,7 @@ import pytest
 
 from mm_core.plugin.registry import get_registry
 from mm_core.telemetry.trackers.local import JsonlTracker
-from mm_core.testing.outputs.trackers import KIT
+from mm_core.testing.small_kinds import TRACKER
 from support.conformance import examined, refusal, shortcomings
 
 SHIPPED = [each.qualified for each in get_registry().components("tracker")]
@@ -67,14 +67,6 @@ class Buffered(JsonlTracker):
         self._file.close()
 
 
-class Flushed(Buffered):
-    """It leaves its file open."""
-
-    def close(self, ending):
-        super().close(ending)
-        self.file.flush()
-
-
 class Once(JsonlTracker):
     def close(self, ending):
         self._file.write(b"")
@@ -115,11 +107,6 @@ class Working(JsonlTracker):
         Path("last_step.txt").write_text(str(step))
 
 
-class Marking(JsonlTracker):
-    def clips(self, step, clips, folder):
-        (folder / "seen.txt").write_text(str(step))
-
-
 class Popping(JsonlTracker):
     def log(self, step, metrics):
         metrics.pop("validation/loss", None)
@@ -133,20 +120,18 @@ class Inverting(JsonlTracker):
 
 
 FAULTS = [
-    ("whole_run", Succeeding, "close('stopped') raises KeyError: 'stopped'; accepted: no error"),
-    ("unusual_numbers", Finite, "log of nan raises ValueError: Out of range float values"),
-    ("unusual_names", Ascii, "log of the name 'recall/größe' raises UnicodeEncodeError"),
-    ("unusual_clips", Files, "raises FileNotFoundError"),
-    ("closed_files", Buffered, "after close, 0 of 6 numbers are in the files, 6 once the tracker is deleted"),
-    ("closed_files", Flushed, "after close: unclosed file"),
-    ("closes_twice", Once, "a second close raises ValueError"),
-    ("resumes", Truncating, "after a resume, the numbers of steps [1, 2, 3, 4] are gone"),
-    ("resumes", Repeating, "after a resume, the numbers of steps [1, 2, 3, 4] are logged again"),
-    ("resumes", Deaf, "after a resume, the numbers of steps [5, 6] are not logged"),
-    ("own_folder", Working, "the tracker writes outside of the run's folder: last_step.txt"),
-    ("own_folder", Marking, "the tracker changes the folder of the clips: seen.txt"),
-    ("inputs", Popping, "the tracker changes the metrics or clips that it is given"),
-    ("inputs", Inverting, "the tracker changes the metrics or clips that it is given"),
+    ("whole_run", Succeeding, "KeyError: 'stopped'"),
+    ("whole_run", Finite, "ValueError: Out of range float values"),
+    ("whole_run", Ascii, "UnicodeEncodeError: "),
+    ("whole_run", Files, "FileNotFoundError: "),
+    ("whole_run", Once, "ValueError: "),
+    ("whole_run", Popping, "the tracker changes the metrics or clips that it is given"),
+    ("whole_run", Inverting, "the tracker changes the metrics or clips that it is given"),
+    ("resumes", Buffered, "after a resume, the numbers of steps [4, 5] are not in the files"),
+    ("resumes", Truncating, "after a resume, the numbers of steps [0, 1, 2, 3] are not in the files"),
+    ("resumes", Repeating, "after a resume, the numbers of steps [0, 1, 2, 3] are logged again"),
+    ("resumes", Deaf, "after a resume, the numbers of steps [4, 5] are not in the files"),
+    ("resumes", Working, "the tracker writes outside of the run's folder: last_step.txt"),
 ]
 
 
@@ -159,4 +144,4 @@ def test_a_faulty_one_is_refused(check: str, faulty: type, sentence: str) -> Non
 
 
 def test_each_check_has_a_fault() -> None:
-    assert {check for check, *_ in FAULTS} == set(KIT.checks)
+    assert {check for check, *_ in FAULTS} == set(TRACKER.checks)

@@ -155,7 +155,7 @@ def equal(first: object, second: object) -> bool:
         return str(first) == str(second)
     if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
         return bool(np.array_equal(first, second))
-    return first == second
+    return first is second or first == second  # NaN equals itself alone
 
 
 @contextmanager

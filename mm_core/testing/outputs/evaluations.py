@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -20,6 +20,7 @@ from mm_core.contracts import (
     TextBatch,
     VideoTextBatch,
 )
+from mm_core.testing.data.reading import equal
 
 _ROWS, _CLASSES, _TOKENS = 7, 3, 5
 _LABELS = (0, 1, 2, 0, 1, 2, 2)
@@ -34,19 +35,32 @@ class Source:
 
     Attributes:
         name: what they are.
-        rows: number of rows.
-        method: the metric's method that takes them.
-        given: what the method is given for the rows of some numbers, and then rows that only fill the batch.
+        batch: the batch that was evaluated; None: they are sampled clips.
+        given: what was computed for the batch, or the clips.
     """
 
     name: str
-    rows: int
-    method: Literal["batch", "sampled"]
-    given: Callable[[Sequence[int], Sequence[int]], tuple[Any, ...]]
+    batch: Batch | None
+    given: Evaluation | list[Clip]
 
-    def give(self, metric: Any, rows: Sequence[int], filling: Sequence[int] = ()) -> None:
-        """Gives rows to a metric."""
-        getattr(metric, self.method)(*self.given(rows, filling))
+    @property
+    def rows(self) -> range:
+        """The numbers of the rows."""
+        return range(len(self.given if isinstance(self.given, list) else self.given.weights))
+
+    def give(self, metric: Any, rows: Sequence[int], filling: Sequence[int] = ()) -> bool:
+        """Gives copies of rows to a metric, and of others that only fill the batch; returns whether it leaves
+        them as they were."""
+        given, kept = (self._copies([*rows, *filling], len(rows)) for _ in range(2))
+        (metric.sampled if self.batch is None else metric.batch)(*given)
+        return equal(given, kept)
+
+    def _copies(self, rows: list[int], count: int) -> list[Any]:
+        if self.batch is None:  # no clip that is sampled fills a batch
+            return [_rows_of(deepcopy(self.given), rows[:count])]
+        chosen = _rows_of(self.batch, rows)
+        chosen.sample_weights[count:] = 0
+        return [chosen, _rows_of(self.given, rows)]
 
 
 def sources(examples: Sequence[tuple[Batch, Evaluation]] = ()) -> list[Source]:
@@ -62,24 +76,10 @@ def sources(examples: Sequence[tuple[Batch, Evaluation]] = ()) -> list[Source]:
         "tokens with answers": _tokens(),
         "held-out clips": _held_out_clips(),
     }
-    return [*(_evaluated(name, *each) for name, each in evaluated.items()), _sampled()]
-
-
-def _evaluated(name: str, batch: Batch, evaluation: Evaluation) -> Source:
-    def given(rows: Sequence[int], filling: Sequence[int]) -> tuple[Batch, Evaluation]:
-        both = [*rows, *filling]
-        chosen = _rows_of(batch, both)
-        chosen.sample_weights[len(rows) :] = 0
-        return chosen, _rows_of(evaluation, both)
-
-    return Source(name, len(batch), "batch", given)
-
-
-def _sampled() -> Source:
-    clips = sampled_clips()
-    return Source(
-        "sampled clips", len(clips), "sampled", lambda rows, _: (deepcopy([clips[row] for row in rows]),)
-    )
+    return [
+        *(Source(name, *each) for name, each in evaluated.items()),
+        Source("sampled clips", None, sampled_clips()),
+    ]
 
 
 def sampled_clips() -> list[Clip]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -38,6 +38,12 @@ class EngineProbe(Probe):
         """The task in a new engine, with the weights that `Plain` begins with."""
         return Trial(self.build(), make, network_values())
 
+    def expect_none(
+        self, wrong: Collection[str], what: str, hint: str | None = None, accepted: str | None = None
+    ) -> None:
+        """Expects that there are none of some names; `what` shows them in the place of {}."""
+        self.expect(not wrong, what.format(names(wrong)), accepted=accepted, hint=hint)
+
     def expect_weights(
         self,
         found: Mapping[str, Tensor],
@@ -56,19 +62,14 @@ class EngineProbe(Probe):
             of: where the known ones are from.
         """
         other = found.keys() ^ wanted.keys()
-        self.expect(
-            not other,
-            f"named_parameters has other trained parameters than the task: {names(other)}",
-            accepted="each trained parameter once, by its path in the task",
+        accepted = "each trained parameter once, by its path in the task"
+        self.expect_none(
+            other, "named_parameters has other trained parameters than the task: {}", accepted=accepted
         )
         wrong = [name for name, tensor in wanted.items() if off(found[name], tensor)]
         largest = max((float((found[n] - wanted[n]).abs().max()) for n in wrong), default=0.0)
-        self.expect(
-            not wrong,
-            f"{when}, {names(wrong)} differs by {largest:.1e} from {of}",
-            accepted=f"a relative difference of at most {_CLOSE:g}",
-            hint=hint,
-        )
+        accepted = f"a relative difference of at most {_CLOSE:g}"
+        self.expect_none(wrong, f"{when}, {{}} differs by {largest:.1e} from {of}", hint, accepted)
 
     def expect_number(self, what: str, found: float, wanted: float, of: str = "in plain torch") -> None:
         """Expects a number that is known.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -37,13 +38,8 @@ _LR_SCALE = 0.5
 _WIDTH = 7  # odd, so that the shards of two ranks differ
 
 
-class _Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.layer = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.layer(self.norm(x)))
+def _block() -> nn.Module:
+    return nn.Sequential(OrderedDict(norm=nn.LayerNorm(_WIDTH), layer=nn.Linear(_WIDTH, _WIDTH)))
 
 
 class Net(nn.Module):
@@ -52,7 +48,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.fixed = nn.Linear(5, _WIDTH), nn.Linear(_WIDTH, _WIDTH).requires_grad_(False)
-        self.blocks = nn.ModuleList(_Block() for _ in range(2))
+        self.blocks = nn.ModuleList(_block() for _ in range(2))
         self.head = nn.Linear(_WIDTH, 3, bias=False)
         self.scale = nn.Parameter(torch.empty(()))
         self.shift: Tensor
@@ -68,7 +64,7 @@ class Net(nn.Module):
         """Maps [B,5] to [B,3]."""
         x = self.fixed(self.first(x)) + self.shift
         for block in self.blocks:
-            x = block(x)
+            x = x + torch.tanh(block(x))
         predicted: Tensor = self.head(x) * self.scale
         return predicted
 
@@ -168,39 +164,35 @@ def network_values() -> Tensors:
     return {name: value for name, value in drawn_values().items() if name.startswith("net.")}
 
 
-def _groups(named: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
+def adamw(named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW with two groups, the first of which has half the learning rate.
+
+    Its `eps` is so large that a step grows with the gradient: faults of scale show.
+    """
     slow = [parameter for name, parameter in named.items() if name in _SLOW_GROUP]
     rest = [parameter for name, parameter in named.items() if name not in _SLOW_GROUP]
-    return [{"params": slow, "lr_scale": _LR_SCALE}, {"params": rest}]
-
-
-def adamw(named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW with two groups, the first of which has half the learning rate."""
-    return torch.optim.AdamW(_groups(named), lr=LR, weight_decay=0.1, foreach=False)
-
-
-def sgd(named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-    """Gradient descent with the groups of `adamw`: a step is as large as the gradient."""
-    return torch.optim.SGD(_groups(named), lr=LR, foreach=False)
+    groups: list[dict[str, Any]] = [{"params": slow, "lr_scale": _LR_SCALE}, {"params": rest}]
+    return torch.optim.AdamW(groups, lr=LR, weight_decay=0.1, eps=1.0, foreach=False)
 
 
 class Plain:
     """The task in a loop of plain torch, in one process.
 
     Args:
-        make: makes the optimizer.
         values: the task's tensors by path.
     """
 
-    def __init__(self, make: MakeOptimizer = adamw, values: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(self, values: Mapping[str, Tensor] | None = None) -> None:
         self.task = task_on_meta().to_empty(device="cpu")
         self.task.load_state_dict({**drawn_values(), **(values or {})})
         named = dict(self.task.net.named_parameters(prefix="net"))
         self.parameters = {name: p for name, p in named.items() if p.requires_grad}
-        self.optimizer = make(self.parameters)
+        self.optimizer = adamw(self.parameters)
 
-    def step(self, number: int, factor: float = 1.0, clip: float | None = None) -> tuple[float, float]:
-        """Takes a training step; returns the loss, a sum, and the norm of the gradients before clipping."""
+    def step(
+        self, number: int, factor: float = 1.0, clip: float | None = None, micros: int = 1
+    ) -> tuple[float, float]:
+        """As `Trial.step`, in one batch; the norm is that before clipping."""
         for group in self.optimizer.param_groups:
             group["lr"] = LR * factor * group.get("lr_scale", 1.0)
         loss = self.task.loss_of_rows(number)
@@ -295,6 +287,10 @@ class Trial:
         """The loss of a step's rows, evaluated by the engine."""
         with self.engine.evaluating():
             return float(self.compute(number).total)
+
+    def model(self) -> Tensors:
+        """The model's part of the engine's state, unsharded; called by all ranks."""
+        return whole(self.engine.state_dict()["model"].items())
 
     def weights(self) -> Tensors:
         """Copies of the trained parameters, unsharded; called by all ranks."""
