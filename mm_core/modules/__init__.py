@@ -1,4 +1,4 @@
-"""Edits to any module: path patterns, freezing, tying, casting, recorded initialisation, FLOPs.
+"""Edits to any module: path patterns, freezing, tying, casting, initialisation, FLOPs.
 
 The names below are for plugins.
 """

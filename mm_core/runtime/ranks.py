@@ -135,6 +135,22 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def tensor_from_first(tensor: Tensor | None, like: Tensor) -> Tensor:
+    """Sends rank 0's tensor to every rank: a CPU tensor with the shape and dtype of `like`, on each.
+
+    Args:
+        tensor: rank 0's; None on other ranks.
+        like: has the full shape; on any device, sharded or not.
+    """
+    if tensor is None:
+        sent = torch.empty(like.shape, dtype=like.dtype, device="cpu")
+    else:
+        sent = tensor.detach().to("cpu", like.dtype).contiguous()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast(sent.flatten().view(torch.uint8), 0)  # as bytes: gloo does not know every dtype
+    return sent
+
+
 def on_any_rank(flag: bool) -> bool:
     """Whether a flag is set on any rank. Called by all ranks."""
     return bool(gather_rows([float(flag)]).any())

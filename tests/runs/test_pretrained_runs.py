@@ -95,28 +95,35 @@ def test_what_is_frozen_stays(tmp_path, mm):
     assert "bert.encoder.layer.1.output.dense.weight" in changed
 
 
-def test_randomly_initialised_weights_do_not_depend_on_the_ranks(tmp_path, mm):
-    """Rows of padding and tied tables included; the same in bf16 compute, and in the checkpoint of step 0."""
+@pytest.mark.parametrize(
+    "name, task",
+    [
+        ("bert_masked", {"weights": "random"}),
+        ("bert_classes", {"new_modules": ["model.classifier", "model.bert.pooler"]}),
+    ],
+)
+def test_randomly_initialised_weights_do_not_depend_on_the_ranks(name, task, tmp_path, mm):
+    """Rows of padding and tied tables included; the same in bf16 compute, and in the checkpoint of step 0.
+    Also where files have all but new modules."""
     folder = models.save_model("bert_masked", tmp_path)
     found = []
     for ranks in (1, 2):
         path = models.run_config(
-            "bert_masked",
-            folder,
-            tmp_path,
-            task={"weights": "random"},
-            train={"steps": 0, "global_batch_size": 4},
+            name, folder, tmp_path, task=task, train={"steps": 0, "global_batch_size": 4}
         )
         here = f"run.dir={tmp_path / str(ranks)}"
         done = mm("train", "--config", path, "--nproc", ranks, here)
         assert done.code == 0, done.err
-        run = tmp_path / str(ranks) / "bert_masked"
+        run = tmp_path / str(ranks) / name
         assert mm("export", "--run", run, "--to", "transformers", "--out", tmp_path / f"out{ranks}").code == 0
-        model = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / f"out{ranks}")
-        found.append(model.state_dict())
+        kind = getattr(transformers, models.MODELS[name][3])
+        found.append(kind.from_pretrained(tmp_path / f"out{ranks}").state_dict())
     assert found[0].keys() == found[1].keys()
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-    assert not found[0]["bert.embeddings.word_embeddings.weight"][0].any()
+    if task.get("weights") == "random":
+        assert not found[0]["bert.embeddings.word_embeddings.weight"][0].any()
+    else:
+        assert found[0]["classifier.weight"].any()
 
 
 def test_a_run_in_bf16_learns_and_is_not_stopped_by_chunks(tmp_path, mm):

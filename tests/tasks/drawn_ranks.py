@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from mm_core.builtin.configs.pretrained import PretrainedConfig
 from mm_core.contracts import Randomness
 from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.errors import ContractError, PlanError
-from mm_core.tasks.pretrained.model import build_model
+from mm_core.tasks.pretrained import model as pretrained_model
 from support.rank_program import run_as_rank
 from support.tiny_models import Task
 
@@ -64,7 +65,7 @@ def of_folder(folder: Path) -> dict[str, str] | str:
     wanted = PretrainedConfig(str(folder), auto_class, weights="random")
     try:
         with torch.device("meta"):
-            model = build_model(wanted, "model")
+            model = pretrained_model.build_model(wanted, "model")
         return began(model)
     except PlanError as fault:  # a parameter without dimensions
         return fault.what
@@ -85,7 +86,9 @@ def tables() -> list[str]:
 
 
 def main(out: str, *folders: str) -> None:
-    found: dict[str, object] = {Path(folder).name: of_folder(Path(folder)) for folder in folders}
+    with patch.object(pretrained_model, "_made", wraps=pretrained_model._made) as made:
+        found: dict[str, object] = {Path(folder).name: of_folder(Path(folder)) for folder in folders}
+    found["built"] = made.call_count
     found["tables"] = tables()
     torch.save(found, f"{out}.{dist.get_rank()}")
 

@@ -83,6 +83,16 @@ def test_randomly_initialised_weights_are_those_of_the_library(folders):
     assert torch.equal(again.model.bert.embeddings.word_embeddings.weight, words)
 
 
+def test_a_random_start_of_a_large_model_notes_the_memory_of_rank_0(folders):
+    large = {"overrides": {"vocab_size": 2**19, "hidden_size": 1024}}
+    sentence = "task.weights: random: rank 0 of a new run first builds the complete model in host memory, "
+    place, kind = str(folders("bert_classes")), models.MODELS["bert_classes"][3]
+    with torch.device("meta"):
+        (note,) = PretrainedTask(place, kind, weights="random", **large).notes()
+        assert PretrainedTask(place, kind, **large).notes() == []
+    assert note == f"{sentence}2.0 GiB"
+
+
 def test_class_names_keys_of_config_and_attention_are_set(folders):
     with torch.device("meta"):
         task = PretrainedTask(

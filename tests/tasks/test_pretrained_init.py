@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from mm_core.errors import ContractError
 from mm_core.modules.casting import shards_mixed
 from mm_core.modules.initialise import initialise
 from mm_core.modules.tying import tie, tied_names
-from mm_core.tasks.pretrained.initial import Recipe, prepare_initialisation, recorded
+from mm_core.tasks.pretrained.initial import initialiser
 from mm_core.tasks.pretrained.model import build_model
 from support.drawn_architectures import COUNT, Architecture, drawn
 from support.ranks import run_ranks
@@ -62,12 +63,26 @@ def built(folder: Path, **options) -> nn.Module:
         return build_model(wanted, "model")
 
 
-def begin(model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
-    """What the model's parameters begin with on one rank without an engine."""
+def watched(make: Callable[[], nn.Module]) -> tuple[list[nn.Module], nn.Module]:
+    """A model that begins as its authors have it, and a list of those that are built for that."""
+    found: list[nn.Module] = []
+
+    def again() -> nn.Module:
+        found.append(make())
+        return found[-1]
+
+    with empty_parameters():
+        model = make()
+    model.init_weights = initialiser(model, again)
+    return found, model
+
+
+def begin(model: nn.Module, seed: int, spared=()) -> dict[str, torch.Tensor]:
+    """What the model's parameters begin with on one rank without an engine; files hold what is spared."""
     tied = tied_names(model)
     model.to_empty(device="cpu")
     tie(model, tied)
-    initialise(model, "model", Randomness(seed))
+    initialise(model, "model", Randomness(seed), {f"model.{name}" for name in spared})
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
@@ -140,10 +155,12 @@ def test_two_ranks_begin_as_one_to_the_bit(tmp_path):
     tables = [found.pop("tables") for found in (one, first, second)]
     refusal = [f"model has parameters in int8, which torch {torch.__version__} cannot shard"] * 2
     assert tables == ([["", said], ["", ""], ["", said]] if shards_mixed() else [refusal] * 3)
+    built_again = [found.pop("built") - len(folders) for found in (one, first, second)]
     refused = {name: why for name, why in one.items() if isinstance(why, str)}
     assert refused == {}
     assert len(one) >= 25
     assert one == first == second
+    assert built_again == [len(folders), len(folders), 0], "rank 0 alone builds them"
 
 
 def test_a_new_head_on_a_body_of_t5_begins_at_random_level(tmp_path):
@@ -174,22 +191,28 @@ def test_what_files_hold_is_not_drawn_whatever_was_in_memory(left, tmp_path):
         assert not parameter.nan_to_num().any(), name
 
 
-def test_a_rank_holds_the_whole_of_one_module_at_a_time(tmp_path, monkeypatch):
-    """Also where a parent sets its children: the largest here are one matrix."""
-    from mm_core.tasks.pretrained.init_tape import Tape
+def test_new_modules_alone_are_drawn_and_get_memory(tmp_path):
+    """Also what a parent sets on its children."""
+    architecture = of_faulty("t5_classes")
+    built_models, model = watched(architecture.make)
+    theirs = dict(architecture.make().named_parameters())
+    new = {name for name in theirs if name.startswith("classification_head")}
+    spared = theirs.keys() - new
+    drawn = begin(model, 1, spared)
+    assert {name for name, p in built_models[-1].named_parameters() if not p.is_meta} == new
+    for name in new:
+        their = theirs[name].detach()
+        assert drawn[name].std().item() == pytest.approx(their.std().item(), rel=0.2, abs=1e-6), name
+        assert bool(drawn[name].any()) == bool(their.any()), name
+    again, other = (begin(model, seed, spared)["classification_head.dense.weight"] for seed in (1, 2))
+    assert torch.equal(drawn["classification_head.dense.weight"], again)
+    assert not torch.equal(again, other)
 
-    sizes, play = [], Tape._play
 
-    def watched(self, *arguments):
-        found = play(self, *arguments)
-        sizes.append(sum(tensor.untyped_storage().nbytes() for tensor in found.values()))
-        return found
-
-    model = built(write(of_faulty("t5"), tmp_path))
-    monkeypatch.setattr(Tape, "_play", watched)
-    drawn = begin(model, 1)
-    largest = max(tensor.nbytes for tensor in drawn.values())
-    assert len(sizes) == len(drawn) and max(sizes) <= largest
+def test_where_files_hold_everything_nothing_is_built():
+    built_models, model = watched(lambda: Outer(OwnConfig()))
+    begin(model, 1, spared=dict(model.named_parameters()).keys())
+    assert built_models == []
 
 
 # -- what authors do --------------------------------------------------------------------------------
@@ -258,10 +281,7 @@ class Outer(transformers.PreTrainedModel):
 
 
 def own(kind: type[nn.Module]) -> nn.Module:
-    with empty_parameters():
-        model = kind(OwnConfig())
-    prepare_initialisation(model, lambda: kind(OwnConfig()))
-    return model
+    return watched(lambda: kind(OwnConfig()))[1]
 
 
 def test_whatever_authors_do_to_weights_is_done():
@@ -269,12 +289,37 @@ def test_whatever_authors_do_to_weights_is_done():
 
 
 def test_a_parameter_that_was_copied_from_another_begins_as_its_copy():
-    with recorded() as tape:
-        recipe = Recipe(tape, Outer(OwnConfig()))
-    drawn = recipe.draw(["copied.weight"], Randomness(3))["copied.weight"]
-    assert torch.equal(drawn, recipe.draw(["rows.weight"], Randomness(3))["rows.weight"])
-    assert not torch.equal(drawn, recipe.draw(["rows.weight"], Randomness(4))["rows.weight"])
-    assert not drawn[3].any() and drawn[4].all()
+    drawn = begin(own(Outer), 3)
+    assert torch.equal(drawn["copied.weight"], drawn["rows.weight"])
+    assert not torch.equal(drawn["rows.weight"], begin(own(Outer), 4)["rows.weight"])
+    assert not drawn["rows.weight"][3].any() and drawn["rows.weight"][4].all()
+
+
+class Adding(Inner):
+    def __init__(self, config):
+        super().__init__(config)
+        self.added = nn.Linear(64, 64)
+        self.added.weight.data.add_(self.read.weight.data)
+
+
+@pytest.mark.parametrize("kind, name", [(Outer, "copied.weight"), (Adding, "added.weight")])
+def test_a_new_module_that_is_made_of_another_begins_as_in_a_complete_model(kind, name):
+    """It is built without memory for the others first, which it cannot be."""
+    built_models, model = watched(lambda: kind(OwnConfig()))
+    drawn = begin(model, 3, spared=dict(model.named_parameters()).keys() - {name})
+    assert torch.equal(drawn[name], begin(own(kind), 3)[name])
+    assert not any(parameter.is_meta for parameter in built_models[-1].parameters())
+
+
+def test_what_a_constructor_draws_changes_no_other_draws():
+    model = own(Outer)
+    model.to_empty(device="cpu")
+    states = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    with torch.no_grad():
+        model.init_weights()
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (np.random.get_state()[1].tolist(), random.getstate()) == states[1:]
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 class Forgetful(Outer):
@@ -284,10 +329,12 @@ class Forgetful(Outer):
         self.nothing = nn.Parameter(torch.empty(0, 4))
 
 
-def test_a_parameter_that_no_one_sets_is_named():
+@pytest.mark.parametrize("others", ("drawn", "in files"))
+def test_a_parameter_that_no_one_sets_is_named(others):
     model = own(Forgetful)
+    held = dict(model.named_parameters()).keys() - {"forgotten"} if others == "in files" else ()
     with pytest.raises(
         ContractError, match="Forgetful does not initialise 1 parameter: forgotten\n"
     ) as fault:
-        begin(model, 1)
+        begin(model, 1, held)
     assert "fill them in _init_weights" in fault.value.hint

@@ -27,7 +27,7 @@ from mm_core.errors import (
 from mm_core.modules.patterns import select_parameters
 from mm_core.plugin.trust.remote_code import check_overrides, code_folder
 from mm_core.tasks.pretrained import packed_attention
-from mm_core.tasks.pretrained.initial import prepare_initialisation
+from mm_core.tasks.pretrained.initial import initialiser
 from mm_core.weights.formats.libraries import read_mapping
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def build_model(wanted: PretrainedConfig, name: str) -> PreTrainedModel:
             torch.default_generator.manual_seed(0)
             config, model = make()
         _read_generation(model, folder)
-        prepare_initialisation(model, lambda: make()[1])
+        model.init_weights = initialiser(model, lambda: make()[1])
     paths = [path for path, _ in model.named_parameters(prefix=name)]
     begun = select_parameters(wanted.new_modules, paths, "task.new_modules")
     new = tuple(path.removeprefix(f"{name}.") for path in begun)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -90,7 +90,7 @@ class PretrainedTask(TaskModule):
             accepted=None if others_too else tuple(names),
             limits=limits_of(self.model),
         )
-        self._notes: list[str] = []
+        self._notes: list[str] = list(_memory_notes(self.model, wanted))
         # A tuple: as an attribute it would be a second sub-module, and its weights would have two names.
         self._head = _head_of_chunks(self.model, wanted)
         if self._head and wanted.loss == "auto" and (why := obstacle(self.model, self._options)):
@@ -275,6 +275,14 @@ class PretrainedTask(TaskModule):
     ) -> list[str]:
         """Answers prompts by the model's own `generate`; arguments as in `Answers.to`."""
         return self.check_answers().to(questions, decoding, numbers, on_text, stopped)
+
+
+def _memory_notes(model: PreTrainedModel, wanted: PretrainedConfig) -> Iterator[str]:
+    """A note on the host memory of rank 0 that a start with random weights needs, from 1 GiB on."""
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    if wanted.weights == "random" and size >= 2**30:
+        first = "task.weights: random: rank 0 of a new run first builds the complete model in host memory"
+        yield f"{first}, {size / 2**30:,.1f} GiB"
 
 
 def _head_of_chunks(model: PreTrainedModel, wanted: PretrainedConfig) -> tuple[nn.Linear, ...]:
