@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -11,8 +10,8 @@ from mm_core.config.components import walk_components
 from mm_core.config.sections import RunConfig
 from mm_core.config.stored import command_piece, setting_piece
 from mm_core.errors import MMError, TrustError
-from mm_core.plugin.trust.beside import SourceBytes, imported_beside
-from mm_core.plugin.trust.known import ALLOW, KnownCode, Piece, digest_of
+from mm_core.plugin.local import imported_code
+from mm_core.plugin.trust.known import ALLOW, KnownCode, Piece
 from mm_core.plugin.trust.remote_code import code_pieces
 
 
@@ -41,9 +40,10 @@ def remember(config: RunConfig) -> str | None:
         fault = KnownCode.of_user().add([*_pieces(config)])
     except MMError as error:
         fault = error.what
-    if fault is None:
-        return None
-    return f"this run's code is not recorded as known: {fault}; commands on the run will need --allow-code"
+    return (
+        fault
+        and f"this run's code is not recorded as known: {fault}; commands on the run will need --allow-code"
+    )
 
 
 def remember_imports(config: RunConfig) -> None:
@@ -56,11 +56,7 @@ def remember_imports(config: RunConfig) -> None:
 
 
 def _imports(config: RunConfig) -> Iterator[Piece]:
-    for plugin in config.registry.plugins:
-        module = sys.modules.get(plugin.module) if plugin.file is not None else None
-        if module is not None and isinstance(module.__loader__, SourceBytes):
-            yield Piece(str(plugin.file), digest_of(module.__loader__.source))  # the bytes that have run
-            yield from imported_beside(Path(module.__loader__.path).parent)
+    return imported_code({plugin.module for plugin in config.registry.plugins})
 
 
 def _pieces(config: RunConfig) -> Iterator[Piece]:

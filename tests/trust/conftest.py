@@ -125,7 +125,7 @@ def forget_modules() -> None:
     """The state of a new process: no plugin imported, none watched."""
     import sys
 
-    from mm_core.plugin.trust.beside import _Finder
+    from mm_core.plugin.local import _Finder
 
     for name in [name for name in sys.modules if name.startswith(("mm_local_", "beside_"))]:
         del sys.modules[name]
