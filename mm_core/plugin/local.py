@@ -47,8 +47,11 @@ def resolved_file(path: str) -> Path:
 
 
 @dataclass(frozen=True)
-class LocalFile:
-    """A one-file plugin, read once: the bytes that are hashed are the bytes that run.
+class LocalFile(importlib.abc.InspectLoader):
+    """A one-file plugin or a module that it brings, read once: the bytes that are hashed are the bytes that run.
+
+    It is the import loader of these bytes. Python's own would read the file again, or use `__pycache__`, which
+    was not checked.
 
     Attributes:
         path: the file.
@@ -67,6 +70,14 @@ class LocalFile:
     def piece(self) -> Piece:
         """The one-file plugin as an entry for the list of code that this user has trained with."""
         return Piece(str(self.path), digest_of(self.source))
+
+    def get_code(self, fullname: str) -> CodeType:
+        """The compiled code of the source bytes."""
+        return compile(self.source, str(self.path), "exec", dont_inherit=True)
+
+    def get_source(self, fullname: str) -> str:
+        """The source text, for tracebacks."""
+        return self.source.decode(errors="replace")
 
 
 def read_local(path: Path, stored: bool = False) -> LocalFile:
@@ -139,24 +150,6 @@ def imported_code(plugins: Collection[str]) -> Iterator[Piece]:
             yield from finder.imported()
 
 
-class SourceBytes(importlib.abc.InspectLoader):
-    """Import loader that runs source bytes of a plugin that were read and checked before.
-
-    Python's own loader would read the file again, or use `__pycache__`, which was not checked.
-    """
-
-    def __init__(self, source: bytes, path: str) -> None:
-        self.source, self.path = source, path
-
-    def get_code(self, fullname: str) -> CodeType:
-        """The compiled code of a plugin's source bytes."""
-        return compile(self.source, self.path, "exec", dont_inherit=True)
-
-    def get_source(self, fullname: str) -> str:
-        """The source text of a plugin's module, for tracebacks."""
-        return self.source.decode(errors="replace")
-
-
 @dataclass(eq=False)
 class _Finder(importlib.abc.MetaPathFinder):
     """Import finder for the one-file plugins in a folder, and for the modules that they bring.
@@ -204,9 +197,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             TrustError: the module must not be imported.
         """
         if (file := self.files.get(fullname)) is not None:
-            return spec_from_file_location(
-                fullname, file.path, loader=SourceBytes(file.source, str(file.path))
-            )
+            return spec_from_file_location(fullname, file.path, loader=file)
         top = fullname.partition(".")[0]
         if not self.checked or top in self.loaded or _of_another_finder(top):
             return None
@@ -231,17 +222,17 @@ class _Finder(importlib.abc.MetaPathFinder):
                 continue
             if (path := _entry(spec)) is None or not gives(path):
                 continue
-            if isinstance(spec.loader, SourceBytes):
-                yield Piece(str(spec.origin), digest_of(spec.loader.source))
+            if isinstance(spec.loader, LocalFile):
+                yield spec.loader.piece
             elif isinstance(spec.loader, SourceFileLoader):
                 with suppress(OSError):  # deleted meanwhile
-                    yield Piece(str(spec.origin), digest_of(read_source(Path(str(spec.origin)))))
+                    yield _file(spec).piece
 
 
 def _of_another_finder(top: str) -> bool:
     """Whether a package is neither on sys.path nor in a plugin's folder, as in an editable installation."""
     loader = getattr(getattr(sys.modules.get(top), "__spec__", None), "loader", None)
-    return not isinstance(loader, SourceBytes) and PathFinder.find_spec(top) is None
+    return not isinstance(loader, LocalFile) and PathFinder.find_spec(top) is None
 
 
 def _checked(spec: ModuleSpec) -> ModuleSpec:
@@ -253,10 +244,14 @@ def _checked(spec: ModuleSpec) -> ModuleSpec:
     where = str(spec.origin)
     if type(spec.loader) is not SourceFileLoader:
         raise untrusted([where], where, _WHAT)
-    source = read_source(Path(where))
-    check_known([Piece(where, digest_of(source))], where, _WHAT)
-    spec.loader = SourceBytes(source, where)
+    spec.loader = file = _file(spec)
+    check_known([file.piece], where, _WHAT)
     return spec
+
+
+def _file(spec: ModuleSpec) -> LocalFile:
+    path = Path(str(spec.origin))
+    return LocalFile(path, read_source(path))
 
 
 def _entries() -> frozenset[Path]:

@@ -15,8 +15,8 @@ from mm_core.checkpoint.store import CheckpointStore
 from mm_core.config.dump import to_yaml
 from mm_core.config.load import load_config
 from mm_core.config.sections import RunConfig
+from mm_core.config.stored import remember
 from mm_core.contracts import Randomness
-from mm_core.loading.known_code import remember
 from mm_core.modules.initialise import initialise
 from mm_core.plan import build_task
 from support.sites import clear_cache

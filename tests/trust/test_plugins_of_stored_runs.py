@@ -18,10 +18,10 @@ import mm_core
 from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.cli.main import main
 from mm_core.config.load import load_config
+from mm_core.config.stored import remember
 from mm_core.errors import ConfigError, TrustError
 from mm_core.inference.evaluate import choose, evaluate
 from mm_core.interchange.export import export
-from mm_core.loading.known_code import remember
 from mm_core.loading.left_out import source_of_run
 from mm_core.loading.provenance import sources_of
 from mm_core.plugin.trust.known import KnownCode, digest_of

@@ -13,9 +13,9 @@ import yaml
 
 from mm_core.builtin.configs.pretrained import PretrainedConfig
 from mm_core.config.load import load_config
+from mm_core.config.stored import remember
 from mm_core.data.datasets.text_rows import TextRowsDataset
 from mm_core.errors import CheckpointError, TrustError
-from mm_core.loading.known_code import remember
 from mm_core.plan import build_task
 from mm_core.plugin.trust import remote_code
 from mm_core.plugin.trust.remote_code import code_folder, code_pieces

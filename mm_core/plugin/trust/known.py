@@ -12,7 +12,8 @@ import hashlib
 import os
 import stat
 import tempfile
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -74,23 +75,19 @@ class KnownCode:
         if self.folder is None:
             return "this user has no home folder"
         try:
-            found = self.folder.lstat()
+            return _fault(self.folder, stat.S_ISDIR)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             return f"{self.folder} cannot be read: {plain_reason(error)}"
-        fault = _shared(found) if stat.S_ISDIR(found.st_mode) else "is not a folder"
-        return fault and f"{self.folder} {fault}"
 
     def holds(self, digest: str) -> bool:
         """Whether this user has trained with code of this hash."""
-        if self.folder is None or self.fault() is not None:
-            return False
-        try:
-            found = (self.folder / digest).lstat()
-        except OSError:
-            return False
-        return stat.S_ISREG(found.st_mode) and _shared(found) is None
+        with suppress(OSError):  # there is no such entry
+            return self.folder is not None and not (
+                self.fault() or _fault(self.folder / digest, stat.S_ISREG)
+            )
+        return False
 
     def unknown(self, pieces: Iterable[Piece]) -> list[Piece]:
         """The pieces of code that this user has not trained with."""
@@ -116,10 +113,14 @@ class KnownCode:
         return self.fault()
 
 
-def _shared(found: os.stat_result) -> str | None:
+def _fault(path: Path, is_kind: Callable[[int], bool]) -> str | None:
+    """Why the list, or an entry of it, cannot be used. Links are not followed."""
+    found = path.lstat()
+    if not is_kind(found.st_mode):
+        return f"{path} is not a folder"  # only the list's own faults are reported
     if found.st_uid != os.geteuid():
-        return "belongs to another user"
-    return "can be written by others" if found.st_mode & 0o022 else None
+        return f"{path} belongs to another user"
+    return f"{path} can be written by others" if found.st_mode & 0o022 else None
 
 
 def check_known(pieces: Iterable[Piece], where: str, what: str = "the code of a stored run") -> None:
