@@ -187,10 +187,9 @@ def remember(config: RunConfig) -> str | None:
         fault = KnownCode.of_user().add([*_pieces(config)])
     except MMError as error:
         fault = error.what
-    return (
-        fault
-        and f"this run's code is not recorded as known: {fault}; commands on the run will need --allow-code"
-    )
+    if fault is None:
+        return None
+    return f"this run's code is not recorded as known: {fault}; commands on the run will need --allow-code"
 
 
 def remember_imports(config: RunConfig) -> None:

@@ -2,9 +2,9 @@
 
 The hash of a plugin does not cover the modules that it imports from its own folder. Somebody may put another
 `my_lib.py` beside a plugin that this user has trained with, and a plugin may put any folder on `sys.path`. So
-every module that is found beside the plugin, or in a folder that the plugin put on `sys.path`, is recorded when
-the user trains, and checked when a stored run imports it. One import hook does this, and imports the plugins
-themselves: the bytes that it compares with the record are the bytes that it compiles.
+every module that is found beside the plugin, or in a folder that the plugin put on `sys.path`, is recorded
+when the user trains, and checked when a stored run imports it. One import hook does this, and imports the
+plugins themselves: the bytes that it compares with the record are the bytes that it compiles.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def resolved_file(path: str) -> Path:
 
 @dataclass(frozen=True)
 class LocalFile(importlib.abc.InspectLoader):
-    """A one-file plugin or a module that it brings, read once: the bytes that are hashed are the bytes that run.
+    """A one-file plugin, or a module that it brings, read once: the bytes that are hashed are those that run.
 
-    It is the import loader of these bytes. Python's own would read the file again, or use `__pycache__`, which
-    was not checked.
+    It is the import loader of these bytes. Python's own would read the file again, or use `__pycache__`,
+    which was not checked.
 
     Attributes:
         path: the file.
@@ -209,7 +209,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         """Whether modules found at an entry of sys.path belong to the plugins: it is in their folder, or they
         put it on sys.path."""
         entry = Path(path).resolve()
-        if _installed(entry) or (entry in self.own and entry != self.folder):
+        installed = any(entry.is_relative_to(folder) for folder in _installations())
+        if installed or (entry in self.own and entry != self.folder):
             return False
         return self.running or entry in self.added or entry.is_relative_to(self.folder)
 
@@ -275,7 +276,3 @@ def _installations() -> tuple[Path, ...]:
     if site.ENABLE_USER_SITE:
         paths.append(site.getusersitepackages())
     return tuple({Path(path).resolve() for path in paths})
-
-
-def _installed(entry: Path) -> bool:
-    return any(entry.is_relative_to(folder) for folder in _installations())

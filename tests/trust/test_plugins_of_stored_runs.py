@@ -221,6 +221,40 @@ def test_a_module_linked_from_beside_a_plugin_is_checked_too(stranger, tmp_path)
     assert not (stranger.folder / "evil").exists()
 
 
+@pytest.mark.parametrize("kind", ["compiled", "archive"])
+def test_a_module_that_is_not_source_text_is_refused(stranger, kind):
+    """Its content could be exchanged between the check and the import."""
+    place, code = stranger.folder / "lib", stranger.plugin.parent
+    place.mkdir()
+    source = place / "beside_lib.py"
+    source.write_text(f"open({str(stranger.folder / 'evil')!r}, 'w').close()\n")
+    entry = place
+    if kind == "compiled":
+        py_compile.compile(str(source), cfile=str(place / "beside_lib.pyc"))
+        source.unlink()
+    else:
+        entry = Path(shutil.make_archive(str(code / "lib"), "zip", place))
+    stranger.write(f"import sys\nsys.path.insert(0, {str(entry)!r})\nimport beside_lib\n")
+    stranger.train(known=True)  # with these very bytes
+    (stranger.folder / "evil").unlink()
+    clean_path(stranger)
+    with pytest.raises(TrustError, match="beside_lib"):
+        load_config(stranger.run / "config.yaml")
+    assert not (stranger.folder / "evil").exists()
+
+
+def test_a_module_of_a_known_package_is_checked_when_it_is_imported_later(stranger):
+    beside(stranger)
+    stranger.train(known=True)
+    clean_path(stranger)
+    load_config(stranger.run / "config.yaml")
+    new = stranger.plugin.parent / "beside_package/later.py"
+    new.write_text("x = 3\n")
+    importlib.invalidate_caches()
+    with pytest.raises(TrustError, match=str(new)):
+        importlib.import_module("beside_package.later")
+
+
 def test_what_is_beside_runs_with_the_flag_and_lazy_imports_are_checked(stranger):
     beside(stranger)
     stranger.write(

@@ -199,6 +199,19 @@ class TestStored:
         assert type(model.build().model).__name__ == "OwnModel"
         assert not evil.exists()
 
+    def test_a_file_that_named_no_class_when_it_was_checked_names_none_later(self, model, monkeypatch):
+        model.write("extra.json", "{}")
+        model.remember()
+        real = remote_code.check_known
+
+        def exchange(*given: object) -> None:
+            real(*given)
+            model.write("extra.json", json.dumps({"auto_map": {"AutoConfig": "/tmp/evil--a.B"}}))
+
+        monkeypatch.setattr(remote_code, "check_known", exchange)
+        with code_folder(model.folder, "known") as place:
+            assert (place / "extra.json").read_text() == "{}"
+
     @pytest.mark.parametrize("key", ["auto_map", "_name_or_path"])
     def test_the_config_cannot_name_other_code_for_a_known_folder(self, model, tmp_path, key):
         model.remember()

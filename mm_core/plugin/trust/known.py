@@ -83,10 +83,10 @@ class KnownCode:
 
     def holds(self, digest: str) -> bool:
         """Whether this user has trained with code of this hash."""
+        if self.folder is None or self.fault() is not None:
+            return False
         with suppress(OSError):  # there is no such entry
-            return self.folder is not None and not (
-                self.fault() or _fault(self.folder / digest, stat.S_ISREG)
-            )
+            return _fault(self.folder / digest, stat.S_ISREG) is None
         return False
 
     def unknown(self, pieces: Iterable[Piece]) -> list[Piece]:

@@ -123,8 +123,8 @@ def check_overrides(changes: Mapping[str, object], trust: RemoteCode) -> None:
 
 
 def _pieces(folder: Path, files: Mapping[str, bytes | Path]) -> list[Piece]:
-    """The files that determine which code a model's folder runs: its Python files, and the JSON files that name
-    classes in them.
+    """The files that determine which code a model's folder runs: its Python files, and the JSON files that
+    name classes in them.
 
     The hash covers the path in the folder too: known files with swapped names are different code.
     """
@@ -157,8 +157,8 @@ def _parsed(content: bytes) -> object:
 
 
 def _values(value: object) -> Iterator[tuple[str, object, bool]]:
-    """The values of a JSON file, at any depth: their nearest key, the value, and whether an `auto_map` contains
-    it, which names classes."""
+    """The values of a JSON file, at any depth: their nearest key, the value, and whether an `auto_map`, which
+    names classes, contains it."""
     pending = [("", value, False)]
     while pending:
         key, value, named = pending.pop()
