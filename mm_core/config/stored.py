@@ -27,7 +27,6 @@ KNOWN = "known"
 """`trust_remote_code: known`: Python files of the folder run only if this user has trained with them."""
 
 _REMOTE = "trust_remote_code"
-_COMMAND = ("command", "core/command")
 _DESCRIBED = ("config.json", "adapter_config.json")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 
@@ -137,24 +136,27 @@ def stored_plugins(root: Node, sources: Sources) -> tuple[str, ...]:
     )
 
 
-def unknown_commands(root: Node, sources: Sources) -> tuple[str, ...]:
+def unknown_commands(config: RunConfig, root: Node, sources: Sources) -> tuple[str, ...]:
     """Programs named by callbacks of a stored run's config that this user has not trained with.
 
     Only training runs callbacks, so only training refuses them.
+
+    Args:
+        config: the config.
+        root: the tree that it was checked from.
+        sources: which files belong to a stored run.
     """
-    items = root.items("callbacks")
-    if not any(sources.wrote(leaf) for n in items for leaf in n.leaves()):
+    if not any(sources.wrote(leaf) for item in root.items("callbacks") for leaf in item.leaves()):
         return ()
-    kinds = [(n, n.at("type")) for n in items]
-    commands = [n for n, kind in kinds if kind is not None and kind.value in _COMMAND]
-    words = [[str(word.value) for word in n.items("run")] for n in commands]
-    return tuple(piece.name for piece in KnownCode.of_user().unknown(map(command_piece, words)))
+    return tuple(piece.name for piece in KnownCode.of_user().unknown(_commands(config)))
 
 
-def command_piece(words: list[str]) -> Piece:
-    """A callback's command as an entry for the list of code that this user has trained with."""
-    text = json.dumps(words)
-    return Piece(f"the command {text}", digest_of(f"command {text}".encode()))
+def _commands(config: RunConfig) -> Iterator[Piece]:
+    """The programs of callbacks as entries for the list of code that this user has trained with."""
+    for _, component in walk_components(config):
+        if component.type == "core/command":
+            text = json.dumps([str(word) for word in component.options["run"]])
+            yield Piece(f"the command {text}", digest_of(f"command {text}".encode()))
 
 
 def setting_piece(path: str, text: str) -> Piece:
@@ -212,8 +214,7 @@ def _pieces(config: RunConfig) -> Iterator[Piece]:
             folders = (Path(v) for v in component.options.values() if isinstance(v, str | Path))
             for folder in filter(_may_hold_code, folders):
                 yield from code_pieces(folder)
-        if component.type == "core/command":
-            yield command_piece([str(word) for word in component.options["run"]])
+    yield from _commands(config)
     for path, text in config.literals.items():
         yield setting_piece(path, text)
 

@@ -101,8 +101,9 @@ def local_record(file: LocalFile) -> PluginRecord:
     elif path.suffix != ".py" or not path.stem.isidentifier():
         what = f"plugin file {str(path)!r} must be named like a Python module"
         fault = f"{what}: use letters, digits and '_', then '.py'"
-    module, status = (module_name(path, digest), "ok") if fault is None else (path.stem, "failed")
-    return PluginRecord(NAMESPACE, module, name, version, status, fault, file=str(path))
+    if fault is not None:
+        return PluginRecord(NAMESPACE, path.stem, name, version, "failed", fault, file=str(path))
+    return PluginRecord(NAMESPACE, module_name(path, digest), name, version, file=str(path))
 
 
 def module_name(path: Path, digest: str) -> str:
