@@ -102,7 +102,7 @@ def load_with_places(
         registry=registry,
         literals=dict(literals),
         allow_code=sources.allow_code,
-        unknown_commands=unknown_commands(root, sources),
+        unknown_commands=unknown_commands(config, root, sources),
     )
     return config, root
 

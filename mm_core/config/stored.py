@@ -1,4 +1,5 @@
-"""Configs of stored runs: which files these are, and which of their settings need the user's permission.
+"""Configs of stored runs: which files these are, which of their settings need the user's permission, and what
+training records as permitted.
 
 A user's own YAML may name any code, as the user's own script may. The config of a stored run or checkpoint
 may come from another person: code that it names runs only if this user has trained with it, or if a flag
@@ -9,19 +10,23 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mm_core.config.components import walk_components
+from mm_core.config.sections import RunConfig
 from mm_core.errors import MMError, TrustError
+from mm_core.plugin.local import imported_code
 from mm_core.plugin.trust.known import ALLOW, KnownCode, Piece, digest_of
+from mm_core.plugin.trust.remote_code import code_pieces
 from mm_core.schema.nodes import FAILED, Node
 
 KNOWN = "known"
 """`trust_remote_code: known`: Python files of the folder run only if this user has trained with them."""
 
 _REMOTE = "trust_remote_code"
-_COMMAND = ("command", "core/command")
 _DESCRIBED = ("config.json", "adapter_config.json")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 
@@ -58,12 +63,13 @@ class Sources:
     Args:
         stored: whether all files belong to a stored run; None: decided by their folders.
         allow_code: permit everything that the files name.
+        rewritten: values of `trust_remote_code` that are read as `known`.
     """
 
     stored: bool | None = None
     allow_code: bool = False
     _files: dict[str, bool] = field(default_factory=dict)
-    _rewritten: list[Node] = field(default_factory=list)
+    rewritten: list[Node] = field(default_factory=list)
 
     def note(self, path: Path, chain: tuple[Path, ...]) -> None:
         """Records a config file that is read. A file included by a stored run's file counts as stored too.
@@ -95,16 +101,11 @@ class Sources:
             return self._files.get(file, True)
         return not node.where.startswith(("override ", "command line"))
 
-    def read_as_known(self, remote: Node) -> Node:
-        """Changes `trust_remote_code` in a stored run's config to `known`."""
-        self._rewritten.append(remote)
-        return remote.holding(KNOWN)
-
     def check_accepted(self, faults: Iterable[MMError]) -> None:
         """Raises TrustError if a component of a stored run's config accepts only true or false as
         `trust_remote_code`: it would run files without checking whether this user has trained with them."""
         places = {fault.where for fault in faults}
-        if held := [node for node in self._rewritten if node.place() in places]:
+        if held := [node for node in self.rewritten if node.place() in places]:
             keys = ", ".join(node.path for node in held)
             raise TrustError(
                 f"{keys} of a stored run would run Python files from the model's folder, and this component"
@@ -123,7 +124,8 @@ def known_only(node: Node, sources: Sources) -> Node:
     node = node.mapped(lambda child: known_only(child, sources))
     remote = node.at(_REMOTE)
     if remote is not None and remote.value not in (False, FAILED) and sources.wrote(remote):
-        return node.put(_REMOTE, sources.read_as_known(remote))
+        sources.rewritten.append(remote)
+        return node.put(_REMOTE, remote.holding(KNOWN))
     return node
 
 
@@ -134,26 +136,88 @@ def stored_plugins(root: Node, sources: Sources) -> tuple[str, ...]:
     )
 
 
-def unknown_commands(root: Node, sources: Sources) -> tuple[str, ...]:
+def unknown_commands(config: RunConfig, root: Node, sources: Sources) -> tuple[str, ...]:
     """Programs named by callbacks of a stored run's config that this user has not trained with.
 
     Only training runs callbacks, so only training refuses them.
+
+    Args:
+        config: the config.
+        root: the tree that it was checked from.
+        sources: which files belong to a stored run.
     """
-    items = root.items("callbacks")
-    if not any(sources.wrote(leaf) for n in items for leaf in n.leaves()):
+    if not any(sources.wrote(leaf) for item in root.items("callbacks") for leaf in item.leaves()):
         return ()
-    kinds = [(n, n.at("type")) for n in items]
-    commands = [n for n, kind in kinds if kind is not None and kind.value in _COMMAND]
-    words = [[str(word.value) for word in n.items("run")] for n in commands]
-    return tuple(piece.name for piece in KnownCode.of_user().unknown(map(command_piece, words)))
+    return tuple(piece.name for piece in KnownCode.of_user().unknown(_commands(config)))
 
 
-def command_piece(words: list[str]) -> Piece:
-    """A callback's command as an entry for the list of code that this user has trained with."""
-    text = json.dumps(words)
-    return Piece(f"the command {text}", digest_of(f"command {text}".encode()))
+def _commands(config: RunConfig) -> Iterator[Piece]:
+    """The programs of callbacks as entries for the list of code that this user has trained with."""
+    for _, component in walk_components(config):
+        if component.type == "core/command":
+            text = json.dumps([str(word) for word in component.options["run"]])
+            yield Piece(f"the command {text}", digest_of(f"command {text}".encode()))
 
 
 def setting_piece(path: str, text: str) -> Piece:
     """A config value that reads the environment, as an entry for the list of code this user trained with."""
     return Piece(f"{path}: {text}", digest_of(f"setting {json.dumps([path, text])}".encode()))
+
+
+def check_commands(config: RunConfig) -> None:
+    """Refuses the programs in a stored run's callbacks, unless this user has trained with them.
+
+    Raises:
+        TrustError: lists the unknown programs.
+    """
+    if config.unknown_commands:
+        raise TrustError(
+            "the stored run's callbacks would run these programs as your user, although no training of yours "
+            f"has used them: {', '.join(config.unknown_commands)}",
+            where="callbacks",
+            accepted="callbacks=[], which runs none of them",
+            hint=ALLOW,
+        )
+
+
+def remember(config: RunConfig) -> str | None:
+    """Records the code of a training run as known, on the first rank.
+
+    Returns a note if that fails: the run continues anyway.
+    """
+    try:
+        fault = KnownCode.of_user().add([*_pieces(config)])
+    except MMError as error:
+        fault = error.what
+    if fault is None:
+        return None
+    return f"this run's code is not recorded as known: {fault}; commands on the run will need --allow-code"
+
+
+def remember_imports(config: RunConfig) -> None:
+    """Records code that the run's plugins have imported since the start: in a step, metric or validation.
+
+    Errors are ignored: `remember` has reported whether the list can be written.
+    """
+    with suppress(MMError, OSError):
+        KnownCode.of_user().add([*_imports(config)])
+
+
+def _imports(config: RunConfig) -> Iterator[Piece]:
+    return imported_code({plugin.module for plugin in config.registry.plugins})
+
+
+def _pieces(config: RunConfig) -> Iterator[Piece]:
+    yield from _imports(config)
+    for _, component in walk_components(config):
+        if component.options.get("trust_remote_code"):
+            folders = (Path(v) for v in component.options.values() if isinstance(v, str | Path))
+            for folder in filter(_may_hold_code, folders):
+                yield from code_pieces(folder)
+    yield from _commands(config)
+    for path, text in config.literals.items():
+        yield setting_piece(path, text)
+
+
+def _may_hold_code(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("config.json", "tokenizer_config.json"))

@@ -15,10 +15,10 @@ from mm_core.checkpoint.run_manifest import check_plugins, run_manifest
 from mm_core.checkpoint.store import CheckpointStore
 from mm_core.config.dump import to_yaml
 from mm_core.config.sections import InitFromSection, RunConfig
+from mm_core.config.stored import remember
 from mm_core.contracts import Engine, Randomness, TaskModule
 from mm_core.errors import CheckpointError
 from mm_core.loading.initial_weights import FileWeights
-from mm_core.loading.known_code import remember
 from mm_core.modules.quantised import check_in_files
 from mm_core.optim.configured import make_optimizer
 from mm_core.optim.ema import EMA

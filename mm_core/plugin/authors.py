@@ -9,8 +9,8 @@ from traceback import walk_tb
 from types import FrameType
 
 from mm_core.errors import MMError
+from mm_core.plugin.local import LOCAL_PREFIX
 from mm_core.plugin.manager import entry_point_records
-from mm_core.plugin.trust.beside import LOCAL_PREFIX
 
 
 def author_error(error: BaseException, log: object = None) -> MMError | None:

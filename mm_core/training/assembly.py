@@ -14,6 +14,7 @@ from mm_core.checkpoint.run_manifest import check_plugins, run_manifest
 from mm_core.checkpoint.store import CheckpointStore
 from mm_core.config.dump import to_yaml
 from mm_core.config.sections import RunConfig
+from mm_core.config.stored import check_commands, remember
 from mm_core.contracts import Engine, Randomness
 from mm_core.data.loading.cut_captions import CutCaptions
 from mm_core.data.loading.plain import promise_of
@@ -25,7 +26,6 @@ from mm_core.evaluation.validator import Validator, build_metrics, default_setti
 from mm_core.files import replace_text
 from mm_core.loading.frozen import load_frozen_of
 from mm_core.loading.initial_weights import FileWeights, ResumedWeights
-from mm_core.loading.known_code import check_commands, remember
 from mm_core.loading.run_adapters import task_of
 from mm_core.modules.quantised import check_in_files
 from mm_core.optim.configured import make_lr_schedule, make_optimizer

@@ -10,9 +10,9 @@ from mm_core.checkpoint.files.host_copies import State
 from mm_core.checkpoint.files.layout import Document
 from mm_core.checkpoint.store import CheckpointStore
 from mm_core.config.sections import RunConfig
+from mm_core.config.stored import remember_imports
 from mm_core.errors import MMError
 from mm_core.files import json_numbers
-from mm_core.loading.known_code import remember_imports
 from mm_core.optim.ema import EMA
 from mm_core.runtime.launch.signals import StopFlag
 from mm_core.runtime.launch.watchdog import Watchdog

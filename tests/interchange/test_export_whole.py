@@ -22,11 +22,11 @@ from mm_core.checkpoint.reading import checkpoint_at
 from mm_core.checkpoint.store import CheckpointStore
 from mm_core.config.dump import to_yaml
 from mm_core.config.load import load_config
+from mm_core.config.stored import remember
 from mm_core.errors import CheckpointError, MMError
 from mm_core.files import staged_folder
 from mm_core.interchange.copied_files import copy_verbatim
 from mm_core.interchange.export import export
-from mm_core.loading.known_code import remember
 from support import out_parts
 
 SCRIPT = Path(__file__).with_name("export_once.py")

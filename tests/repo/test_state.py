@@ -32,7 +32,7 @@ ALLOWED = {
     "plugin.manager.entry_point_records": "what is installed",
     "plugin.registry._warn": "warnings that were printed already",
     "plugin.signatures._from_signature": "a class for each signature, equal to itself",
-    "plugin.trust.beside._installations": "where Python keeps what is installed",
+    "plugin.local._installations": "where Python keeps what is installed",
     "runtime.groups._patience": "the timeout of torch's groups, which engines make too",
     "runtime.launch.rank_logs._current": "the log of this process",
     "runtime.launch.rank_logs._latest": "where that log was, for what fails after its end",

@@ -15,8 +15,8 @@ from mm_core.checkpoint.store import CheckpointStore
 from mm_core.config.dump import to_yaml
 from mm_core.config.load import load_config
 from mm_core.config.sections import RunConfig
+from mm_core.config.stored import remember
 from mm_core.contracts import Randomness
-from mm_core.loading.known_code import remember
 from mm_core.modules.initialise import initialise
 from mm_core.plan import build_task
 from support.sites import clear_cache
@@ -125,7 +125,7 @@ def forget_modules() -> None:
     """The state of a new process: no plugin imported, none watched."""
     import sys
 
-    from mm_core.plugin.trust.beside import _Finder
+    from mm_core.plugin.local import _Finder
 
     for name in [name for name in sys.modules if name.startswith(("mm_local_", "beside_"))]:
         del sys.modules[name]

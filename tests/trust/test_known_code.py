@@ -87,7 +87,8 @@ def test_a_home_that_cannot_be_written_is_reported_and_stops_nothing(home):
 
 def test_a_user_without_a_home_has_no_list(monkeypatch):
     monkeypatch.delenv("XDG_STATE_HOME")
-    monkeypatch.setattr("pathlib.Path.home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", lambda user: {}[user])  # the user id has no account
     known = KnownCode.of_user()
     assert known.folder is None
     assert known.add([PIECE]) == "this user has no home folder"

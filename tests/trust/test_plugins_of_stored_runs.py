@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import pickle
 import py_compile
 import shutil
 import sys
@@ -18,12 +19,13 @@ import mm_core
 from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.cli.main import main
 from mm_core.config.load import load_config
+from mm_core.config.stored import remember
 from mm_core.errors import ConfigError, TrustError
 from mm_core.inference.evaluate import choose, evaluate
 from mm_core.interchange.export import export
-from mm_core.loading.known_code import remember
 from mm_core.loading.left_out import source_of_run
 from mm_core.loading.provenance import sources_of
+from mm_core.plugin import local
 from mm_core.plugin.trust.known import KnownCode, digest_of
 from mm_core.runtime.launch.signals import StopFlag
 from mm_core.training.between_steps import BetweenSteps
@@ -219,6 +221,82 @@ def test_a_module_linked_from_beside_a_plugin_is_checked_too(stranger, tmp_path)
     with pytest.raises(TrustError, match="beside_lib"):
         load_config(stranger.run / "config.yaml")
     assert not (stranger.folder / "evil").exists()
+
+
+@pytest.mark.parametrize("kind", ["compiled", "archive"])
+def test_a_module_that_is_not_source_text_is_refused(stranger, kind):
+    """Its content could be exchanged between the check and the import."""
+    place, code = stranger.folder / "lib", stranger.plugin.parent
+    place.mkdir()
+    source = place / "beside_lib.py"
+    source.write_text(f"open({str(stranger.folder / 'evil')!r}, 'w').close()\n")
+    entry = place
+    if kind == "compiled":
+        py_compile.compile(str(source), cfile=str(place / "beside_lib.pyc"))
+        source.unlink()
+    else:
+        entry = Path(shutil.make_archive(str(code / "lib"), "zip", place))
+    stranger.write(f"import sys\nsys.path.insert(0, {str(entry)!r})\nimport beside_lib\n")
+    stranger.train(known=True)  # with these very bytes
+    (stranger.folder / "evil").unlink()
+    clean_path(stranger)
+    with pytest.raises(TrustError, match="beside_lib"):
+        load_config(stranger.run / "config.yaml")
+    assert not (stranger.folder / "evil").exists()
+
+
+def test_a_module_that_is_exchanged_after_it_was_checked_is_not_run(stranger, monkeypatch):
+    beside(stranger)
+    stranger.train(known=True)
+    clean_path(stranger)
+    real, library = local.check_known, stranger.plugin.parent / "beside_lib.py"
+
+    def exchange(*given):
+        real(*given)
+        library.write_text(f"open({str(stranger.folder / 'evil')!r}, 'w').close()\n")
+
+    monkeypatch.setattr(local, "check_known", exchange)
+    load_config(stranger.run / "config.yaml")
+    assert stranger.ran
+    assert not (stranger.folder / "evil").exists()
+
+
+def test_modules_beside_a_plugin_are_checked_where_their_folder_was_on_the_path_before(stranger, monkeypatch):
+    beside(stranger)
+    stranger.train(known=True)
+    clean_path(stranger)
+    monkeypatch.syspath_prepend(str(stranger.plugin.parent))  # as with PYTHONPATH
+    (stranger.plugin.parent / "beside_lib.py").write_text("x = 4\n")
+    with pytest.raises(TrustError, match="beside_lib"):
+        load_config(stranger.run / "config.yaml")
+
+
+def test_a_data_worker_checks_what_a_plugin_imports_as_its_parent_does(stranger):
+    stranger.write("import sys\nsys.path.insert(0, str(Path(__file__).parent))\n")
+    stranger.train(known=True)
+    clean_path(stranger)
+    load_config(stranger.run / "config.yaml")
+    files = pickle.loads(pickle.dumps(local.imported_files()))
+    stranger.forget()  # as in a new process
+    clean_path(stranger)
+    local.import_again(files)
+    assert stranger.ran
+    (stranger.plugin.parent / "beside_lib.py").write_text("x = 5\n")
+    importlib.invalidate_caches()
+    with pytest.raises(TrustError, match="beside_lib"):
+        importlib.import_module("beside_lib")
+
+
+def test_a_module_of_a_known_package_is_checked_when_it_is_imported_later(stranger):
+    beside(stranger)
+    stranger.train(known=True)
+    clean_path(stranger)
+    load_config(stranger.run / "config.yaml")
+    new = stranger.plugin.parent / "beside_package/later.py"
+    new.write_text("x = 3\n")
+    importlib.invalidate_caches()
+    with pytest.raises(TrustError, match=str(new)):
+        importlib.import_module("beside_package.later")
 
 
 def test_what_is_beside_runs_with_the_flag_and_lazy_imports_are_checked(stranger):

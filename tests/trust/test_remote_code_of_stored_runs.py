@@ -13,9 +13,9 @@ import yaml
 
 from mm_core.builtin.configs.pretrained import PretrainedConfig
 from mm_core.config.load import load_config
+from mm_core.config.stored import remember
 from mm_core.data.datasets.text_rows import TextRowsDataset
 from mm_core.errors import CheckpointError, TrustError
-from mm_core.loading.known_code import remember
 from mm_core.plan import build_task
 from mm_core.plugin.trust import remote_code
 from mm_core.plugin.trust.remote_code import code_folder, code_pieces
@@ -198,6 +198,19 @@ class TestStored:
         monkeypatch.setattr(remote_code, "check_known", exchange)
         assert type(model.build().model).__name__ == "OwnModel"
         assert not evil.exists()
+
+    def test_a_file_that_named_no_class_when_it_was_checked_names_none_later(self, model, monkeypatch):
+        model.write("extra.json", "{}")
+        model.remember()
+        real = remote_code.check_known
+
+        def exchange(*given: object) -> None:
+            real(*given)
+            model.write("extra.json", json.dumps({"auto_map": {"AutoConfig": "/tmp/evil--a.B"}}))
+
+        monkeypatch.setattr(remote_code, "check_known", exchange)
+        with code_folder(model.folder, "known") as place:
+            assert (place / "extra.json").read_text() == "{}"
 
     @pytest.mark.parametrize("key", ["auto_map", "_name_or_path"])
     def test_the_config_cannot_name_other_code_for_a_known_folder(self, model, tmp_path, key):

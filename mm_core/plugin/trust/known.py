@@ -12,10 +12,11 @@ import hashlib
 import os
 import stat
 import tempfile
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from mm_core.errors import MMError, TrustError, plain_reason
 
@@ -25,8 +26,7 @@ MAX_SOURCE = 8 * 2**20
 ALLOW = "read the code named above; if you trust it, pass --allow-code (in Python: allow_code=True)"
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A piece of code that a run's config names."""
 
     name: str  # the file, or the words of a command
@@ -65,38 +65,29 @@ class KnownCode:
 
         It is in `$XDG_STATE_HOME/mm_core/trusted_code`, by default `~/.local/state/mm_core/trusted_code`.
         """
-        given = Path(os.environ.get("XDG_STATE_HOME", ""))
-        if not given.is_absolute():
-            try:
-                given = Path.home() / ".local" / "state"
-            except RuntimeError:  # the user id has no account
-                return cls(None)
-        return cls(given / "mm_core" / "trusted_code" if given.is_absolute() else None)
+        state = Path(os.environ.get("XDG_STATE_HOME", ""))
+        if not state.is_absolute():
+            state = Path(os.path.expanduser("~/.local/state"))  # noqa: PTH111 - no error without an account
+        return cls(state / "mm_core" / "trusted_code" if state.is_absolute() else None)
 
     def fault(self) -> str | None:
         """Why the list of trusted code cannot be used; None if it can, or does not exist yet."""
         if self.folder is None:
             return "this user has no home folder"
         try:
-            found = self.folder.lstat()
+            return _fault(self.folder, stat.S_ISDIR)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             return f"{self.folder} cannot be read: {plain_reason(error)}"
-        if not stat.S_ISDIR(found.st_mode):
-            return f"{self.folder} is not a folder"
-        fault = _shared(found)
-        return fault and f"{self.folder} {fault}"
 
     def holds(self, digest: str) -> bool:
         """Whether this user has trained with code of this hash."""
         if self.folder is None or self.fault() is not None:
             return False
-        try:
-            found = (self.folder / digest).lstat()
-        except OSError:
-            return False
-        return stat.S_ISREG(found.st_mode) and _shared(found) is None
+        with suppress(OSError):  # there is no such entry
+            return _fault(self.folder / digest, stat.S_ISREG) is None
+        return False
 
     def unknown(self, pieces: Iterable[Piece]) -> list[Piece]:
         """The pieces of code that this user has not trained with."""
@@ -110,30 +101,26 @@ class KnownCode:
             return fault
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for piece in new:
-                self._write(self.folder, piece)
+            # Each entry appears whole, and with its permissions: other ranks and hosts read and write too.
+            with tempfile.TemporaryDirectory(prefix=".new-", dir=self.folder) as staging:
+                for piece in new:
+                    entry = Path(staging, piece.digest)
+                    entry.touch(mode=0o600)
+                    entry.write_bytes(f"{piece.name}\n".encode(errors="backslashreplace"))
+                    entry.replace(self.folder / piece.digest)
         except OSError as error:
             return f"{self.folder} cannot be written: {plain_reason(error)}"
         return self.fault()
 
-    @staticmethod
-    def _write(folder: Path, piece: Piece) -> None:
-        """Writes an entry atomically. mkstemp creates files that only their owner can read or write."""
-        handle, staged = tempfile.mkstemp(prefix=".new-", dir=folder)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(f"{piece.name}\n".encode(errors="backslashreplace"))
-            os.replace(staged, folder / piece.digest)  # noqa: PTH105
-        except OSError:
-            with suppress(OSError):
-                Path(staged).unlink()
-            raise
 
-
-def _shared(found: os.stat_result) -> str | None:
+def _fault(path: Path, is_kind: Callable[[int], bool]) -> str | None:
+    """Why the list, or an entry of it, cannot be used. Links are not followed."""
+    found = path.lstat()
+    if not is_kind(found.st_mode):
+        return f"{path} is not a folder"  # only the list's own faults are reported
     if found.st_uid != os.geteuid():
-        return "belongs to another user"
-    return "can be written by others" if found.st_mode & 0o022 else None
+        return f"{path} belongs to another user"
+    return f"{path} can be written by others" if found.st_mode & 0o022 else None
 
 
 def check_known(pieces: Iterable[Piece], where: str, what: str = "the code of a stored run") -> None:
@@ -147,24 +134,21 @@ def check_known(pieces: Iterable[Piece], where: str, what: str = "the code of a 
     Raises:
         TrustError: this user has not trained with some of it.
     """
-    known = KnownCode.of_user()
-    if new := list(dict.fromkeys(piece.name for piece in known.unknown(pieces))):
-        raise untrusted(new, where, what, known)
+    if new := KnownCode.of_user().unknown(pieces):
+        raise untrusted(dict.fromkeys(piece.name for piece in new), where, what)
 
 
-def untrusted(names: Iterable[str], where: str, what: str, known: KnownCode | None = None) -> MMError:
+def untrusted(names: Iterable[str], where: str, what: str) -> MMError:
     """The error for code that this user has not trained with.
 
     Args:
         names: the files, or other places of the code.
         where: what names the code.
         what: the code in the words of the error.
-        known: the list of code that this user has trained with.
     """
-    known = known or KnownCode.of_user()
-    fault = known.fault()
+    known = KnownCode.of_user()
     accepted = f"code that this user has trained with before (recorded in {known.folder})"
-    if fault is not None:
+    if (fault := known.fault()) is not None:
         accepted = f"no code without asking: the record of code you trained with is not used because {fault}"
     return TrustError(
         f"{what} would run with your rights, and you have not trained with it: {', '.join(names)}",

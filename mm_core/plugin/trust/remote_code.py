@@ -42,43 +42,30 @@ def code_folder(folder: Path, trust: RemoteCode) -> Iterator[Path]:
     if trust != "known" or not folder.is_dir():
         yield folder
         return
-    files = dict(_files(folder))
-    code = _code(files)
-    _check_within(folder, code)
-    check_known(_pieces(folder, code), str(folder), _WHAT)
+    files = _files(folder)
+    _check_within(folder, files)
+    check_known(_pieces(folder, files), str(folder), _WHAT)
     with tempfile.TemporaryDirectory(prefix="mm_core-code-") as private:
         # Transformers names the modules after the folder.
         place = Path(private) / (folder.resolve().name or "model")
-        for name, path in files.items():
+        place.mkdir()
+        for name, content in files.items():
             copy = place / name
             copy.parent.mkdir(parents=True, exist_ok=True)
-            if name in code:
-                copy.write_bytes(code[name])
-            elif path.suffix == ".json":
-                copy.write_bytes(_read(path))
+            if isinstance(content, bytes):
+                copy.write_bytes(content)
             else:
-                copy.symlink_to(path.resolve())
-        place.mkdir(parents=True, exist_ok=True)
+                copy.symlink_to(content.resolve())
         yield place
 
 
-def _code(files: Mapping[str, Path]) -> dict[str, bytes]:
-    """The files that determine which code a model's folder runs: path in the folder -> content.
+def _files(folder: Path) -> dict[str, bytes | Path]:
+    """The files of a folder and its subfolders, following links: path in the folder -> file.
 
-    These are its Python files, at any depth, and the JSON files that name classes in them.
+    Files that can determine which code runs (Python and JSON) are read, once: their content is checked and
+    used. Hidden folders and `__pycache__` are skipped, so Transformers does not see them either.
     """
-    found = {name: _read(path) for name, path in files.items() if path.suffix == ".py"}
-    for name, path in files.items():
-        if path.suffix == ".json" and _chooses(content := _read(path)):
-            found[name] = content
-    return found
-
-
-def _files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """The files of a folder and its subfolders, following links, each with its path in the folder.
-
-    Hidden folders and `__pycache__` are skipped, so Transformers does not see them either.
-    """
+    found: dict[str, bytes | Path] = {}
     seen: set[str] = set()
     count = 0
     for place, folders, names in os.walk(folder, followlinks=True):
@@ -92,19 +79,20 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
         if count > MAX_FILES:
             what = f"the model's folder contains more than {MAX_FILES:,} files, too many to check for code"
             raise CheckpointError(what, where=str(folder), accepted="a folder that contains only the model")
-        for name in sorted(names):
-            path = Path(place) / name
-            yield str(path.relative_to(folder)), path
+        for path in (Path(place, name) for name in sorted(names)):
+            found[str(path.relative_to(folder))] = _read(path) if path.suffix in (".py", ".json") else path
+    return found
 
 
-def _check_within(folder: Path, code: Mapping[str, bytes]) -> None:
+def _check_within(folder: Path, files: Mapping[str, bytes | Path]) -> None:
     """Raises TrustError for classes in other folders or repositories, which no hash covers."""
     outside = [
-        f"{folder / name} ({reference})"
-        for name, content in code.items()
-        if not name.endswith(".py")
-        for reference in _references(content)
-        if "--" in reference or reference.startswith("/") or ".." in reference.split("/")
+        f"{folder / name} ({value})"
+        for name, content in files.items()
+        if name.endswith(".json") and isinstance(content, bytes)
+        for _, value, names_class in _values(_parsed(content))
+        if names_class and isinstance(value, str)
+        if "--" in value or value.startswith("/") or ".." in value.split("/")
     ]
     if outside:
         raise untrusted(outside, str(folder), "code outside of the folder of a model")
@@ -116,7 +104,7 @@ def code_pieces(folder: Path) -> list[Piece]:
     Raises:
         CheckpointError: a file cannot be read.
     """
-    return _pieces(folder, _code(dict(_files(folder))))
+    return _pieces(folder, _files(folder))
 
 
 def check_overrides(changes: Mapping[str, object], trust: RemoteCode) -> None:
@@ -129,16 +117,22 @@ def check_overrides(changes: Mapping[str, object], trust: RemoteCode) -> None:
     Raises:
         TrustError: with `known`, an override selects code.
     """
-    if trust == "known" and (keys := sorted(_keys(changes) & _CHOOSING)):
+    if trust == "known" and (keys := sorted({key for key, *_ in _values(changes)} & _CHOOSING)):
         names = [f"what {key} names" for key in keys]
         raise untrusted(names, "task.overrides", _WHAT)
 
 
-def _pieces(folder: Path, code: Mapping[str, bytes]) -> list[Piece]:
-    """The hash covers the path in the folder too: known files with swapped names are different code."""
+def _pieces(folder: Path, files: Mapping[str, bytes | Path]) -> list[Piece]:
+    """The files that determine which code a model's folder runs: its Python files, and the JSON files that
+    name classes in them.
+
+    The hash covers the path in the folder too: known files with swapped names are different code.
+    """
     return [
         Piece(str(folder / name), digest_of(f"file of a model {json.dumps(name)}\n".encode() + content))
-        for name, content in code.items()
+        for name, content in files.items()
+        if isinstance(content, bytes)
+        if name.endswith(".py") or any(names_class for *_, names_class in _values(_parsed(content)))
     ]
 
 
@@ -154,33 +148,23 @@ def _read(path: Path) -> bytes:
         ) from None
 
 
-def _chooses(content: bytes) -> bool:
-    """Whether a JSON file names classes. True for one that does not parse: another parser may read it."""
+def _parsed(content: bytes) -> object:
+    """A JSON file. One that does not parse counts as one that names classes: another parser may read it."""
     try:
-        return "auto_map" in _keys(json.loads(content))
+        return json.loads(content)
     except (ValueError, RecursionError):
-        return True
+        return {"auto_map": None}
 
 
-def _keys(value: object) -> set[str]:
-    if isinstance(value, Mapping):
-        return set(map(str, value)).union(*map(_keys, value.values()))
-    if isinstance(value, list | tuple):
-        return set().union(*map(_keys, value))
-    return set()
-
-
-def _references(content: bytes) -> Iterator[str]:
-    """The classes named by each `auto_map` in a JSON file; none if it does not parse."""
-    try:
-        pending = [(json.loads(content), False)]
-    except (ValueError, RecursionError):
-        return
+def _values(value: object) -> Iterator[tuple[str, object, bool]]:
+    """The values of a JSON file, at any depth: their nearest key, the value, and whether an `auto_map`, which
+    names classes, contains it."""
+    pending = [("", value, False)]
     while pending:
-        value, within = pending.pop()
+        key, value, named = pending.pop()
+        named = named or key == "auto_map"
+        yield key, value, named
         if isinstance(value, Mapping):
-            pending += [(child, within or key == "auto_map") for key, child in value.items()]
-        elif isinstance(value, list):
-            pending += [(child, within) for child in value]
-        elif within and isinstance(value, str):
-            yield value
+            pending += [(str(inner), child, named) for inner, child in value.items()]
+        elif isinstance(value, list | tuple):
+            pending += [(key, child, named) for child in value]
