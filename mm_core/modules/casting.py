@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from mm_core.contracts import CLIP_CONDITIONS, EnginePlan, TaskModule, torch_dtype
+from mm_core.device.torch_private import shards_mixed
 from mm_core.errors import ContractError, PlanError, first_line
 from mm_core.modules.adapter_layers import adapter_of
 from mm_core.modules.shards import local
@@ -78,20 +79,6 @@ def check_dtypes(task: TaskModule, roots: Iterable[str]) -> None:
                 f"{root} has parameters in {names}, which torch {torch.__version__} cannot shard",
                 hint="install torch 2.8 or newer",
             )
-
-
-def shards_mixed() -> bool:
-    """Whether this torch can shard modules whose frozen parameters have a dtype different from the trained.
-
-    torch 2.7 asserts one dtype for all, and no integers; later versions check the trained ones only. Nothing
-    public shows this before the first forward.
-    """
-    try:
-        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
-        return "requires_grad" in inspect.getsource(FSDPParamGroup._init_mp_dtypes)
-    except (ImportError, AttributeError, OSError):
-        return True
 
 
 def main_dtype(module: nn.Module, known: dict[torch.dtype, torch.dtype]) -> torch.dtype:

@@ -12,9 +12,9 @@ from mm_custom_dit.model import CustomDiT
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from mm_core.device.torch_private import shards_mixed
 from mm_core.loading.checkpoint_source import CheckpointSource
 from mm_core.modules.adapter_layers import adapter_of
-from mm_core.modules.casting import shards_mixed
 from mm_core.modules.quantised import rounded
 from support.logs import log_of
 

@@ -16,11 +16,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from mm_core.contracts import Randomness
+from mm_core.device.torch_private import FakeTensor, FakeTensorMode, TorchDispatchMode, without_modes
 from mm_core.modules.torch_calls import Args, Function, Kwargs
 
 _UNFILLED = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"}
@@ -229,7 +228,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Place(number, tensor.dtype, size, stride, int(tensor.storage_offset()))
 
     def _empty(self, like: Tensor) -> Tensor:
-        with torch.utils._python_dispatch._disable_current_modes(), self._fake:
+        with without_modes(), self._fake:
             return torch.empty(like.shape, dtype=like.dtype, device="cpu")
 
     def _constant(self, value: Tensor, home: nn.Module | None) -> Tensor:
@@ -258,7 +257,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def value(self, tensor: Tensor) -> Tensor:
         """The current values of a recorded parameter or buffer."""
-        with torch.utils._python_dispatch._disable_current_modes():
+        with without_modes():
             place = self._place(tensor)
             for storage in self._needed([place.storage])[1]:
                 self._storages[storage].unread.clear()
