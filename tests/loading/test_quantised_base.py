@@ -159,6 +159,15 @@ def test_samples_and_merged_weights_have_the_values_of_the_base(options, run, ba
     assert same_clips(clips[0], clips[1]) and same_clips(clips[0], clips[2])
 
 
+def test_a_streamed_base_in_bf16_is_sampled_alone_and_by_two_ranks(run, tmp_path, mm, same_clips):
+    run("run", "train.base_dtype=bf16", steps=2)
+    for name, options in (("one", ()), ("streamed", STREAM), ("two", (*STREAM, "--nproc", 2))):
+        words = ("--prompt", "a circle", "--steps", 2, "--out", tmp_path / name, *options)
+        done = mm("sample", "--run", tmp_path / "run", *words)
+        assert done.code == 0, done.err
+        assert same_clips(tmp_path / "one", tmp_path / name)
+
+
 @pytest.mark.parametrize("kind", ["bf16", "nf4"])
 def test_evaluations_and_samples_are_those_of_the_merged_weights(kind, run, tiny, base, tmp_path, mm):
     clips = "data.validation={type: shapes, num_frames: 8, height: 16, width: 16, clips: 4}"
