@@ -120,9 +120,8 @@ def decide_layout(
                 accepted=f"paths below {', '.join(trainable)}",
             )
         check_callable(task, chosen, key)
-    strict = who_wraps != _WRAP
     forward, backward, who_prefetches = _prefetched(
-        wrapped, plans.values(), strict, forward_prefetch, backward_prefetch
+        wrapped, plans.values(), who_wraps != _WRAP, forward_prefetch, backward_prefetch
     )
     decided_by = {"wrapped": who_wraps, "recomputed": who_recomputes, "prefetched": who_prefetches}
     return Layout(
