@@ -38,10 +38,10 @@ from device_suite.runs import (
     trained,
     wan,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mm_core.config.load import load_config
 from mm_core.device import device_type, peak_flops, peak_memory_bytes, synchronize
+from mm_core.device.torch_private import TorchDispatchMode
 from mm_core.errors import first_line
 from mm_core.training.late import late_steps
 from mm_core.training.loop import Training

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-import torch
-
 from mm_core.device.kind import device_type
+from mm_core.device.torch_private import Kernel, kernel_of
 from mm_core.errors import MMError
-
-Kernel = Literal["native", "decomposed", "fallback", "missing", "unknown"]
 
 _ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 _FUSED = {
@@ -41,10 +36,4 @@ def kernel_on(operator: str, device: str) -> Kernel:
         return "unknown"
     if device in _FUSED and operator.startswith(_ATTENTION):
         operator = operator.replace(_ATTENTION, _FUSED[device])
-    key = torch._C._dispatch_key_for_device(device)
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    if has(operator, key):
-        return "native"
-    if has(operator, "CompositeExplicitAutograd") or has(operator, "CompositeImplicitAutograd"):
-        return "decomposed"
-    return "fallback" if torch._C._dispatch_has_backend_fallback(key) else "missing"
+    return kernel_of(operator, device)

@@ -114,7 +114,7 @@ class FSDP2Engine(EngineBase):
         replicas, shards = mesh_shape(world, config.sharding(), size, preset=config.sharding_size is None)
         check_replicas(self.device, replicas)
         layout, dtype = self._layout(task, config), _dtype(config.param_dtype)
-        check_dtypes(task, layout.roots)
+        check_dtypes(task, task.trainable)
         check_device(task, self.device)
         compiled = decide_compiled(task, task.trainable, config, layout.recomputed)
         reshards = resharded(task, layout, config.reshards())
@@ -123,11 +123,10 @@ class FSDP2Engine(EngineBase):
         streamed = {p for path in base.blocks for _, p in frozen_in(task, path)} if base is not None else ()
         own, trained, left_alone = parameter_bytes(task, layout, shards, streamed)
         return ShardedPlan(
+            **vars(layout),
             world=world,
             data_parallel=world // size,
             mesh={"replicate": replicas, "shard": shards // size, **({"context": size} if context else {})},
-            recomputed=layout.recomputed,
-            ignored=layout.ignored,
             parameter_bytes=own,
             gradient_bytes=trained,
             optimizer_bytes=round(trained * optimizer_state_tensors),
@@ -139,10 +138,6 @@ class FSDP2Engine(EngineBase):
             compute_dtype=config.param_dtype,
             cast_inputs=(*layout.wrapped, *task.trainable) if dtype and config.cast_forward_inputs else (),
             details=layout.shown() | ({"compiled": compiled} if compiled else {}),
-            decided_by=layout.decided_by,
-            wrapped=layout.wrapped,
-            forward_prefetch=layout.forward_prefetch,
-            backward_prefetch=layout.backward_prefetch,
             context=context,
             compiled=compiled,
             resharded=reshards,

@@ -4,8 +4,7 @@ process holds the complete model; several ranks shard it as in training, and sha
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Literal
 
@@ -17,19 +16,23 @@ from mm_core.checkpoint.run_manifest import check_plugins
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import (
     Clip,
-    DataRanks,
     Engine,
     EnginePlan,
+    FrozenPlan,
+    InitialWeights,
     Randomness,
     SampleRequest,
+    Streamed,
     SupportsCheckRequest,
     SupportsClips,
     TaskModule,
+    WeightPlan,
     torch_dtype,
 )
 from mm_core.data.media.video_files import clip_name, make_folder, preview
 from mm_core.data.rows.prompts import Prompt, read_images, with_images
-from mm_core.device import current_device, environment_world
+from mm_core.device import environment_world
+from mm_core.engines import EngineBase
 from mm_core.errors import DataError, MMError
 from mm_core.evaluation.batches import EvaluatedEngine
 from mm_core.evaluation.sampled_clips import (
@@ -40,14 +43,13 @@ from mm_core.evaluation.sampled_clips import (
     with_trained_size,
     write_own,
 )
-from mm_core.loading.frozen import load_frozen_alone, load_frozen_of
+from mm_core.loading.frozen import load_frozen_of
 from mm_core.loading.initial_weights import CheckpointWeights
 from mm_core.loading.run_adapters import task_of
-from mm_core.modules.casting import cast_as_planned, cast_frozen, quantise_frozen_values
-from mm_core.modules.initialise import initialise
-from mm_core.modules.quantised import fill_state, scale_names
-from mm_core.modules.tying import state_of, tie, tied_names
-from mm_core.parallel.streamed_base import StreamedBase, give_memory
+from mm_core.modules.casting import cast_as_planned, cast_frozen
+from mm_core.modules.tying import tied_names
+from mm_core.parallel.frozen_placement import place
+from mm_core.parallel.streamed_base import StreamedBase
 from mm_core.plan import build_frozen
 from mm_core.runtime.process_group import process_group
 from mm_core.runtime.ranks import Ranks
@@ -189,16 +191,30 @@ def _sample(
 # -- weights -------------------------------------------------------------------------------------
 
 
-@dataclass
-class SingleProcess:
-    """The parts of an engine that evaluating a stored run needs, for a task that is not sharded."""
+class OneProcess(EngineBase):
+    """The engine of one process, without a group: evaluates a complete task as the run's engine plans it."""
 
-    device: torch.device
-    data_ranks: DataRanks = field(default_factory=DataRanks)
+    def place_frozen(self, task: TaskModule, plan: EnginePlan, weights: InitialWeights) -> None:
+        """Places frozen components as planned, and on the device those that the plan leaves out."""
+        planned = {part.name: part for part in plan.frozen}
+        for name in task.frozen:
+            component = task.get_submodule(name) if isinstance(getattr(task, name), Streamed) else None
+            if component is not None and any(True for _ in component.parameters()):
+                part = planned.get(name, FrozenPlan(name, "replicated", (), 0, 0, 0))
+                place(component, part, self.device, weights)
 
-    def evaluating(self) -> AbstractContextManager[None]:
-        """A context without gradients; a loaded task is already in evaluation mode."""
-        return torch.no_grad()
+    def prepare(
+        self, task: TaskModule, plan: EnginePlan, optimizer: None, rng: Randomness, weights: WeightPlan
+    ) -> None:
+        """Casts inputs, streams the base where planned, allocates and fills."""
+        cast_as_planned(task, plan)
+        base = StreamedBase(task, plan.base, self.device, _lowered(plan)) if plan.base is not None else None
+        self._task, self._trained = task, {name: task.get_submodule(name) for name in task.trainable}
+        self._tied = {name: tied_names(module) for name, module in self._trained.items()}
+        self._allocate(self.device, rng, weights, base.parameters if base is not None else ())
+        self._begin(optimizer, weights)
+        if base is not None:
+            base.begin()
 
 
 def load_as_rank(
@@ -217,83 +233,20 @@ def load_as_rank(
     Returns:
         The engine to evaluate the task with.
     """
-    if Ranks.current().count > 1:
-        return load_sharded(task, config, checkpoint, weights)
-    load_alone(task, config, checkpoint, weights)
-    return SingleProcess(current_device())
-
-
-def load_alone(task: TaskModule, config: RunConfig, checkpoint: OpenedCheckpoint, weights: Weights) -> None:
-    """Loads a checkpoint's weights into the complete task of a stored run, in a single process.
-
-    Args:
-        task: made by `task_of`.
-        config: of the run.
-        checkpoint: whose weights are loaded.
-        weights: `ema`, `model`, or `auto`: the average if the checkpoint contains one.
-    """
-    device = current_device()
-    _, plan = _planned(task, config, 1)
-    compute_as_planned(task, plan)  # before parameters have memory
-    base = StreamedBase(task, plan.base, device, _lowered(plan)) if plan.base is not None else None
-    host = base.parameters if base is not None else set()
-    load_frozen_alone(task, device, plan, config)
-    stored = CheckpointWeights(checkpoint, config, task, weights)
-    state: dict[str, torch.Tensor] = {}
-    for name in task.trainable:
-        module = task.get_submodule(name)
-        tied = tied_names(module)
-        give_memory(module, device, host)
-        tie(module, tied)
-        own = state_of(module, name, tied)
-        # Fills tables that checkpoints do not contain.
-        initialise(module, name, Randomness(config.run.seed), spared={*own, *scale_names(module, name)})
-        state |= own
-    fill_state(stored, state, {name: task.get_submodule(name) for name in task.trainable})
-    _round_base_weights(task, config)
-    if base is not None:
-        base.begin()
-    task.eval()
-
-
-def load_sharded(
-    task: TaskModule, config: RunConfig, checkpoint: OpenedCheckpoint, weights: Weights
-) -> Engine:
-    """Loads a checkpoint's weights into the task of a stored run, sharded over all ranks by the run's engine.
-
-    A collective call.
-
-    Args:
-        task: made by `task_of`.
-        config: of the run.
-        checkpoint: whose weights are loaded.
-        weights: `ema`, `model`, or `auto`: the average if the checkpoint contains one.
-    """
-    check_plugins(config)
-    engine, plan = _planned(task, config, Ranks.current().count)
-    _cast_parameters(task, plan)
+    if (ranks := Ranks.current().count) > 1:
+        check_plugins(config)
+    if config.train.base_dtype is not None:  # weights below adapters have the dtype of the others here
+        cast_frozen(task, torch.float32)
+    build_frozen(task)
+    own: Engine = config.registry.build("engine", config.engine)
+    plan = own.plan(task, ranks, 0, purpose="sample")
+    engine = own if ranks > 1 else OneProcess()
+    cast_parameters(task, plan)  # before they have memory
     load_frozen_of(task, engine, plan, config)
     stored = CheckpointWeights(checkpoint, config, task, weights)
     engine.prepare(task, plan, None, Randomness(config.run.seed), stored)
-    _round_base_weights(task, config)
     task.eval()
     return engine
-
-
-def _planned(task: TaskModule, config: RunConfig, ranks: int) -> tuple[Engine, EnginePlan]:
-    """The run's engine, and its plan for a task with empty frozen components. Weights below adapters get the
-    dtype of the others, different from training, before parameters have memory."""
-    if config.train.base_dtype is not None:
-        cast_frozen(task, torch.float32)
-    build_frozen(task)
-    engine: Engine = config.registry.build("engine", config.engine)
-    return engine, engine.plan(task, ranks, 0, purpose="sample")
-
-
-def _round_base_weights(task: TaskModule, config: RunConfig) -> None:
-    """Rounds weights below adapters to the values used in training."""
-    if config.train.base_dtype is not None:
-        quantise_frozen_values(task, torch.bfloat16)
 
 
 def _lowered(plan: EnginePlan) -> torch.dtype | None:
@@ -301,7 +254,7 @@ def _lowered(plan: EnginePlan) -> torch.dtype | None:
     return torch_dtype(plan.compute_dtype) if plan.compute_dtype not in (None, "fp32") else None
 
 
-def _cast_parameters(task: TaskModule, plan: EnginePlan) -> None:
+def cast_parameters(task: TaskModule, plan: EnginePlan) -> None:
     """Casts the parameters that the engine would cast; ignored modules and buffers keep their dtype."""
     if (dtype := _lowered(plan)) is None:
         return
@@ -316,10 +269,3 @@ def stored_weights(checkpoint: OpenedCheckpoint, weights: Weights) -> Literal["m
     if weights == "auto":
         return "ema" if "ema" in checkpoint.parts else "model"
     return weights
-
-
-def compute_as_planned(task: TaskModule, plan: EnginePlan) -> None:
-    """Casts parameters and inputs of a task that is not sharded to the plan's `compute_dtype`, as its engine
-    does; tables and timesteps keep their precision."""
-    _cast_parameters(task, plan)
-    cast_as_planned(task, plan)

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from mm_core.config.sections import InitFromSection, RunConfig
-from mm_core.contracts import Engine, EnginePlan, FrozenPlan, SelfLoading, Streamed, TaskModule, WeightPlan
+from mm_core.contracts import (
+    EnginePlan,
+    FrozenPlan,
+    InitialWeights,
+    SelfLoading,
+    Streamed,
+    TaskModule,
+    WeightPlan,
+)
 from mm_core.device import current_device
 from mm_core.errors import ContractError
 from mm_core.loading.left_out import ExternalWeights
@@ -51,7 +59,15 @@ class FrozenFiles:
         return WeightMatch(wanted, state, {name: component}, formats, hint)
 
 
-def load_frozen_of(task: TaskModule, engine: Engine, plan: EnginePlan, config: RunConfig) -> None:
+class FrozenPlacer(Protocol):
+    """The parts of an engine that load frozen components."""
+
+    device: torch.device
+
+    def place_frozen(self, task: TaskModule, plan: EnginePlan, weights: InitialWeights) -> None: ...
+
+
+def load_frozen_of(task: TaskModule, engine: FrozenPlacer, plan: EnginePlan, config: RunConfig) -> None:
     """Loads the weights of a run's frozen components, placed by its engine. Call it on all ranks.
 
     Args:
@@ -63,23 +79,6 @@ def load_frozen_of(task: TaskModule, engine: Engine, plan: EnginePlan, config: R
     streamed = _prepared(task, engine.device)
     files = FrozenFiles(streamed, config.registry)
     engine.place_frozen(task, plan, files)
-
-
-def load_frozen_alone(task: TaskModule, device: torch.device, plan: EnginePlan, config: RunConfig) -> None:
-    """Loads the weights of a run's frozen components in a single process, unsharded.
-
-    Args:
-        task: the run's task.
-        device: where the components compute.
-        plan: an engine's plan for one rank, with the placement of components; others are replicated.
-        config: the run's config.
-    """
-    streamed = _prepared(task, device)
-    files = FrozenFiles(streamed, config.registry)
-    planned = {part.name: part for part in plan.frozen}
-    for name, component in streamed.items():
-        if any(True for _ in component.parameters()):
-            place(component, planned.get(name, FrozenPlan(name, "replicated", (), 0, 0, 0)), device, files)
 
 
 def load_frozen(

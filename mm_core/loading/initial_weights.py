@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from mm_core.builtin.configs.adapters import AdapterConfig
@@ -16,6 +17,7 @@ from mm_core.errors import PlanError, plural, some
 from mm_core.loading.left_out import ExternalWeights, left_out, recorded, start_at, starts_of
 from mm_core.loading.matching import WeightMatch
 from mm_core.modules.adapter_layers import adapter_of, base_name
+from mm_core.modules.casting import quantise_frozen_values
 from mm_core.modules.tying import trained_state
 from mm_core.runtime.ranks import Ranks
 from mm_core.weights.adapters.inject import AdapterWeights
@@ -60,8 +62,8 @@ class ResumedWeights:
 class CheckpointWeights:
     """The weights of a checkpoint, or their average, for a task that is not trained further.
 
-    Weights that the checkpoint does not store are read from their original files. Satisfies `WeightPlan`;
-    create it on all ranks together.
+    Weights that the checkpoint does not store are read from their original files; those below adapters get
+    the values that training had. Satisfies `WeightPlan`; create it on all ranks together.
 
     Args:
         checkpoint: the run's checkpoint.
@@ -77,7 +79,8 @@ class CheckpointWeights:
         task: TaskModule,
         weights: Literal["auto", "model", "ema"] = "auto",
     ) -> None:
-        self._checkpoint, self._weights = checkpoint, weights
+        self._checkpoint, self._weights, self._task = checkpoint, weights, task
+        self._rounds = config.train.base_dtype is not None
         state = trained_state(task)
         self._absent = recorded(checkpoint, config, task, state)
         self.names = state.keys()
@@ -90,6 +93,8 @@ class CheckpointWeights:
         if own:
             load_model_only(self._checkpoint, own, self._weights)
         self._absent.fill(state)
+        if self._rounds:
+            quantise_frozen_values(self._task, state, torch.bfloat16)
 
 
 class FileWeights:

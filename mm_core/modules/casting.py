@@ -9,13 +9,14 @@ from __future__ import annotations
 import inspect
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mm_core.contracts import CLIP_CONDITIONS, EnginePlan, TaskModule, torch_dtype
+from mm_core.device.torch_private import shards_mixed
 from mm_core.errors import ContractError, PlanError, first_line
 from mm_core.modules.adapter_layers import adapter_of
 from mm_core.modules.shards import local
@@ -38,22 +39,24 @@ def cast_frozen(task: TaskModule, dtype: torch.dtype) -> None:
 
     Call it on the meta device, before the engine plans.
     """
-    for parameter in _frozen_of(task):
+    for _, parameter in _frozen_of(task):
         parameter.data = parameter.data.to(dtype)
 
 
-def quantise_frozen_values(task: TaskModule, dtype: torch.dtype) -> None:
-    """Rounds a task's frozen parameters to the values of a lower dtype; their own dtype stays."""
-    for parameter in _frozen_of(task):
-        share = local(parameter)
-        share.copy_(share.to(dtype))
+def quantise_frozen_values(task: TaskModule, state: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Rounds the tensors in `state` of a task's frozen parameters to the values of a lower dtype; their own
+    dtype stays."""
+    for name, _ in _frozen_of(task):
+        if name in state:
+            share = local(state[name])
+            share.copy_(share.to(dtype))
 
 
-def _frozen_of(task: TaskModule) -> Iterator[nn.Parameter]:
+def _frozen_of(task: TaskModule) -> Iterator[tuple[str, nn.Parameter]]:
     for root in task.trainable:
-        for name, parameter in task.get_submodule(root).named_parameters():
+        for name, parameter in task.get_submodule(root).named_parameters(prefix=root):
             if not parameter.requires_grad and parameter.is_floating_point() and adapter_of(name) is None:
-                yield parameter
+                yield name, parameter
 
 
 def check_dtypes(task: TaskModule, roots: Iterable[str]) -> None:
@@ -78,20 +81,6 @@ def check_dtypes(task: TaskModule, roots: Iterable[str]) -> None:
                 f"{root} has parameters in {names}, which torch {torch.__version__} cannot shard",
                 hint="install torch 2.8 or newer",
             )
-
-
-def shards_mixed() -> bool:
-    """Whether this torch can shard modules whose frozen parameters have a dtype different from the trained.
-
-    torch 2.7 asserts one dtype for all, and no integers; later versions check the trained ones only. Nothing
-    public shows this before the first forward.
-    """
-    try:
-        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
-        return "requires_grad" in inspect.getsource(FSDPParamGroup._init_mp_dtypes)
-    except (ImportError, AttributeError, OSError):
-        return True
 
 
 def main_dtype(module: nn.Module, known: dict[torch.dtype, torch.dtype]) -> torch.dtype:

@@ -13,10 +13,10 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map
 
+from mm_core.device.torch_private import FakeTensor
 from mm_core.modules.torch_calls import Args, Function, Kwargs
 
 _OWNER = "_mm_full_tensor"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from mm_core.device.torch_private import DTensorSpec, TensorMeta
 from mm_core.modules.flat_shards import FlatShard
 
 

@@ -7,9 +7,9 @@ from contextlib import suppress
 from functools import cache
 
 import torch
-import torch._functorch.config
 from torch import nn
 
+from mm_core.device.torch_private import functorch_config
 from mm_core.errors import PluginError
 from mm_core.optim.parameter_groups import Group
 
@@ -83,7 +83,7 @@ def _optimizer_class() -> Callable[..., torch.optim.Optimizer]:
         def step(self, closure: Callable[[], float] | None = None) -> object:
             # torch 2.13 caches code compiled for a DTensor by its full shape, and reuses it on a rank whose
             # shard has a different size: it would write to memory outside the tensor.
-            with torch._functorch.config.patch(enable_autograd_cache=False):
+            with functorch_config.patch(enable_autograd_cache=False):
                 return super().step(closure)
 
     return OwnKernels

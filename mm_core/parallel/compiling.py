@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from mm_core.builtin.configs.engines import FSDP2Config
 from mm_core.contracts import TaskModule
 from mm_core.device import device_type, missing_compiler
+from mm_core.device.torch_private import FakeTensorMode, TorchDispatchMode, without_modes
 from mm_core.errors import PlanError, first_line
 from mm_core.modules.forwards import around_forward
 from mm_core.modules.patterns import match
@@ -96,11 +95,10 @@ def compile_module(module: nn.Module, path: str, mode: str, dynamic: bool) -> No
     compiled = torch.compile(module.forward, fullgraph=True, dynamic=dynamic, mode=mode)
 
     def forward(eager: Callable[..., object], *args: Any, **kwargs: Any) -> object:
-        if torch._C._len_torch_dispatch_stack():
-            _observe(eager, args, kwargs)
-        before, start = graphs(), time.monotonic()
         try:
-            with _disable_current_modes():  # else torch.compile would run this forward eagerly
+            with without_modes() as modes:  # else torch.compile would run this forward eagerly
+                _observe(modes, eager, args, kwargs)
+                before, start = graphs(), time.monotonic()
                 out = compiled(*args, **kwargs)
         except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as fault:
             raise PlanError(
@@ -116,13 +114,14 @@ def compile_module(module: nn.Module, path: str, mode: str, dynamic: bool) -> No
     around_forward(module, forward)
 
 
-def _observe(eager: Callable[..., object], args: Any, kwargs: Any) -> None:
-    """Shows the operators of a forward to the dispatch modes that are on, such as the FLOP counter, without
+def _observe(
+    modes: Iterable[TorchDispatchMode], eager: Callable[..., object], args: Any, kwargs: Any
+) -> None:
+    """Shows the operators of a forward to dispatch modes that were on, such as the FLOP counter, without
     computing numbers."""
-    with _disable_current_modes() as modes, FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        for mode in modes:
-            with mode:
-                eager(*args, **kwargs)
+    for mode in modes:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), mode:
+            eager(*args, **kwargs)
 
 
 def graphs() -> int:

@@ -12,12 +12,11 @@ from collections.abc import Iterable
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
+from mm_core.device.torch_private import divide_apart
 from mm_core.errors import PlanError
 
 _SETTING = "set_force_sum_reduction_for_comms"
-_FACTORS = "_get_gradient_divide_factors"
 
 
 def average_by_sum(device: torch.device, modules: Iterable[FSDPModule]) -> None:
@@ -28,7 +27,7 @@ def average_by_sum(device: torch.device, modules: Iterable[FSDPModule]) -> None:
         if hasattr(module, _SETTING):
             getattr(module, _SETTING)(True)
         else:
-            _divide_apart()
+            divide_apart()
 
 
 def check_replicas(device: torch.device, replicas: int) -> None:
@@ -44,14 +43,3 @@ def check_replicas(device: torch.device, replicas: int) -> None:
             accepted="auto (one shard per rank)",
             hint="set engine.sharding_size: auto; replicas on CPU need torch 2.8 or newer",
         )
-
-
-def _divide_apart() -> None:
-    original = getattr(_fsdp_collectives, _FACTORS)
-    if original.__module__ == __name__:
-        return
-
-    def divide_apart(scatter: object, reduce: object, dtype: torch.dtype, device_type: str = "") -> object:
-        return original(scatter, reduce, dtype, "mtia" if device_type == "cpu" else device_type)
-
-    setattr(_fsdp_collectives, _FACTORS, divide_apart)

@@ -21,12 +21,11 @@ _RESHARD = "engine.reshard_after_forward"
 Size = int | Literal["auto"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """The sharding layout of a task: module paths in the task, in module order.
 
     Attributes:
-        roots: trained components.
         wrapped: modules sharded as units of their own.
         recomputed: modules whose activations are recomputed in the backward.
         ignored: modules that are not sharded.
@@ -36,7 +35,6 @@ class Layout:
             brings a plan.
     """
 
-    roots: tuple[str, ...]
     wrapped: tuple[str, ...]
     recomputed: tuple[str, ...]
     ignored: tuple[str, ...]
@@ -53,8 +51,8 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class ShardedPlan(EnginePlan):
-    """The plan of an engine that shards a task by a `Layout`, whose attributes these are.
+class ShardedPlan(Layout, EnginePlan):
+    """The plan of an engine that shards a task: the layout, and what follows from it for a number of ranks.
 
     Attributes:
         context: how the tokens of a sample are spread; None where each rank has samples of its own.
@@ -64,9 +62,6 @@ class ShardedPlan(EnginePlan):
         kept: operators whose outputs recomputed modules keep.
     """
 
-    wrapped: tuple[str, ...] = ()
-    forward_prefetch: Prefetch = field(default_factory=dict)
-    backward_prefetch: Prefetch = field(default_factory=dict)
     context: ContextLayout | None = None
     compiled: tuple[str, ...] = ()
     resharded: tuple[str, ...] = ()
@@ -125,13 +120,17 @@ def decide_layout(
                 accepted=f"paths below {', '.join(trainable)}",
             )
         check_callable(task, chosen, key)
-    strict = who_wraps != _WRAP
     forward, backward, who_prefetches = _prefetched(
-        wrapped, plans.values(), strict, forward_prefetch, backward_prefetch
+        wrapped, plans.values(), who_wraps != _WRAP, forward_prefetch, backward_prefetch
     )
     decided_by = {"wrapped": who_wraps, "recomputed": who_recomputes, "prefetched": who_prefetches}
     return Layout(
-        tuple(trainable), wrapped, recomputed, ignored, forward, backward, decided_by if plans else {}
+        wrapped=wrapped,
+        recomputed=recomputed,
+        ignored=ignored,
+        forward_prefetch=forward,
+        backward_prefetch=backward,
+        decided_by=decided_by if plans else {},
     )
 
 
@@ -234,7 +233,7 @@ def resharded(task: TaskModule, layout: Layout, wanted: bool | Sequence[str]) ->
     Raises:
         PlanError: a pattern matches nothing, or a module that is not sharded as a unit.
     """
-    units = (*layout.roots, *layout.wrapped)
+    units = (*task.trainable, *layout.wrapped)
     if isinstance(wanted, bool):
         return units if wanted else ()
     found = match(list(wanted), _paths(task), _RESHARD)
@@ -268,9 +267,9 @@ def gathered_bytes(
             their backward.
         streamed: parameters that are not sharded.
     """
-    own = dict.fromkeys((*layout.roots, *layout.wrapped), 0)
+    own = dict.fromkeys((*task.trainable, *layout.wrapped), 0)
     seen = {id(parameter) for parameter in streamed}
-    for root in layout.roots:
+    for root in task.trainable:
         for name, parameter in task.get_submodule(root).named_parameters(prefix=root):
             if id(parameter) in seen or _inside(name, layout.ignored):
                 continue
@@ -278,7 +277,7 @@ def gathered_bytes(
             size = dtype.itemsize if dtype and parameter.is_floating_point() else parameter.element_size()
             own[max(_inside(name, own), key=len)] += parameter.numel() * size
     kept = {path for path in layout.wrapped if path not in resharded}
-    whole = sum(own[path] for path in (*layout.roots, *kept))
+    whole = sum(own[path] for path in (*task.trainable, *kept))
     own |= dict.fromkeys(kept, 0)
     windows = [layout.wrapped[i : i + 2] for i in range(len(layout.wrapped))]
     for prefetch in (layout.forward_prefetch, layout.backward_prefetch):
@@ -299,7 +298,7 @@ def parameter_bytes(
         streamed: parameters to leave out.
     """
     own = trained = left_alone = 0
-    for root in layout.roots:
+    for root in task.trainable:
         for name, parameter in task.get_submodule(root).named_parameters(prefix=root):
             if parameter in streamed:
                 continue

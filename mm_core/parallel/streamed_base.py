@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from mm_core.contracts import FrozenPlan, TaskModule
+from mm_core.device.torch_private import in_backward
 from mm_core.errors import PlanError
 from mm_core.modules.adapter_layers import adapter_of
 from mm_core.modules.forwards import around_forward
@@ -203,7 +204,7 @@ class StreamedBase:
         block = self._blocks[index]
 
         def streamed(forward: Callable[..., object], *args: object, **kwargs: object) -> object:
-            again = _in_backward()
+            again = in_backward()
             self._come(index)
             if torch.is_grad_enabled():
                 args, kwargs = _watched((args, kwargs), block.leave)
@@ -219,7 +220,7 @@ class StreamedBase:
 
     def _come(self, index: int) -> None:
         self._blocks[index].come(self._side)
-        near = index - 1 if _in_backward() else index + 1
+        near = index - 1 if in_backward() else index + 1
         if self._ahead and 0 <= near < len(self._paths) and _siblings(self._paths[index], self._paths[near]):
             self._blocks[near].fetch(self._side)
 
@@ -232,11 +233,6 @@ def give_memory(module: nn.Module, home: torch.device, on_host: Collection[nn.Pa
         return torch.empty_like(tensor, device="cpu" if tensor in held else home)
 
     module._apply(give)  # type: ignore[no-untyped-call]
-
-
-def _in_backward() -> bool:
-    """Whether a backward is running, so that a forward is a recomputation."""
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _siblings(one: str, other: str) -> bool:

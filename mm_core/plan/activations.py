@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mm_core.contracts import EnginePlan, SupportsSampleForward, TaskModule, torch_dtype
+from mm_core.device.torch_private import FakeTensorMode, TorchDispatchMode
 from mm_core.parallel.context.exchange import Peers
 from mm_core.parallel.context.spreading import Spreading
 from mm_core.parallel.layout import ShardedPlan

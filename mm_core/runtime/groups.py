@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from mm_core.device import (
     CPU_BACKEND,
@@ -22,6 +21,7 @@ from mm_core.device import (
     device_type,
     environment_world,
 )
+from mm_core.device.torch_private import forget_layouts
 from mm_core.errors import MMError
 
 _FOREVER = timedelta(days=3650)
@@ -117,8 +117,7 @@ def end_process_group() -> None:
     its norms would be reduced in groups that no longer exist, or in others of the same name.
     """
     dist.destroy_process_group()
-    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
-    getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
+    forget_layouts()
 
 
 def meet_at_file(file: Path, rank: int, world: int, timeout: float) -> None:

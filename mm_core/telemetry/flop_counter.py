@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from mm_core.device.torch_private import TorchDispatchMode, kernel_of
 from mm_core.runtime.ranks import gather_rows
 from mm_core.telemetry.window import Gather
 
@@ -64,8 +64,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensor = next((each for each in args if isinstance(each, Tensor)), None)
         if tensor is None:
             return False
-        key = torch._C._parse_dispatch_key(torch._C._dispatch_key_for_device(tensor.device.type))
-        return not func.has_kernel_for_dispatch_key(key)
+        return kernel_of(func.name(), tensor.device.type) != "native"
 
 
 class ForwardFlops:

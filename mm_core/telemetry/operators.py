@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mm_core.device.operators import kernel_on
+from mm_core.device.torch_private import FakeTensor, TorchDispatchMode, unset_fake_temporarily
 from mm_core.telemetry.flop_counter import formulas
 
 Signature = tuple[str, tuple[tuple[int, ...], ...], tuple[str, ...]]

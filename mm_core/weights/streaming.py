@@ -8,8 +8,8 @@ from math import prod
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from mm_core.device.torch_private import compute_local_shape_and_global_offset
 from mm_core.errors import CheckpointError
 from mm_core.weights.formats.format import StoredTensors
 from mm_core.weights.formats.key_map import Box, Copy, box_of

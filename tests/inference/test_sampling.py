@@ -24,9 +24,10 @@ from mm_core.engines import base
 from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.errors import CheckpointError, DataError, MMError
 from mm_core.inference import sample as sampling
-from mm_core.inference.sample import compute_as_planned, sample
+from mm_core.inference.sample import cast_parameters, sample
 from mm_core.loading import initial_weights
 from mm_core.loading.run_adapters import task_of
+from mm_core.modules.casting import cast_as_planned
 from mm_core.modules.initialise import initialise
 from mm_core.plan import build_task
 from mm_core.runtime.process_group import process_group
@@ -137,6 +138,12 @@ def on_accelerator(task: TextToVideo, **fields) -> EnginePlan:
     return engine.plan(task, 1, 0, purpose="sample")
 
 
+def cast_whole(task: TextToVideo, plan: EnginePlan) -> None:
+    """What the engine of one process does before weights are there."""
+    cast_parameters(task, plan)
+    cast_as_planned(task, plan)
+
+
 def test_a_lone_process_computes_in_bf16_what_the_engine_computes(run):
     """Sharded modules cast parameters and inputs, and spare the timestep: so does sampling."""
     config = load_config(run / "config.yaml", ["engine.param_dtype=bf16"])
@@ -144,7 +151,7 @@ def test_a_lone_process_computes_in_bf16_what_the_engine_computes(run):
     lone = load_task(config, run / "checkpoints/step_00000007")
     weights = {name: tensor.clone() for name, tensor in lone.predictor.named_parameters(prefix="predictor")}
     full = lone.sample(request)[0].pixels
-    compute_as_planned(lone, on_accelerator(lone, param_dtype="bf16", sharding_size=4))
+    cast_whole(lone, on_accelerator(lone, param_dtype="bf16", sharding_size=4))
     found = lone.sample(request)[0].pixels
     with process_group():
         sharded, engine = build_task(config), config.registry.build("engine", config.engine)
@@ -357,7 +364,7 @@ def test_weights_are_read_in_the_dtype_that_computes(run, monkeypatch):
     config = load_config(run / "config.yaml", ["engine.param_dtype=bf16"])
     checkpoint = run / "checkpoints/step_00000007"
     later = load_task(config, checkpoint)  # a CPU computes in float32: cast afterwards
-    compute_as_planned(later, on_accelerator(later, param_dtype="bf16"))
+    cast_whole(later, on_accelerator(later, param_dtype="bf16"))
     monkeypatch.setattr(base, "current_device", lambda: torch.device("cuda"))
     read = {}
 

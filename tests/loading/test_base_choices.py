@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mm_core.contracts import EnginePlan
+from mm_core.device.torch_private import shards_mixed
 from mm_core.engines.fsdp2 import FSDP2Engine
-from mm_core.modules.casting import shards_mixed
 from mm_core.plan import base_choices, table_of
 from support import runs
 

@@ -13,9 +13,9 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from mm_core.checkpoint.opened import OpenedCheckpoint
+from mm_core.device.torch_private import shards_mixed
 from mm_core.loading.checkpoint_source import CheckpointSource
 from mm_core.modules.adapter_layers import adapter_of
-from mm_core.modules.casting import shards_mixed
 from support.logs import log_of
 
 pytestmark = pytest.mark.slow

@@ -12,9 +12,9 @@ from mm_custom_dit.model import CustomDiT
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from mm_core.device.torch_private import shards_mixed
 from mm_core.loading.checkpoint_source import CheckpointSource
 from mm_core.modules.adapter_layers import adapter_of
-from mm_core.modules.casting import shards_mixed
 from mm_core.modules.quantised import rounded
 from support.logs import log_of
 
@@ -157,6 +157,15 @@ def test_samples_and_merged_weights_have_the_values_of_the_base(options, run, ba
         assert done.code == 0, done.err
         clips.append(out)
     assert same_clips(clips[0], clips[1]) and same_clips(clips[0], clips[2])
+
+
+def test_a_streamed_base_in_bf16_is_sampled_alone_and_by_two_ranks(run, tmp_path, mm, same_clips):
+    run("run", "train.base_dtype=bf16", steps=2)
+    for name, options in (("one", ()), ("streamed", STREAM), ("two", (*STREAM, "--nproc", 2))):
+        words = ("--prompt", "a circle", "--steps", 2, "--out", tmp_path / name, *options)
+        done = mm("sample", "--run", tmp_path / "run", *words)
+        assert done.code == 0, done.err
+        assert same_clips(tmp_path / "one", tmp_path / name)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "nf4"])

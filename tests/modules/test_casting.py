@@ -63,7 +63,8 @@ def test_frozen_weights_are_rounded_where_they_lie_and_trained_ones_are_left():
 
     task = Task()
     before = {name: tensor.clone() for name, tensor in task.predictor.state_dict().items()}
-    quantise_frozen_values(task, torch.bfloat16)
+    state = {f"predictor.{name}": tensor for name, tensor in task.predictor.state_dict().items()}
+    quantise_frozen_values(task, state, torch.bfloat16)
     assert torch.equal(task.predictor.weight, before["weight"].bfloat16().float())
     assert not torch.equal(task.predictor.weight, before["weight"])
     assert torch.equal(task.predictor.bias, before["bias"])

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from mm_core.device.torch_private import shards_mixed
 from mm_core.modules import quantised
-from mm_core.modules.casting import shards_mixed
 from mm_core.modules.quantised import QuantisedLinear, shard_codes
 from mm_core.runtime.groups import device_mesh
 from mm_core.runtime.process_group import process_group

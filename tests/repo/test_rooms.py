@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -223,6 +224,20 @@ def test_torch_distributed_is_called_by_the_rooms_of_ranks_engines_and_layouts_a
         if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("dist.", "torch.distributed."))
     ]
     assert found == []
+
+
+PRIVATE_OF_TORCH = re.compile(
+    r"torch\._(C|subclasses|functorch)\b|_python_dispatch|fsdp\._fully_shard|tensor\._(utils|dtensor_spec)"
+)
+
+
+def test_one_module_alone_uses_what_torch_keeps_private() -> None:
+    """It has a test of each name, so that a new torch shows by name what it changed."""
+    files = [
+        f for top in ("mm_core", "plugins", "examples", "benchmarks") for f in (ROOT / top).rglob("*.py")
+    ]
+    users = [f for f in files if "tests" not in f.parts and PRIVATE_OF_TORCH.search(f.read_text("utf-8"))]
+    assert users == [PACKAGE / "device/torch_private.py"]
 
 
 DATA_ROOMS = ("data", "training", "evaluation", "inference", "telemetry", "tasks")

@@ -14,7 +14,7 @@ from mm_core.checkpoint.store import CheckpointStore
 from mm_core.config.load import load_config
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import TaskModule
-from mm_core.inference.sample import load_alone
+from mm_core.inference.sample import load_as_rank
 from mm_core.interchange.export_plan import own_state
 from mm_core.interchange.import_weights import import_weights
 from mm_core.loading.run_adapters import task_of
@@ -91,7 +91,7 @@ def load_task(config: RunConfig, checkpoint: Path, weights: Weights = "auto") ->
     """The complete task of a run with the weights of a checkpoint, on this process's device."""
     opened = open_checkpoint(checkpoint)
     task = task_of(config, opened)
-    load_alone(task, config, opened, weights)
+    load_as_rank(task, config, opened, weights)
     return task
 
 

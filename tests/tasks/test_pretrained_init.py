@@ -15,8 +15,8 @@ from torch import nn
 
 from mm_core.builtin.configs.pretrained import PretrainedConfig
 from mm_core.contracts import Randomness, empty_parameters
+from mm_core.device.torch_private import shards_mixed
 from mm_core.errors import ContractError
-from mm_core.modules.casting import shards_mixed
 from mm_core.modules.initialise import initialise
 from mm_core.modules.tying import tie, tied_names
 from mm_core.tasks.pretrained.initial import initialiser

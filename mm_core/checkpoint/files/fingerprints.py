@@ -13,8 +13,8 @@ from functools import cache, reduce
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from mm_core.device.torch_private import is_traceable_wrapper_subclass
 from mm_core.errors import CheckpointError
 from mm_core.modules.flat_shards import FlatShard
 from mm_core.modules.shards import local

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
-from torch.utils._python_dispatch import _disable_current_modes
 
 from mm_core.contracts import IGNORED_LABEL
+from mm_core.device.torch_private import DisableTorchFunctionSubclass, without_modes
 from mm_core.errors import ContractError
 from mm_core.modules.torch_calls import Args, Function, Kwargs
 
@@ -96,7 +96,7 @@ class DeferredLogits(Tensor):
             if made is not None:
                 return made
         if func in _METADATA or getattr(func, "__name__", "") == "__get__":  # reads shape, dtype or device
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **given)
         raise ContractError(
             f"the model applies `{getattr(func, '__name__', func)}` to its logits before the loss, which "
@@ -283,7 +283,7 @@ class _Head:
             slope = exponentials.div_(sums)
             slope.scatter_add_(1, labels, slope.new_full(labels.shape, -1.0))
             slope.mul_(weights.where(known, 0)[:, None])
-            with _disable_current_modes():  # FLOP counters already count these products as the backward
+            with without_modes():  # FLOP counters already count these products as the backward
                 self._add(part, back(slope).to(self.weight.dtype))
         return (sums.log() + most - of_label)[:, 0].where(known, 0)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mm_core.contracts import IGNORED_LABEL
+from mm_core.device.torch_private import DisableTorchFunctionSubclass
 from mm_core.errors import ContractError
 from mm_core.modules.torch_calls import Args, Function, Kwargs
 from mm_core.tasks.pretrained.chunked_loss import DeferredLogits, chunked_cross_entropy
@@ -126,7 +127,7 @@ class FollowedLabels(Tensor):
         followed = next((a for a in (*args, *given.values()) if isinstance(a, FollowedLabels)), None)
         if func in _LOSSES and followed is not None:
             return followed.record.of_model(func, args, given)
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             if func is Tensor.to and followed is not None and followed.is_floating_point():
                 # The engine casts a forward's inputs to a lower precision; 998.7 would become 1000.
                 args = (followed, *(a for a in args[1:] if not isinstance(a, torch.dtype)))

@@ -7,11 +7,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
 from torch.nn import Parameter
 
 from mm_core.config.sections import RunConfig
@@ -28,6 +23,11 @@ from mm_core.contracts import (
 )
 from mm_core.contracts.bases.task_module import loss_of
 from mm_core.data.loading.seeding import build_split
+from mm_core.device.torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from mm_core.errors import MMError
 from mm_core.loading.run_adapters import task_of
 from mm_core.modules.casting import cast_as_planned

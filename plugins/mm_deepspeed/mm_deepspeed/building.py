@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from mm_core.contracts import EnginePlan, TaskModule
 from mm_core.errors import PlanError
@@ -74,15 +73,7 @@ def split_rows(trained: Mapping[str, nn.Module], tied: Tied) -> None:
                 if parameter is None or isinstance(parameter, DTensor):
                     continue
                 how = [Shard(0) if parameter.dim() else Replicate()]
-                shape, _ = compute_local_shape_and_global_offset(parameter.shape, mesh, how)
-                rows = DTensor.from_local(
-                    torch.empty(shape, dtype=parameter.dtype, device="meta"),
-                    mesh,
-                    how,
-                    run_check=False,
-                    shape=parameter.shape,
-                    stride=parameter.stride(),
-                )
+                rows = distribute_tensor(parameter.detach(), mesh, how, src_data_rank=None)
                 owner._parameters[key] = nn.Parameter(rows, parameter.requires_grad)
         tie(module, tied[path])
 

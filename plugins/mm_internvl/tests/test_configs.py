@@ -22,9 +22,9 @@ from transformers import InternVLForConditionalGeneration
 import mm_core
 from mm_core.cli.main import COMMANDS, main
 from mm_core.config.load import load_config
+from mm_core.device.torch_private import shards_mixed
 from mm_core.errors import ConfigError
 from mm_core.interchange.export import export
-from mm_core.modules.casting import shards_mixed
 from mm_core.plan import build_task, make_plan
 from mm_core.weights import Transformers
 

@@ -16,7 +16,7 @@ from wan_ranks import BLOCKS
 from mm_core.contracts import Randomness, SampleKey, VideoTextBatch
 from mm_core.contracts.engine import _DTYPES
 from mm_core.engines.fsdp2 import FSDP2Engine
-from mm_core.loading.frozen import load_frozen_alone
+from mm_core.loading.frozen import load_frozen_of
 from mm_core.loading.initial_weights import FileWeights
 from mm_core.plan import build_frozen, build_task
 from mm_core.runtime.groups import start_process_group
@@ -44,7 +44,7 @@ def main() -> None:
     config = config_at(place, Path(folder), variant)
     task = build_task(config)
     build_frozen(task)
-    load_frozen_alone(task, torch.device("cpu"), FSDP2Engine().plan(task, 1, 0), config)
+    load_frozen_of(task, FSDP2Engine(), FSDP2Engine().plan(task, 1, 0), config)
     pair = variant.endswith("high_low")
     blocks = ("predictor.{*}.blocks.{*}",) if pair else BLOCKS
     wrapped = (*blocks, "predictor.{*}") if pair else blocks

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from mm_core.builtin.configs.adapters import AdapterConfig
 from mm_core.builtin.configs.engines import BaseConfig
 from mm_core.contracts import Loss, PredictorInputs, Randomness, torch_dtype
+from mm_core.device.torch_private import shards_mixed
 from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.loading.initial_weights import FileWeights
-from mm_core.modules.casting import shards_mixed
 from mm_core.modules.shards import local
 from mm_core.plan import build_task
 from mm_core.runtime.process_group import process_group

@@ -24,8 +24,8 @@ from wan_variants import forward_flops
 
 from mm_core.cli.main import COMMANDS
 from mm_core.config.load import load_config
+from mm_core.device.torch_private import shards_mixed
 from mm_core.interchange.export import export
-from mm_core.modules.casting import shards_mixed
 from mm_core.plan import build_task, make_plan
 
 CONFIGS = sorted((ROOT / "plugins/mm_wan/mm_wan/configs").glob("*.yaml"))

@@ -13,7 +13,7 @@ from mm_wan.testing import make_tiny_checkpoint
 from wan_configs import environment
 
 from mm_core.config.load import load_config
-from mm_core.modules.casting import shards_mixed
+from mm_core.device.torch_private import shards_mixed
 from mm_core.plan import make_plan
 from support import pages as page
 from support import warm

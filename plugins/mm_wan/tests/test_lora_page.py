@@ -13,7 +13,7 @@ from safetensors import safe_open
 from wan_configs import environment
 
 from mm_core.config.load import load_config
-from mm_core.modules.casting import shards_mixed
+from mm_core.device.torch_private import shards_mixed
 from mm_core.plan import base_choices, build_task
 from support import pages, warm
 from support.scripts import script

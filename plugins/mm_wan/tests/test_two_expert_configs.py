@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 
 import mm_core
 from mm_core.contracts import Randomness
+from mm_core.device.torch_private import shards_mixed
 from mm_core.interchange.export import export
-from mm_core.modules.casting import shards_mixed
 from mm_core.plan import build_task, make_plan
 
 FULL = {

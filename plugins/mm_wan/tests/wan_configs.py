@@ -7,7 +7,7 @@ from pathlib import Path
 
 import mm_core
 from mm_core.config.load import load_config
-from mm_core.modules.casting import shards_mixed
+from mm_core.device.torch_private import shards_mixed
 from support import warm
 from support.scripts import script
 
