@@ -40,6 +40,21 @@ Protocols are in `mm_core.contracts`; their docstrings state shapes and units.
 """
 
 _TAIL = """
+## A new kind
+
+A kind of component that mm_core lacks opens five of its files:
+
+| file | what it gets |
+|---|---|
+| `mm_core/contracts/<subject>.py` | the protocol |
+| `mm_core/contracts/__init__.py` | its name |
+| `mm_core/plugin/hookspecs.py` | the hook, under the kind's record: contract, checks, the example's run |
+| `mm_core/plugin/scaffold/templates/kinds/<kind>.py.txt` | the example of `mm plugins new` |
+| `mm_core/testing/<subject>.py` | its conformance checks, a `Kit` |
+
+`make pages` writes its pages and their place in the navigation. What the checks find is tested in
+`tests/testing` (`examined.toml`) and `tests/mutants`.
+
 ## Where to go next
 
 - [Plugins](plugins.md): package components, or keep them in one file.

@@ -1,5 +1,7 @@
 """Writes docs/kinds: a page for each kind of component, from its contract, template and conformance checks.
 
+The pages' place in the navigation, in mkdocs.yml, is written too.
+
 python docs/generate_kinds.py            writes the pages
 python docs/generate_kinds.py --check    exits 1 when a page is not what would be written
 """
@@ -19,34 +21,16 @@ from typing import Any
 from generated_page import main
 
 from mm_core.plugin import KINDS, hookspecs
-from mm_core.plugin.checks.contract import CONTRACTS, Contract, Member, members_of
-from mm_core.plugin.scaffold.kinds import TEMPLATES
+from mm_core.plugin.checks.contract import Member, members_of
+from mm_core.plugin.hookspecs import COMPONENT_KINDS
+from mm_core.plugin.kinds import Contract
 from mm_core.plugin.scaffold.new_plugin import config_of, template_of
 from mm_core.testing.common import CHECKS
 from mm_core.testing.kit import kit_of
 
 FOLDER = Path(__file__).with_name("kinds")
+NAVIGATION = FOLDER.parents[1] / "mkdocs.yml"
 PACKAGE = "my_plugin"
-
-_MORE = {
-    "predictor": "[Write a DiT](../writing-a-dit.md): a predictor, step by step.",
-    "task": "[Write a task](../writing-a-task.md): a task and a dataset, step by step.",
-    "dataset": "[Data](../data.md): datasets, loading, sampling.",
-    "video_reader": "[Data](../data.md): datasets, loading, sampling.",
-    "transform": "[Data](../data.md#transforms): what the shipped one does.",
-    "autoencoder": "[Wan](../wan.md): how a published autoencoder is used.",
-    "text_encoder": "[Write a DiT](../writing-a-dit.md#conditions): conditions of a predictor.",
-    "image_encoder": "[Image to video](../data.md#image-to-video): where images come from.",
-    "scheduler": "[Sampling](../sampling.md): solvers, steps, guidance.",
-    "engine": "[The engine](../engine.md): what the shipped one does.",
-    "optimizer": "[Optimizers, schedules, EMA](../optimizers.md): the shipped ones.",
-    "lr_schedule": "[Optimizers, schedules, EMA](../optimizers.md): the shipped ones.",
-    "tracker": "[Trackers](../trackers.md): the shipped ones.",
-    "callback": "[Steering a run](../steering.md): events of a run.",
-    "metric": "[Validation](../validation.md#metrics): metrics of held-out samples.",
-    "weight_format": "[Weights in and out](../weights.md): import and export.",
-}
-"""Kind -> the page that its users read."""
 
 
 def title_of(kind: str) -> str:
@@ -57,15 +41,16 @@ def title_of(kind: str) -> str:
 
 def render(kind: str) -> str:
     """The page of a kind as Markdown."""
-    contract = CONTRACTS[kind]
+    contract = COMPONENT_KINDS[kind]
     hook, protocol = KINDS[kind], _load(contract.protocol)
+    called, _, more = _doc(getattr(hookspecs, hook)).rpartition("\n\nSee ")
     parts = [
         f"# {title_of(kind)}",
         "<!-- Made by docs/generate_kinds.py from contract, template and checks: do not edit. -->",
         _prose(protocol) or f"It is a `{contract.protocol.replace(':', '.')}`.",
         f"```bash\nmm plugins new my-plugin --kind {kind}\n```",
         f"writes the example below, with a config, a test and a package around it. The hook is `{hook}`:",
-        _doc(getattr(hookspecs, hook)),
+        called,
         "## What it must have",
         f"The contract is [`{contract.protocol.replace(':', '.')}`]({_reference(contract)}).",
         "\n".join(_members(contract, protocol)),
@@ -74,13 +59,13 @@ def render(kind: str) -> str:
         f"`{PACKAGE}/{kind}.py`:",
         "```python\n" + Template(template_of(kind)).substitute(package=PACKAGE) + "```",
         f"`{PACKAGE}/configs/{kind}.yaml`, a run with it:",
-        "```yaml\n" + config_of(kind, PACKAGE, (kind,)) + "```",
+        "```yaml\n" + config_of(kind, PACKAGE, {kind: contract}) + "```",
         "## What its tests check",
         f"```bash\nmm plugins test my-plugin --kind {kind}\n```",
         "\n".join(_wrapped(_tested(kind))),
         "\n".join(_checks(kind)),
         "## Where to go next",
-        f"- {_MORE[kind]}\n- [Plugins](../plugins.md): package components, and test them.",
+        f"- {more.replace('](', '](../')}\n- [Plugins](../plugins.md): package components, and test them.",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -152,7 +137,7 @@ def _sentence(text: str) -> str:
 
 
 def _tested(kind: str) -> str:
-    tiny = ", ".join(f"{name}: {value}" for name, value in TEMPLATES[kind].tiny.items())
+    tiny = ", ".join(f"{name}: {value}" for name, value in COMPONENT_KINDS[kind].tiny.items())
     small = f", here with `tiny` `{{{tiny}}}`" if tiny else ""
     count = f"The first {len(CHECKS)} are those of every kind."
     return f"builds a small instance{small}, and runs these checks. {count}"
@@ -176,8 +161,10 @@ def _load(path: str) -> Any:
 
 
 def pages() -> dict[Path, str]:
-    """Every page of a kind, by its file."""
-    return {FOLDER / f"{kind}.md": render(kind) for kind in KINDS}
+    """Every page of a kind, and the site's navigation with them, by their files."""
+    entries = "".join(f"          - {title_of(kind)}: kinds/{kind}.md\n" for kind in KINDS)
+    navigation = re.sub(r"(?: +- .+: kinds/.+\n)+", entries, NAVIGATION.read_text(encoding="utf-8"))
+    return {NAVIGATION: navigation} | {FOLDER / f"{kind}.md": render(kind) for kind in KINDS}
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def main(render: Callable[[], Mapping[Path, str]], script: str, doc: str, made: 
     there = {page: page.read_text(encoding="utf-8") for page in {*wanted, *made} if page.is_file()}
     stale = sorted(page for page in {*wanted, *there} if wanted.get(page) != there.get(page))
     if check:
-        names = ", ".join(page.relative_to(DOCS).as_posix() for page in stale)
+        names = ", ".join(page.relative_to(DOCS.parent).as_posix() for page in stale)
         if stale:
             print(f"{names}: out of date: run python docs/{script}", file=sys.stderr)
         return int(bool(stale))

@@ -90,7 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"\nsampled {len(clips)} captions with combinations not in the training data, in {seconds:.1f} s\n")
     print(judged.table())
     print(f"\n  samples      {run / 'samples'} (overview: {sheet})")
-    print(f"  loss curve   {run / 'loss.png'}")
+    if (run / "loss.png").exists():  # drawn with the extra `plots`
+        print(f"  loss curve   {run / 'loss.png'}")
     print(f"  checkpoints  {run / 'checkpoints'}")
     command = os.path.relpath(Path(sys.executable).parent / "mm")
     print(f"  sample more  {command} sample --run {run} --prompt 'a red circle moves left'\n")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mm_core.cli.options import print_json, print_table
 from mm_core.errors import plural
-from mm_core.plugin.hookspecs import KINDS
+from mm_core.plugin.hookspecs import COMPONENT_KINDS, KINDS
 from mm_core.plugin.records import PluginRecord, Registered
 from mm_core.plugin.registry import Registry, is_strict, survey
 
@@ -233,13 +233,13 @@ def _new(name: str, kinds: Sequence[str] | None, library_class: str | None) -> i
 
     from mm_core.plugin.scaffold.new_plugin import new_plugin
 
+    wanted = ("predictor", *(kinds or ())) if library_class else kinds or ("predictor",)
+    records = {kind: COMPONENT_KINDS[kind] for kind in wanted}
     if library_class is not None:
         from mm_core.plugin.scaffold.diffusers_frame import frame
 
-        wrapped = frame(library_class, name.replace("-", "_"))
-        made = new_plugin(name, ("predictor", *(kinds or ())), survey(), Path(), *wrapped)
-    else:
-        made = new_plugin(name, kinds or ("predictor",), survey(), Path())
+        records["predictor"] = frame(library_class)
+    made = new_plugin(name, records, survey(), Path())
     config = next(path for path in made if path.suffix == ".yaml").relative_to(name)
     print(f"{name}: {plural(len(made), 'file')}")
     for path in made:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache, partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_type_hints
 
+from mm_core.plugin.hookspecs import COMPONENT_KINDS
 from mm_core.schema.describe import parameter_docs
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
-
-LEADING: Mapping[str, int] = MappingProxyType({"optimizer": 1, "lr_schedule": 2, "tracker": 1})
-"""How many arguments the core passes by position before the fields (see hookspecs)."""
 
 
 def signature_config(target: Callable[..., object], kind: str) -> type[DataclassInstance]:
@@ -28,7 +25,7 @@ def signature_config(target: Callable[..., object], kind: str) -> type[Dataclass
         TypeError: a parameter that cannot be passed by keyword.
         ValueError: the target has no signature, or one of its parameters no field's name.
     """
-    return _from_signature(target, LEADING.get(kind, 0))
+    return _from_signature(target, COMPONENT_KINDS[kind].leading)
 
 
 @cache

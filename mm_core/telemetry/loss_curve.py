@@ -7,11 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mm_core.files import replacing
+from mm_core.telemetry.extras import package
 from mm_core.telemetry.trackers.local import read_metrics
 
 
 def write_loss_curve(run_dir: Path) -> Path:
-    """Draws the loss curve of a run, `<run_dir>/loss.png`, from `metrics.jsonl`: losses and running mean."""
+    """Draws the loss curve of a run, `<run_dir>/loss.png`, from `metrics.jsonl`: losses and running mean.
+
+    Raises:
+        MMError: matplotlib is not installed.
+    """
+    package("matplotlib", "plots")
     # Imported here, so that runs without a loss curve do not wait for it. pyplot is not used: it would
     # choose a window system and keep every figure in memory.
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -12,7 +12,7 @@ from pathlib import Path
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import Bins, Clip, Ending, Loss
 from mm_core.device import peak_flops, peak_memory_bytes
-from mm_core.errors import ConfigError, plural
+from mm_core.errors import ConfigError, MMError, plural
 from mm_core.files import replace_text
 from mm_core.runtime.ranks import Ranks
 from mm_core.telemetry.flop_counter import ForwardFlops
@@ -165,7 +165,10 @@ class RunReporter:
 
     def _draw(self) -> None:
         if self.leads and (self.run_dir / "metrics.jsonl").exists():
-            write_loss_curve(self.run_dir)
+            try:
+                write_loss_curve(self.run_dir)
+            except MMError as fault:
+                _logger.warning("loss.png is left out: %s", fault)
 
 
 def write_telemetry(run_dir: Path, bins: Bins | None) -> None:

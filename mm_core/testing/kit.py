@@ -25,6 +25,7 @@ from mm_core.errors import ContractError, MMError, PluginError, did_you_mean, fi
 from mm_core.plugin.authors import author_line
 from mm_core.plugin.checks.locate import source_file
 from mm_core.plugin.checks.places import place_of
+from mm_core.plugin.hookspecs import COMPONENT_KINDS
 from mm_core.plugin.records import Registered, one_line
 from mm_core.plugin.registry import Registry
 from mm_core.schema.checking import check_component
@@ -32,28 +33,6 @@ from mm_core.schema.fields import ComponentConfig
 
 Status = Literal["passed", "failed", "expected", "not applicable"]
 """`expected`: the check failed as the component's `expected_failures` declare."""
-
-KITS: Mapping[str, str] = MappingProxyType(
-    {
-        "predictor": "mm_core.testing.predictors.checks:KIT",
-        "autoencoder": "mm_core.testing.frozen.autoencoders:KIT",
-        "text_encoder": "mm_core.testing.frozen.encoders:TEXT",
-        "image_encoder": "mm_core.testing.frozen.encoders:IMAGE",
-        "scheduler": "mm_core.testing.schedulers:KIT",
-        "dataset": "mm_core.testing.data.datasets:KIT",
-        "video_reader": "mm_core.testing.data.video_readers:KIT",
-        "transform": "mm_core.testing.data.transforms:KIT",
-        "metric": "mm_core.testing.small_kinds:METRIC",
-        "tracker": "mm_core.testing.small_kinds:TRACKER",
-        "callback": "mm_core.testing.small_kinds:CALLBACK",
-        "weight_format": "mm_core.testing.outputs.weight_formats:KIT",
-        "task": "mm_core.testing.training.tasks.checks:KIT",
-        "optimizer": "mm_core.testing.training.optimizers:KIT",
-        "engine": "mm_core.testing.training.engines.checks:KIT",
-        "lr_schedule": "mm_core.testing.small_kinds:LR_SCHEDULE",
-    }
-)
-"""Kind of component -> `module:NAME` of its Kit, imported when components of the kind are tested."""
 
 _COMMON = "mm_core.testing.common:CHECKS"
 """The checks of every kind."""
@@ -394,5 +373,5 @@ def sentence_of(error: BaseException, place: str | None = None) -> str:
 
 def kit_of(kind: str) -> Kit:
     """The conformance checks of a kind of component."""
-    kit: Kit = resolve_name(KITS[kind])
+    kit: Kit = resolve_name(COMPONENT_KINDS[kind].kit)
     return kit

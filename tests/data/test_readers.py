@@ -118,7 +118,13 @@ def test_rotation_of_the_display_matrix_is_applied(tmp_path: Path, encode) -> No
     file.write_bytes(data)
     info = PyAVReader().probe(file)
     assert (info.width, info.height) == (32, 64)
-    for reader in (PyAVReader(), DecordReader()):
+    import decord
+
+    readers = [PyAVReader(), DecordReader()]
+    if decord.__version__ != "0.6.0":  # decord2, on aarch64
+        with pytest.raises(DataError, match="decord cannot read the video"):
+            readers.pop().read(file, [0.0])
+    for reader in readers:
         turned = reader.read(file, [0.0])
         assert torch.equal(turned[0], torch.rot90(upright[0], -1, (0, 1))), "clockwise, as players do"
 

@@ -8,9 +8,9 @@ from zlib import crc32
 
 import pytest
 
-from mm_core.plugin.checks.contract import CONTRACTS, Contract, members_of, method_name
-from mm_core.plugin.hookspecs import KINDS
-from mm_core.plugin.scaffold.kinds import TEMPLATES
+from mm_core.plugin.checks.contract import members_of, method_name
+from mm_core.plugin.hookspecs import COMPONENT_KINDS, KINDS
+from mm_core.plugin.kinds import Contract
 from mm_core.plugin.scaffold.new_plugin import template_of
 from support.mutants import Mutant, findings, installed
 
@@ -27,7 +27,7 @@ IGNORED = {("optimizer", "step"): "its result is ignored"}
 
 def methods_of(kind: str) -> set[str]:
     """The methods that return something: of the contract, and of the capabilities that the template has."""
-    contract, text = CONTRACTS[kind], template_of(kind)
+    contract, text = COMPONENT_KINDS[kind], template_of(kind)
     found = set()
     for path in (contract.protocol, *contract.optional):
         for member in members_of(Contract(path)).values():
@@ -43,7 +43,7 @@ CASES = [(kind, name) for kind in KINDS for name in sorted(methods_of(kind))]
 def forgetful(kind: str, name: str) -> Mutant:
     text = template_of(kind)
     end = text[-200:]
-    added = FORGOTTEN.format(owner=TEMPLATES[kind].target, method=name)
+    added = FORGOTTEN.format(owner=COMPONENT_KINDS[kind].target, method=name)
     return Mutant(f"{name} forgets its return", kind, end, end + added, "no return")
 
 

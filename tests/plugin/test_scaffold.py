@@ -17,11 +17,10 @@ import yaml
 
 from mm_core.cli.main import main
 from mm_core.config.load import load_config
-from mm_core.plugin.hookspecs import KINDS
+from mm_core.plugin.hookspecs import COMPONENT_KINDS, KINDS
 from mm_core.plugin.registry import Registry, get_registry
-from mm_core.plugin.scaffold.kinds import TEMPLATES
 from mm_core.plugin.scaffold.new_plugin import new_plugin, template_of
-from mm_core.testing.kit import KITS, Examination
+from mm_core.testing.kit import Examination, kit_of
 from support.sites import Site, clear_cache
 
 DIFFUSERS = (
@@ -53,8 +52,8 @@ def installed(site: Site, folder: Path, name: str) -> Registry:
 
 
 def test_every_kind_has_a_template_a_kit_and_a_class() -> None:
-    assert {*TEMPLATES} == {*KINDS} == {*KITS}
-    for kind, template in TEMPLATES.items():
+    for kind, template in COMPONENT_KINDS.items():
+        assert kit_of(kind).checks, kind
         tree = ast.parse(template_of(kind).replace("$package", "a_plugin"))
         assert template.target in {node.name for node in tree.body if isinstance(node, ast.ClassDef)}, kind
         assert ast.get_docstring(tree), kind
@@ -112,7 +111,7 @@ def test_what_cannot_be_made_is_a_readable_error_and_leaves_nothing(
 
 
 def test_configs_are_valid_and_carried_by_the_wheel(here: Path, site: Site) -> None:
-    new_plugin("all-kinds", tuple(KINDS), get_registry(), here)
+    new_plugin("all-kinds", COMPONENT_KINDS, get_registry(), here)
     installed(site, here, "all-kinds")
     for kind in KINDS:
         file = here / f"all-kinds/all_kinds/configs/{kind}.yaml"
@@ -124,7 +123,7 @@ def test_configs_are_valid_and_carried_by_the_wheel(here: Path, site: Site) -> N
 
 
 def test_each_field_of_what_is_written_is_explained(here: Path, site: Site) -> None:
-    new_plugin("all-kinds", tuple(KINDS), get_registry(), here)
+    new_plugin("all-kinds", COMPONENT_KINDS, get_registry(), here)
     registry = installed(site, here, "all-kinds")
     components = [each for each in registry.components() if each.namespace == "all_kinds"]
     fields = [(each.kind, field) for each in components for field in dataclasses.fields(each.config_class())]
@@ -134,7 +133,7 @@ def test_each_field_of_what_is_written_is_explained(here: Path, site: Site) -> N
 
 @pytest.mark.slow
 def test_what_is_written_keeps_the_contract_of_every_kind(here: Path, site: Site) -> None:
-    new_plugin("all-kinds", tuple(KINDS), get_registry(), here)
+    new_plugin("all-kinds", COMPONENT_KINDS, get_registry(), here)
     registry = installed(site, here, "all-kinds")
     for registered in registry.components():
         if registered.namespace == "all_kinds":

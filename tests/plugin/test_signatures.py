@@ -10,10 +10,9 @@ import pytest
 
 import mm_core
 from mm_core.plugin.checks.inspection import inspect_plugins
-from mm_core.plugin.hookspecs import KINDS
+from mm_core.plugin.hookspecs import COMPONENT_KINDS, KINDS
 from mm_core.plugin.manager import discover, local_files
 from mm_core.plugin.registry import Registry, get_registry
-from mm_core.plugin.signatures import LEADING
 from mm_core.schema.describe import describe_nested
 from support.logs import log_of
 from support.sites import clear_cache
@@ -26,6 +25,7 @@ from mm_core import Component, hookimpl
 def target({leading}power: float = 2.0):
     return ({leading}power)
 """
+LEADING = {kind: record.leading for kind, record in COMPONENT_KINDS.items() if record.leading}
 CONFIG = """
 from dataclasses import dataclass
 
@@ -63,13 +63,13 @@ def _passed() -> dict[str, int]:
 def test_the_table_is_what_the_core_really_passes():
     passed = _passed()
     assert {"optimizer", "lr_schedule", "tracker", "dataset", "task"} <= passed.keys() <= KINDS.keys()
-    assert {kind: count for kind, count in passed.items() if count} == dict(LEADING)
+    assert {kind: count for kind, count in passed.items() if count} == LEADING
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("toys")
 def test_a_one_file_component_of_each_kind_is_checked_and_built_as_the_core_builds_it(tmp_path, kind):
-    names = [f"given_{number}" for number in range(LEADING.get(kind, 0))]
+    names = [f"given_{number}" for number in range(COMPONENT_KINDS[kind].leading)]
     source = ONE_FILE.format(hooks=HOOK.format(hook=KINDS[kind]), leading="".join(f"{n}, " for n in names))
     file = tmp_path / "mine.py"
     file.write_text(source)

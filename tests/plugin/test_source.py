@@ -12,9 +12,11 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from mm_core.cli.main import main
-from mm_core.plugin.checks.contract import CONTRACTS, members_of
+from mm_core.plugin.checks.contract import members_of
 from mm_core.plugin.checks.inspection import file_fault
 from mm_core.plugin.checks.source import PLAIN_BASES, source_faults, source_members
+from mm_core.plugin.hookspecs import COMPONENT_KINDS
+from mm_core.plugin.kinds import Contract
 from mm_core.plugin.registry import survey
 from support.sites import MODEL
 
@@ -116,8 +118,8 @@ def test_misspelt_and_half_capabilities_are_found_by_the_file(faults: Any) -> No
 
 
 def test_the_members_in_the_source_are_those_of_the_contract() -> None:
-    for kind, contract in CONTRACTS.items():
-        for each in (contract, *(type(contract)(path) for path in contract.optional)):
+    for kind, contract in COMPONENT_KINDS.items():
+        for each in (contract, *(Contract(path) for path in contract.optional)):
             read, imported = source_members(each), members_of(each)
             assert read.keys() == imported.keys(), kind
             for name, member in imported.items():
@@ -136,7 +138,7 @@ def test_no_component_that_is_installed_here_is_found_faulty_by_its_source() -> 
     [(nn.Module, "torch.nn.Module", set()), (Dataset, "torch.utils.data.Dataset", {"__getitem__"})],
 )
 def test_what_plain_bases_have_of_the_contracts_is_known(base: type, name: str, only_raise: set[str]) -> None:
-    asked = {member for each in CONTRACTS.values() for member in members_of(each)}
+    asked = {member for each in COMPONENT_KINDS.values() for member in members_of(each)}
     own = {member for cls in base.__mro__ if cls is not object for member in vars(cls)}
     assert (asked & own) - only_raise == PLAIN_BASES[name]
 

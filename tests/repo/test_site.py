@@ -16,8 +16,8 @@ from packaging.version import Version
 
 from mm_core import contracts
 from mm_core.device.kind import NEWEST_TORCH
-from mm_core.plugin.checks.contract import CONTRACTS, members_of
-from mm_core.plugin.hookspecs import KINDS
+from mm_core.plugin.checks.contract import members_of
+from mm_core.plugin.hookspecs import COMPONENT_KINDS, KINDS
 from mm_core.runtime.launch.signals import SIGNALS, STOPPED
 from mm_core.testing.kit import kit_of
 
@@ -44,7 +44,7 @@ def test_the_pages_of_kinds_are_what_their_generator_writes() -> None:
     check = [sys.executable, str(DOCS / "generate_kinds.py"), "--check"]
     result = subprocess.run(check, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    for kind, contract in CONTRACTS.items():
+    for kind, contract in COMPONENT_KINDS.items():
         page = (DOCS / f"kinds/{kind}.md").read_text(encoding="utf-8")
         named = [*members_of(contract), *kit_of(kind).checks]
         assert [name for name in named if f"`{name}" not in page] == [], kind

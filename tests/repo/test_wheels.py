@@ -11,7 +11,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from packaging.markers import Marker
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -94,14 +93,21 @@ def test_the_newest_tested_torch_is_the_same_in_every_list() -> None:
         assert f"torch: [{versions}]" in (ROOT / f".github/workflows/{name}.yml").read_text()
 
 
-def test_decord_is_asked_for_only_where_it_has_a_wheel() -> None:
-    (decord,) = [r for r in map(Requirement, CORE["dependencies"]) if r.name == "decord"]
-    assert isinstance(decord.marker, Marker)
-    linux = {"sys_platform": "linux", "platform_machine": "x86_64"}
-    assert decord.marker.evaluate(linux)
-    assert not decord.marker.evaluate({**linux, "platform_machine": "aarch64"})
-    assert not decord.marker.evaluate({"sys_platform": "darwin", "platform_machine": "arm64"})
+@pytest.mark.parametrize(
+    ("system", "machine", "wanted"),
+    [("linux", "x86_64", "decord"), ("linux", "aarch64", "decord2"), ("darwin", "arm64", None)],
+)
+def test_decord_is_asked_for_where_it_has_a_wheel(system: str, machine: str, wanted: str | None) -> None:
+    where = {"sys_platform": system, "platform_machine": machine}
+    marked = {r.name: r.marker for r in map(Requirement, CORE["dependencies"]) if r.marker is not None}
+    assert [name for name, marker in marked.items() if marker.evaluate(where)] == [wanted] * bool(wanted)
     assert "av" in {r.name for r in map(Requirement, CORE["dependencies"]) if r.marker is None}
+
+
+def test_drawing_and_tensorboard_are_extras_that_the_environment_of_developers_has() -> None:
+    extras, wanted = CORE["optional-dependencies"], {"matplotlib", "tensorboard"}
+    assert not wanted & {r.name for r in map(Requirement, CORE["dependencies"])}
+    assert {*extras["plots"], *extras["tensorboard"]} <= {*extras["dev"]}
 
 
 def test_the_version_has_one_value() -> None:

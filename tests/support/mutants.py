@@ -8,7 +8,7 @@ import tomllib
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from string import Template
@@ -17,6 +17,7 @@ import torch
 
 from mm_core.errors import MMError
 from mm_core.plugin.checks.inspection import component_faults
+from mm_core.plugin.hookspecs import COMPONENT_KINDS
 from mm_core.plugin.registry import Registry, get_registry, survey
 from mm_core.plugin.scaffold.new_plugin import new_plugin, template_of
 from mm_core.testing.kit import Examination
@@ -88,8 +89,8 @@ def installed(folder: Path, name: str, kind: str, text: str | None) -> Iterator[
         text: of its module; None: the template.
     """
     package = name.replace("-", "_")
-    filled = None if text is None else {kind: Template(text).substitute(package=package, name=name)}
-    new_plugin(name, (kind,), survey(), folder, filled)
+    filled = "" if text is None else Template(text).substitute(package=package, name=name)
+    new_plugin(name, {kind: replace(COMPONENT_KINDS[kind], text=filled)}, survey(), folder)
     info = folder / name / f"{package}-0.1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.4\nName: {name}\nVersion: 0.1.0\n")

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from mm_core.builtin.configs.trackers import MlflowConfig, WandbConfig
+from mm_core.builtin.configs.training import TensorBoardConfig
 from mm_core.contracts import Clip
 from mm_core.data.media.video_files import write_clips
 from mm_core.errors import MMError
@@ -243,17 +244,18 @@ def components(*trackers: tuple[str, object]) -> list[ComponentConfig]:
 
 
 def test_a_package_that_is_missing_is_a_readable_error_and_the_run_goes_on(run, monkeypatch):
-    for name in ("wandb", "mlflow"):
+    absent = {"wandb": WandbConfig(), "mlflow": MlflowConfig(), "tensorboard": TensorBoardConfig()}
+    for name in absent:
         monkeypatch.setitem(sys.modules, name, None)
     notes: list[str] = []
-    wanted = components(("core/wandb", WandbConfig()), ("core/mlflow", MlflowConfig()))
+    wanted = components(*((f"core/{name}", config) for name, config in absent.items()))
     trackers = open_trackers(run, wanted, 0, notes.append, get_registry())
     trackers.log(1, {"loss": 0.5})
     trackers.close("done")
     assert notes == [
         f"warning: tracker core/{name} could not start and is switched off: {name} is not installed\n"
         f"  hint: pip install 'mm-core[{name}]'"
-        for name in ("wandb", "mlflow")
+        for name in absent
     ]
     assert read_metrics(run) == [{"step": 1, "loss": 0.5}]
 

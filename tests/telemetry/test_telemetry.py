@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -287,6 +288,17 @@ def test_a_tracker_that_is_listed_twice_is_refused(tiny, overrides):
     assert str(refused.value) == (
         "log.trackers: core/tensorboard is listed twice\n  accepted: each tracker once"
     )
+
+
+def test_without_matplotlib_the_picture_is_left_out_with_one_note(tiny, overrides, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with process_group():
+        reporter: RunReporter = assemble(load_config(tiny, overrides("train.steps=4")), "never").reporter
+        reporter.log(2, {"validation/loss": 0.5})
+        reporter.close("done")
+    assert caplog.messages == [
+        "loss.png is left out: matplotlib is not installed\n  hint: pip install 'mm-core[plots]'"
+    ]
 
 
 def test_other_figures_are_lines_of_their_own(tiny, tmp_path, overrides):

@@ -16,11 +16,13 @@ import torch
 from mm_core.cli.main import main
 from mm_core.diffusion.flow_match import FlowMatch
 from mm_core.errors import PluginError
-from mm_core.plugin.checks.contract import CONTRACTS, Contract, members_of
+from mm_core.plugin.checks.contract import members_of
+from mm_core.plugin.hookspecs import COMPONENT_KINDS
+from mm_core.plugin.kinds import Contract
 from mm_core.plugin.registry import get_registry
 from mm_core.testing import conformance_tests
 from mm_core.testing.common import CHECKS
-from mm_core.testing.kit import KITS, Examination, Outcome, kit_of
+from mm_core.testing.kit import Examination, Outcome, kit_of
 from mm_core.testing.suite import find_components
 from support.conformance import examined
 from support.warm import run
@@ -179,7 +181,7 @@ def test_what_a_component_changes_is_found_although_it_imports_a_library_first(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind for kind in KITS if kind not in ("predictor", "image_encoder")])
+@pytest.mark.parametrize("kind", sorted({*COMPONENT_KINDS} - {"predictor", "image_encoder"}))
 def test_components_of_a_kind_pass_in_a_new_process(kind: str) -> None:
     words = ["-m", "mm_core.cli.main", "plugins", "test", "core", "--kind", kind]
     done = run(words, anew=True, timeout=600)
@@ -408,8 +410,8 @@ def test_a_device_in_the_code_is_named_with_its_line(tmp_path: Path) -> None:
 def test_each_member_of_each_contract_has_a_check() -> None:
     """A member or capability that is added needs its row in examined.toml, and a check that examines it."""
     examined = tomllib.loads(Path(__file__).with_name("examined.toml").read_text(encoding="utf-8"))
-    assert examined.keys() == CONTRACTS.keys()
-    for kind, contract in CONTRACTS.items():
+    assert examined.keys() == COMPONENT_KINDS.keys()
+    for kind, contract in COMPONENT_KINDS.items():
         asked = [members_of(contract), *(members_of(Contract(path)) for path in contract.optional)]
         assert examined[kind].keys() == {name for members in asked for name in members}, kind
         known = {*CHECKS, *kit_of(kind).checks}

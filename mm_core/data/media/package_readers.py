@@ -107,7 +107,7 @@ class PackageReader(Reader):
 
 
 class DecordReader(PackageReader):
-    """Reads videos with decord 0.6, which misses bit rot, has no AV1, and wheels only for x86_64 Linux.
+    """Reads videos with decord 0.6 (on aarch64 decord2, of the same import name), which miss bit rot.
 
     Videos in which it is known to show other frames than FFmpeg are refused.
     """
@@ -118,7 +118,7 @@ class DecordReader(PackageReader):
         try:
             return import_module("decord")
         except ImportError:
-            raise _absent("decord", "run `pip install decord` (x86_64 Linux)") from None
+            raise _absent("decord", "run `pip install decord` (x86_64 Linux; aarch64: decord2)") from None
 
     def _faults(self, package: ModuleType) -> tuple[type[Exception], ...]:
         return (package.DECORDError,)

@@ -10,7 +10,6 @@ from difflib import get_close_matches
 from functools import partial
 from inspect import getattr_static
 from pkgutil import resolve_name
-from types import MappingProxyType
 from typing import Any, Protocol, get_type_hints
 
 from mm_core.errors import ContractError, plural
@@ -18,89 +17,11 @@ from mm_core.plugin.checks.calls import method_fault
 from mm_core.plugin.checks.optional import authored, optional_faults, uses
 from mm_core.plugin.checks.places import file_of, line_of, place_of
 from mm_core.plugin.checks.values import fits, type_text
+from mm_core.plugin.hookspecs import COMPONENT_KINDS
+from mm_core.plugin.kinds import Contract
 
 SPECIAL = {"__len__", "__getitem__", "__call__"}
 """Special methods that a contract may ask for."""
-
-
-@dataclass(frozen=True)
-class Contract:
-    """The contract of a kind of component.
-
-    Attributes:
-        protocol: `module:Name` of the protocol or base class.
-        base: `module:Name` of the class from which objects must derive.
-        by_name: methods whose arguments the core passes by name.
-        events: methods may be absent; other names that resemble one are misspelt.
-        optional: `module:Name` of capabilities. A component with all members of one is checked against it.
-    """
-
-    protocol: str
-    base: str | None = None
-    by_name: tuple[str, ...] = ()
-    events: bool = False
-    optional: tuple[str, ...] = ()
-
-
-def _capabilities(*names: str) -> tuple[str, ...]:
-    return tuple(f"mm_core.contracts:{name}" for name in names)
-
-
-_LOADING = _capabilities("SelfLoading", "Streamed", "SupportsFiles")  # what frozen components have
-_ENGINE = _capabilities("SupportsCheckTraining", "SupportsOverflowed", "SupportsUpdate")
-_TRANSFORMS = _capabilities("SupportsFrameByFrame", "SupportsLevels")
-
-CONTRACTS: Mapping[str, Contract] = MappingProxyType(
-    {
-        "predictor": Contract(
-            "mm_core.contracts:Predictor",
-            base="torch.nn:Module",
-            by_name=("forward", "module_flops"),
-            optional=_capabilities(
-                *("SupportsConditionShapes", "SupportsContextPlan", "SupportsExperts", "SupportsFrames"),
-                *("SupportsMaxFrames", "SupportsModuleFlops", "SupportsShardPlan", "SupportsWeightsFrom"),
-            ),
-        ),
-        "autoencoder": Contract(
-            "mm_core.contracts:Autoencoder",
-            optional=(*_LOADING, *_capabilities("SupportsDoSample", "SupportsPosterior")),
-        ),
-        "text_encoder": Contract(
-            "mm_core.contracts:TextEncoder", optional=(*_LOADING, *_capabilities("SupportsConditionShapes"))
-        ),
-        "image_encoder": Contract("mm_core.contracts:ImageEncoder", optional=_LOADING),
-        "scheduler": Contract(
-            "mm_core.contracts:NoiseScheduler",
-            optional=_capabilities("SupportsForTokens", "SupportsTruncated"),
-        ),
-        "dataset": Contract(
-            "mm_core.contracts:Dataset",
-            optional=_capabilities(
-                *("SupportsSampleAt", "SupportsLengths", "SupportsClassNames", "SupportsCheckMicroBatch"),
-                *("SupportsEvaluated", "SupportsConversing", "SupportsBatchSpecs", "SupportsRowSizes"),
-                "SupportsSources",
-            ),
-        ),
-        "task": Contract(
-            "mm_core.contracts:Task",
-            base="torch.nn:Module",
-            optional=_capabilities(
-                *("SupportsBeginStep", "SupportsNotes", "SupportsCheckRequest", "SupportsClips"),
-                *("SupportsSampleFlops", "SupportsSampleForward", "SupportsAnswer", "SupportsCache"),
-            ),
-        ),
-        "engine": Contract("mm_core.contracts:Engine", optional=_ENGINE),
-        "optimizer": Contract("mm_core.contracts:Optimizer", base="torch.optim:Optimizer"),
-        "lr_schedule": Contract("mm_core.contracts:LRSchedule"),
-        "tracker": Contract("mm_core.contracts:Tracker"),
-        "video_reader": Contract("mm_core.contracts:VideoReader", optional=_capabilities("SupportsStream")),
-        "transform": Contract("mm_core.contracts:Transform", optional=_TRANSFORMS),
-        "weight_format": Contract("mm_core.weights:WeightFormat"),
-        "metric": Contract("mm_core.contracts:Metric"),
-        "callback": Contract("mm_core.contracts:Callback", base="mm_core.contracts:Callback", events=True),
-    }
-)
-"""Kind of component -> its contract."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +91,7 @@ def asked_members(
 
 def class_faults(kind: str, cls: type) -> list[str]:
     """What a component's class lacks, as far as it is known before an object is made."""
-    contract = CONTRACTS[kind]
+    contract = COMPONENT_KINDS[kind]
     if fault := _base_fault(kind, cls):
         return fault
     members = asked_members(contract, members_of, partial(hasattr, cls))
@@ -179,10 +100,11 @@ def class_faults(kind: str, cls: type) -> list[str]:
 
 def object_faults(kind: str, found: object) -> list[str]:
     """What a component lacks. Methods may be the object's own, as those of a wrapper are."""
+    contract = COMPONENT_KINDS[kind]
     if fault := _base_fault(kind, type(found)):
         return fault
-    members = asked_members(CONTRACTS[kind], members_of, partial(hasattr, found))
-    faults = [*_method_faults(CONTRACTS[kind], members, type(found), found), *_author_faults(type(found))]
+    members = asked_members(contract, members_of, partial(hasattr, found))
+    faults = [*_method_faults(contract, members, type(found), found), *_author_faults(type(found))]
     missing, wrong = [], []
     for member in members.values():
         if member.signature is not None or isinstance(getattr(type(found), member.name, None), property):
@@ -196,7 +118,7 @@ def object_faults(kind: str, found: object) -> list[str]:
             len(found)  # type: ignore[arg-type]
         except (TypeError, ValueError) as error:
             wrong.append(f"its length is no whole number of 0 or more: {error}")
-    return [*faults, *lacking("attribute", missing), *wrong, *_unused(CONTRACTS[kind], type(found), found)]
+    return [*faults, *lacking("attribute", missing), *wrong, *_unused(contract, type(found), found)]
 
 
 def _unused(contract: Contract, cls: type, found: object | None = None) -> Iterator[str]:
@@ -225,7 +147,7 @@ def capabilities_of(
     """
 
     def shared() -> set[str]:
-        paths = {path for each in CONTRACTS.values() for path in each.optional}
+        paths = {path for each in COMPONENT_KINDS.values() for path in each.optional}
         times = Counter(name for path in paths for name in members_of(Contract(path)))
         return {name for name, count in times.items() if count > 1}
 
@@ -246,7 +168,7 @@ def method_name(contract: Contract, member: Member) -> str:
 
 
 def _base_fault(kind: str, cls: type) -> list[str]:
-    base = CONTRACTS[kind].base
+    base = COMPONENT_KINDS[kind].base
     if base is None or issubclass(cls, resolve_name(base)):
         return []
     return [f"it does not derive from {base.replace(':', '.')}"]
@@ -310,7 +232,7 @@ def check_object(kind: str, found: object, target: Callable[..., object], where:
         raise ContractError(
             sentence(type(found).__name__, faults),
             where=f"{where}, {place_of(type(found), target)}",
-            accepted=CONTRACTS[kind].protocol.replace(":", "."),
+            accepted=COMPONENT_KINDS[kind].protocol.replace(":", "."),
             hint=hint_of(kind),
         )
 
@@ -322,7 +244,7 @@ def sentence(name: str, faults: Sequence[str]) -> str:
 
 def hint_of(kind: str) -> str:
     """Where an author reads what a component of a kind must have."""
-    protocol = CONTRACTS[kind].protocol.replace(":", ".")
+    protocol = COMPONENT_KINDS[kind].protocol.replace(":", ".")
     plain = "; data.loader.mode: base reads torch's own as it is" if kind == "dataset" else ""
     return f"`python -m pydoc {protocol}` or docs/kinds/{kind}.md explains each member{plain}"
 

@@ -12,9 +12,9 @@ from mm_core.plugin.checks.calls import call_fault
 from mm_core.plugin.checks.contract import class_faults, hint_of, sentence
 from mm_core.plugin.checks.places import place_of
 from mm_core.plugin.checks.source import source_faults
+from mm_core.plugin.hookspecs import COMPONENT_KINDS
 from mm_core.plugin.records import PluginRecord, Registered, one_line
 from mm_core.plugin.registry import Registry
-from mm_core.plugin.signatures import LEADING
 from mm_core.schema.describe import describe_nested
 
 
@@ -117,7 +117,7 @@ def _import_faults(registered: Registered, judged: bool) -> Iterator[str]:
     if registered.component.config is None:
         registered.config_class()
         return
-    leading = [None] * LEADING.get(registered.kind, 0)
+    leading = [None] * COMPONENT_KINDS[registered.kind].leading
     names = dict.fromkeys(field.name for field in fields(registered.config_class()))
     if fault := call_fault(target, leading, names):
         yield (

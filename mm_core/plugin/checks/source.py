@@ -20,9 +20,7 @@ from types import MappingProxyType
 
 from mm_core.plugin.checks.calls import method_fault
 from mm_core.plugin.checks.contract import (
-    CONTRACTS,
     SPECIAL,
-    Contract,
     Member,
     asked_members,
     capabilities_of,
@@ -33,6 +31,8 @@ from mm_core.plugin.checks.contract import (
 from mm_core.plugin.checks.locate import bound_names, find_module
 from mm_core.plugin.checks.optional import optional_faults, uses
 from mm_core.plugin.checks.places import line_of
+from mm_core.plugin.hookspecs import COMPONENT_KINDS
+from mm_core.plugin.kinds import Contract
 
 PLAIN_BASES: Mapping[str, frozenset[str]] = MappingProxyType(
     {
@@ -125,7 +125,7 @@ def source_members(contract: Contract) -> dict[str, Member]:
 
 
 def _faults(kind: str, cls: _Class, own: str) -> Iterator[str]:
-    contract = CONTRACTS[kind]
+    contract = COMPONENT_KINDS[kind]
     protocol = _find(*contract.protocol.split(":"), "mm_core")  # type: ignore[call-arg]
     named = _identity(protocol) if isinstance(protocol, _Class) else contract.protocol.replace(":", ".")
     view = _viewed(cls, own, None if contract.events else named)

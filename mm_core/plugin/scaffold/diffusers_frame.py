@@ -7,6 +7,7 @@ import json
 import keyword
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import version
 from textwrap import indent
@@ -14,7 +15,9 @@ from types import MappingProxyType
 from typing import Any
 
 from mm_core.errors import PluginError, did_you_mean, plural
-from mm_core.plugin.scaffold.kinds import SHAPES, TEMPLATES, KindTemplate
+from mm_core.plugin.hookspecs import COMPONENT_KINDS
+from mm_core.plugin.kinds import ComponentKind
+from mm_core.plugin.scaffold.runs import SHAPES
 
 _TEXT = (
     *("text_embed_dim", "joint_attention_dim", "caption_channels", "text_dim", "cap_feat_dim"),
@@ -74,15 +77,8 @@ _MOST = 30_000_000
 """Parameters of the largest instance that is built to see which of its tensors no layer initialises."""
 
 
-def frame(name: str, package: str) -> tuple[dict[str, str], dict[str, KindTemplate]]:
-    """What `new_plugin` takes for a predictor around a class of Diffusers.
-
-    Args:
-        name: the class.
-        package: the plugin's package.
-
-    Returns:
-        The module's text by kind, and the templates with that of this predictor.
+def frame(name: str) -> ComponentKind:
+    """The record of predictors, with the module and config of a predictor around a class of Diffusers.
 
     Raises:
         PluginError: Diffusers is not installed, or has no such transformer.
@@ -97,17 +93,17 @@ def frame(name: str, package: str) -> tuple[dict[str, str], dict[str, KindTempla
     images = "2D" in name
     run = {"data.train": SHAPES.replace("num_frames: 8", "num_frames: 1")} if images else {}
     shown = "small" if _NO_SIZE not in tiny else "TODO: with small values here and in `tiny` of plugin.py"
-    template = KindTemplate(
-        own,
-        f"Diffusers' {name}",
-        tiny,
+    return replace(
+        COMPONENT_KINDS["predictor"],
+        target=own,
+        text=_module(name, own, cls, fields, text, tiny),
+        words=f"Diffusers' {name}",
+        tiny=tiny,
         run={"task.predictor": f"\ntype: $type\n{_yaml(fields, small)}", **run},
-        steps=1500,
         about=f"{shown}, on {'images of' if images else 'clips of moving'} shapes. The library's size has "
         "the values of the comments, and needs the autoencoder, text encoder and data that it is for",
         requires=(f"diffusers>={'.'.join(version('diffusers').split('.')[:2])}",),
     )
-    return {"predictor": _module(name, own, cls, fields, text, tiny)}, {**TEMPLATES, "predictor": template}
 
 
 def _tiny(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -17,9 +17,10 @@ from mm_core.errors import PluginError
 from mm_core.files import staged_folder, write_durably
 from mm_core.plugin.checks.locate import find_module
 from mm_core.plugin.hookspecs import KINDS
+from mm_core.plugin.kinds import ComponentKind
 from mm_core.plugin.local import NAMESPACE
 from mm_core.plugin.registry import Registry
-from mm_core.plugin.scaffold.kinds import GUIDED, RUN, TEMPLATES, KindTemplate
+from mm_core.plugin.scaffold.runs import GUIDED, RUN
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 _HEADER = '"""The components of $name, by name only: listing them imports no torch."""\n'
@@ -32,23 +33,14 @@ def template_of(kind: str) -> str:
     return _read(f"kinds/{kind}.py")
 
 
-def new_plugin(
-    name: str,
-    kinds: Sequence[str],
-    registry: Registry,
-    parent: Path,
-    module: Mapping[str, str] | None = None,
-    templates: Mapping[str, KindTemplate] = TEMPLATES,
-) -> list[Path]:
+def new_plugin(name: str, kinds: Mapping[str, ComponentKind], registry: Registry, parent: Path) -> list[Path]:
     """Writes a new plugin into a folder of its name.
 
     Args:
         name: name of its distribution, such as `my-dit`; its package and namespace is `my_dit`.
-        kinds: kinds of its components.
+        kinds: kinds of its components, and their records.
         registry: the installed plugins, whose names are taken.
         parent: the folder in which the plugin's folder is made.
-        module: kind -> text of its module, instead of the template's.
-        templates: kind -> its template.
 
     Returns:
         The files, relative to `parent`.
@@ -57,22 +49,20 @@ def new_plugin(
         PluginError: the name is not possible or taken, or the folder exists.
         MMError: the folder cannot be written.
     """
-    kinds = tuple(dict.fromkeys(kinds))
     package = name.replace("-", "_")
     _check(name, package, kinds, registry, parent)
-    words = {"name": name, "package": package, **_words(kinds, package, templates)}
+    words = {"name": name, "package": package, **_words(kinds, package)}
     made = {
         "pyproject.toml": _filled("pyproject.toml", words),
         "README.md": _filled("README.md", words),
         ".github/workflows/test.yml": _filled("test.yml", words),
         "tests/test_conformance.py": _filled("test_conformance.py", words),
         f"{package}/__init__.py": "",
-        f"{package}/plugin.py": _plugin(kinds, words, templates),
+        f"{package}/plugin.py": _plugin(kinds, words),
     }
-    for kind in kinds:
-        text = (module or {}).get(kind) or Template(template_of(kind)).substitute(words)
-        made[f"{package}/{kind}.py"] = text
-        made[f"{package}/configs/{kind}.yaml"] = config_of(kind, package, kinds, templates)
+    for kind, record in kinds.items():
+        made[f"{package}/{kind}.py"] = record.text or Template(template_of(kind)).substitute(words)
+        made[f"{package}/configs/{kind}.yaml"] = config_of(kind, package, kinds)
     with staged_folder(parent / name) as stage:
         for path, text in made.items():
             file = stage / path
@@ -81,28 +71,22 @@ def new_plugin(
     return [Path(name) / path for path in made]
 
 
-def config_of(
-    kind: str, package: str, kinds: Sequence[str], templates: Mapping[str, KindTemplate] = TEMPLATES
-) -> str:
+def config_of(kind: str, package: str, kinds: Mapping[str, ComponentKind]) -> str:
     """The YAML of a run with a new plugin's component.
 
     Args:
         kind: of the component.
         package: the plugin's package, and the component's name.
-        kinds: all kinds of the plugin: its own predictor takes the place of a shipped one.
-        templates: kind -> its template.
+        kinds: all kinds of the plugin and their records: its own predictor takes the place of a shipped one.
     """
-    template = templates[kind]
-    keys = dict(RUN)
-    if "predictor" in kinds:
-        keys |= templates["predictor"].run
-    keys = {**keys, **template.run, **GUIDED}
-    if "task" in template.run:
+    record, own = kinds[kind], kinds["predictor"].run if "predictor" in kinds else {}
+    keys = {**RUN, **own, **record.run, **GUIDED}
+    if "task" in record.run:
         keys = {key: value for key, value in keys.items() if not key.startswith("task.")}
-    keys["train"] = _STEPS.format(steps=template.steps)
+    keys["train"] = _STEPS.format(steps=record.steps)
     lines = [
-        fill(f"A run with {template.words} of {package}, {template.about}.", 110, **_COMMENT),
-        *([f"# Then: {Template(template.then).substitute(type=package)}"] if template.then else []),
+        fill(f"A run with {_described(kind, record)} of {package}, {record.about}.", 110, **_COMMENT),
+        *([f"# Then: {Template(record.then).substitute(type=package)}"] if record.then else []),
         f"run: {{name: {package}_{kind}, dir: runs, seed: 1234}}",
     ]
     first = ("task", "data")
@@ -117,41 +101,45 @@ def config_of(
     return "\n".join(lines) + "\n"
 
 
-def _words(kinds: Sequence[str], package: str, templates: Mapping[str, KindTemplate]) -> dict[str, str]:
+def _described(kind: str, record: ComponentKind) -> str:
+    return record.words or f"a{'n' * (kind[0] in 'aeiou')} {kind.replace('_', ' ')}"
+
+
+def _words(kinds: Mapping[str, ComponentKind], package: str) -> dict[str, str]:
     """Descriptions of the components, for the texts of a new plugin."""
     major, minor = __version__.split(".")[:2]
-    known = [templates[kind].words for kind in kinds]
+    described = {kind: _described(kind, record) for kind, record in kinds.items()}
+    known = [*described.values()]
     listed = " and ".join(filter(None, [", ".join(known[:-1]), known[-1]]))
     rows = [
         (f"{package}/plugin.py", "the components, by name"),
-        *((f"{package}/{kind}.py", templates[kind].words) for kind in kinds),
+        *((f"{package}/{kind}.py", what) for kind, what in described.items()),
         *((f"{package}/configs/{kind}.yaml", "a run with it, in the wheel") for kind in kinds),
         ("tests/test_conformance.py", "the tests"),
     ]
     versions = f">={major}.{minor},<{major}.{int(minor) + 1}"
-    needed = dict.fromkeys(each for kind in kinds for each in templates[kind].requires)
-    runs = "".join(config_of(kind, package, kinds, templates) for kind in kinds)
+    needed = dict.fromkeys(each for record in kinds.values() for each in record.requires)
+    runs = "".join(config_of(kind, package, kinds) for kind in kinds)
     shipped = [d for d, used in (("mm-custom-dit", "custom_dit  #"), ("mm-wan", "wan/")) if used in runs]
     return {
         "kinds": listed[:1].upper() + listed[1:],
         "listed": listed,
-        "first": kinds[0],
+        "first": next(iter(kinds)),
         "files": "\n".join(f"| `{file}` | {what} |" for file, what in rows),
         "requires": ", ".join(f'"{each}"' for each in (f"mm-core{versions}", *needed)),
         "dev": ", ".join(['"pytest>=8"', *(f'"{name}{versions}"' for name in shipped)]),
     }
 
 
-def _plugin(kinds: Sequence[str], words: Mapping[str, str], templates: Mapping[str, KindTemplate]) -> str:
+def _plugin(kinds: Mapping[str, ComponentKind], words: Mapping[str, str]) -> str:
     """The text of plugin.py."""
     lines = [Template(_HEADER).substitute(words), "from mm_core import Component, hookimpl"]
-    for kind in kinds:
-        template = templates[kind]
+    for kind, record in kinds.items():
         given = [
             f'"{words["package"]}"',
-            f'"{words["package"]}.{kind}:{template.target}"',
-            *([f"tiny={_python(template.tiny)}"] if template.tiny else []),
-            *([Template(template.declaration).substitute(words)] if template.declaration else []),
+            f'"{words["package"]}.{kind}:{record.target}"',
+            *([f"tiny={_python(record.tiny)}"] if record.tiny else []),
+            *([Template(record.declaration).substitute(words)] if record.declaration else []),
         ]
         line = f"    return [Component({', '.join(given)})]"
         if len(line) > 100:
@@ -168,7 +156,7 @@ def _python(value: Mapping[str, object]) -> str:
     return "{" + ", ".join(items) + "}"
 
 
-def _check(name: str, package: str, kinds: Sequence[str], registry: Registry, parent: Path) -> None:
+def _check(name: str, package: str, kinds: Iterable[str], registry: Registry, parent: Path) -> None:
     if not _NAME.fullmatch(name) or keyword.iskeyword(package):
         near = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
         raise PluginError(

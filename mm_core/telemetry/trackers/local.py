@@ -16,6 +16,7 @@ from mm_core.files import json_number, open_append, replace_text
 from mm_core.plugin.authors import author_line
 from mm_core.plugin.registry import Registry
 from mm_core.schema.fields import ComponentConfig
+from mm_core.telemetry.extras import package
 from mm_core.telemetry.trackers.remote import forget_runs
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class TensorBoardTracker:
     """
 
     def __init__(self, run_dir: Path, flush_secs: int) -> None:
+        package("tensorboard", "tensorboard")
         self._folder = Path(run_dir) / "tensorboard"
         self._flush_secs = flush_secs
         self._writer: SummaryWriter | None = None

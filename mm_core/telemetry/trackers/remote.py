@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import yaml
@@ -22,6 +21,7 @@ from mm_core.errors import MMError, plural
 from mm_core.runtime.background import BackgroundQueue
 from mm_core.runtime.launch.signals import STOPPED
 from mm_core.schema.nodes import leaves
+from mm_core.telemetry.extras import package
 
 _BACKLOG = 1000
 """Most messages that may wait for a server."""
@@ -63,7 +63,7 @@ class WandbTracker:
         tags: Sequence[str],
         finish_timeout: float,
     ) -> None:
-        self._wandb = _library("wandb", "wandb")
+        self._wandb = package("wandb", "wandb")
         settings: dict[str, object] = {"console": "off", "login_timeout": 30}
         if "finish_timeout" in getattr(self._wandb.Settings, "model_fields", ()):  # from 0.22 on
             settings["finish_timeout"] = finish_timeout
@@ -132,7 +132,7 @@ class MlflowTracker:
     def __init__(
         self, run_dir: Path, tracking_uri: str | None, experiment: str, finish_timeout: float
     ) -> None:
-        mlflow = _library("mlflow", "mlflow")
+        mlflow = package("mlflow", "mlflow")
         self._entities = importlib.import_module("mlflow.entities")
         self._client = mlflow.MlflowClient(tracking_uri=tracking_uri)
         self._timeout = finish_timeout
@@ -269,16 +269,6 @@ def forget_runs(run_dir: Path) -> None:
     """Deletes the ids of W&B and MLflow runs, so that trackers opened later begin new runs."""
     for path in Path(run_dir).glob("*_run_id.txt"):
         path.unlink()
-
-
-def _library(name: str, extra: str) -> ModuleType:
-    """Imports the package of a tracker; MMError if it is not installed."""
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        raise MMError(f"{name} is not installed", hint=f"pip install 'mm-core[{extra}]'") from None
 
 
 def _kept_id(run_dir: Path, tracker: str) -> str | None:
