@@ -40,16 +40,16 @@ PARTS = {  # in the order of their worth, with the seconds that each is expected
     "parity": (18, "fp32 losses of the quickstart and a tiny Wan against those of the CPU"),
     "resume": (28, "a resumed run against an uninterrupted one, bit for bit"),
     "late_norm": (12, "a planted NaN and an infinite gradient, with the norm read at once and late"),
-    "wan_49": (150, "Wan 1.3B at 49x480x832: as shipped, with what helps, and beside a plain loop"),
-    "wan_17": (120, "the same at 17x480x832, setting by setting"),
+    "wan_49": (160, "Wan 1.3B at 49x480x832: as shipped, with what helps, and beside a plain loop"),
+    "wan_17": (127, "the same at 17x480x832, setting by setting"),
     "syncs": (11, "how often the host waits in a step"),
     "growth": (30, "what the allocator holds after two epochs of 6 buckets"),
     "start": (8, "from the command to step 1"),
-    "base": (45, "LoRA on a base in bf16, streamed, int8, fp8, nf4"),
+    "base": (40, "LoRA on a base in bf16, streamed, int8, fp8, nf4"),
     "fp16": (9, "a planted overflow in fp16"),
     "deepspeed": (28, "DeepSpeed's stages 1 to 3, full and with adapters, against fsdp2"),
     "packed": (40, "InternVL 3.5 2B on packed rows of 8,192 tokens"),
-    "workers": (30, "the wait for data workers in a step, and the clips a second that they read"),
+    "workers": (28, "the wait for data workers in a step, and the clips a second that they read"),
 }
 TINY_LIMIT = 300
 """Seconds that a tiny form may take; on a device, a part has twice what is expected, and half a minute."""

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from device_suite.plain import Plain
 from device_suite.runs import (
+    CLIPS,
     QUICKSTART,
     Settings,
     config_file,
@@ -154,14 +155,14 @@ def late_norm(folder: Path) -> None:
 def wan_speed(folder: Path, frames: int) -> None:
     """A step as shipped, with what helps, each with those before it, and beside a plain loop.
 
-    The shipped run fills a cache as well, which is written at its end. A late norm needs a fused optimizer,
-    so it comes with moments in fp32 again. Blocks are compiled last: one graph is enough. At 49 frames,
-    what is between is one setting.
+    A late norm needs a fused optimizer, so it comes with moments in fp32 again. Blocks are compiled last: one
+    graph is enough. At 49 frames, what is between is one setting.
     """
     name, (of, settings) = f"wan_{frames}", wan(folder, frames)
     settings |= {"train.steps": 2 * EVERY, "log.every": EVERY}
-    settings |= {"data.cache": {"dir": str(folder / f"cache_{frames}"), "missing": "encode"}}
     rung(folder, f"{name}_shipped", of, settings | {"data.loader.workers": 2 * on_device()})
+    settings |= {"data.cache": {"dir": str(folder / f"cache_{frames}"), "missing": "encode"}}
+    trained(folder, f"{name}_filled", of, settings | {"train.steps": CLIPS})  # written at its end
     rungs: dict[str, dict[str, Any]] = {
         "cache": {},
         "selective": {"engine.recompute": "selective"},

@@ -40,7 +40,7 @@ LARGE_TILES: dict[str, dict[str, Any]] = {
 }
 """What files of a tiny InternVL have at the published size: tiles of 448 pixels, 256 tokens each."""
 CLIPS = 4
-"""Clips for Wan: fewer than the steps of a measured run, so that it fills a cache."""
+"""Clips for Wan."""
 FAR = 1 << 30
 """A step that no run reaches: what happens every so many steps, or after the last one, does not happen."""
 
