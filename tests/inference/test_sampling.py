@@ -20,7 +20,6 @@ from mm_core.contracts import Clip, EnginePlan, Randomness, SampleRequest
 from mm_core.data.media.images import read_image
 from mm_core.data.media.video_files import write_clips
 from mm_core.data.rows.prompts import Prompt, read_prompts
-from mm_core.engines import base
 from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.errors import CheckpointError, DataError, MMError
 from mm_core.inference import sample as sampling
@@ -365,8 +364,13 @@ def test_weights_are_read_in_the_dtype_that_computes(run, monkeypatch):
     checkpoint = run / "checkpoints/step_00000007"
     later = load_task(config, checkpoint)  # a CPU computes in float32: cast afterwards
     cast_whole(later, on_accelerator(later, param_dtype="bf16"))
-    monkeypatch.setattr(base, "current_device", lambda: torch.device("cuda"))
-    read = {}
+    build, read = FSDP2Engine.__init__, {}
+
+    def on_cuda(engine: FSDP2Engine, **fields: object) -> None:
+        build(engine, **fields)
+        engine.device = torch.device("cuda")
+
+    monkeypatch.setattr(FSDP2Engine, "__init__", on_cuda)  # it plans, and another engine holds the weights
 
     def reading(path, state, weights, load=initial_weights.load_model_only):
         read.update({name: tensor.dtype for name, tensor in state.items()})

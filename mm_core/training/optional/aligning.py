@@ -74,10 +74,17 @@ def record(config: RunConfig, asked: Recording) -> list[str]:
         with running(run):
             _train(run, run.start, first)
             notes = [like.weights(run.engine)] if like is not None else []
-            known = {"rank": ranks.rank, "step": first, "weights": asked.weights}
             facts = json.loads((config.run.folder / "manifest.json").read_text(encoding="utf-8"))
             recorder = RunRecorder(
-                asked.out, run.engine, run.task, like, modules=asked.modules, facts=facts, **known
+                asked.out,
+                run.engine,
+                run.task,
+                like,
+                rank=ranks.rank,
+                step=first,
+                facts=facts,
+                weights=asked.weights,
+                modules=asked.modules,
             )
             _train(run, first, first + asked.steps)
             recorder.close()
