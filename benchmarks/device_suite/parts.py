@@ -324,7 +324,7 @@ def growth(folder: Path) -> None:
 
 
 def start(folder: Path) -> None:
-    """Seconds from the command to the end of step 1, and to the end of the command."""
+    """Seconds from the command to the end of step 1."""
     file = config_file(folder, "start", QUICKSTART, quickstart(folder, **{"train.steps": 1}))
     metrics = folder / "runs/start/metrics.jsonl"
     began = time.perf_counter()
