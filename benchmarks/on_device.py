@@ -220,7 +220,7 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
     parser.add_argument("--minutes", type=float, default=9.0, help="for all of them (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="file for the results")
-    parser.add_argument("--commit", default=commit(), help="where the checkout has no git")
+    parser.add_argument("--commit", help="where the checkout has no git")
     parser.add_argument("--be", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -254,11 +254,12 @@ def main() -> int:
         print(
             f"device: {name}{', so each part in its tiny form' * (name == 'cpu')}; results: {out}", flush=True
         )
+        of = args.commit or commit()
         outcomes: list[Outcome] = []
         deadline = time.monotonic() + 60 * args.minutes
 
         def write() -> None:
-            replace_text(out, page(f"{today}, {name}, commit {args.commit}", versions, outcomes))
+            replace_text(out, page(f"{today}, {name}, commit {of}", versions, outcomes))
 
         write()  # an error of the file comes before the first part
         for part in chosen:

@@ -13,8 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import av
-import numpy as np
 import torch
 from mm_wan.presets import PRESETS
 from mm_wan.testing import make_tiny_checkpoint
@@ -32,13 +30,6 @@ sys.path.append(str(ROOT / "examples/shapes"))
 from render import write_mp4  # noqa: E402
 
 QUICKSTART = "custom_dit/quickstart"
-LARGE_TILES: dict[str, dict[str, Any]] = {
-    "config.json": {},
-    "preprocessor_config.json": {"size": {"height": 448, "width": 448}},
-    "video_preprocessor_config.json": {"size": {"height": 448, "width": 448}},
-    "processor_config.json": {"image_seq_length": 256},
-}
-"""What files of a tiny InternVL have at the published size: tiles of 448 pixels, 256 tokens each."""
 CLIPS = 4
 """Clips for Wan."""
 FAR = 1 << 30
@@ -145,16 +136,6 @@ def steps_of(run: Training) -> Callable[[int], None]:
 # -- data and models -------------------------------------------------------------------------------------
 
 
-def write_lossless(path: Path, clip: np.ndarray, fps: int) -> None:
-    """Writes a clip [T,H,W,3] as H.264 whose pixels are the same whatever encoded it."""
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264rgb", rate=fps, options={"qp": "0"})
-        stream.height, stream.width, stream.pix_fmt = *clip.shape[1:3], "rgb24"
-        for image in clip:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")))
-        container.mux(stream.encode())
-
-
 def shapes(folder: Path, clips: int, frames: int, size: tuple[int, int]) -> str:
     """The annotation file of rendered clips of moving shapes, (height, width) pixels."""
     out = folder / f"clips_{frames}x{size[0]}x{size[1]}"
@@ -165,8 +146,8 @@ def shapes(folder: Path, clips: int, frames: int, size: tuple[int, int]) -> str:
             rng = random.Random(number)
             drawn = moving_shapes.TRAINED[number % len(moving_shapes.TRAINED)]
             scene = moving_shapes.draw_scene(drawn, rng, size, frames)
-            write = write_lossless if max(size) <= 64 else write_mp4
-            write(out / f"videos/{number}.mp4", moving_shapes.draw(scene, size, frames), fps=8)
+            clip = moving_shapes.draw(scene, size, frames)
+            write_mp4(out / f"videos/{number}.mp4", clip, fps=8, lossless=max(size) <= 64)
             caption = moving_shapes.caption(scene.colour, scene.shape, scene.direction)
             height, width = size
             row = {"path": f"videos/{number}.mp4", "cap": caption, "num_frames": frames, "fps": 8}
@@ -251,14 +232,18 @@ def internvl(folder: Path) -> tuple[str, Settings]:
     if not model.exists():
         make_tiny_checkpoint(model)
         if large:
-            of_tiny = json.loads((model / "config.json").read_text())
+            token = json.loads((model / "config.json").read_text())["image_token_id"]
             (model / "config.json").unlink()
             (model / "model.safetensors").unlink()
             write_config(model, "internvl3.5-2b")
-            for file, keys in LARGE_TILES.items():
-                held = json.loads((model / file).read_text())
-                ids = {key: of_tiny[key] for key in ("image_token_id",) if file == "config.json"}
-                (model / file).write_text(json.dumps(held | ids | keys))
+            side = {"size": {"height": 448, "width": 448}}  # a tile has 256 tokens
+            for file, keys in {
+                "config.json": {"image_token_id": token},
+                "preprocessor_config.json": side,
+                "video_preprocessor_config.json": side,
+                "processor_config.json": {"image_seq_length": 256},
+            }.items():
+                (model / file).write_text(json.dumps(json.loads((model / file).read_text()) | keys))
     rows = make_tiny_conversations(folder / "digits", rows=400 if large else 40)
     return f"internvl/{'2b' if large else 'tiny'}", {
         "task.from_pretrained": str(model),

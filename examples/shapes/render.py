@@ -22,13 +22,15 @@ import numpy as np
 from mm_core.data import moving_shapes
 
 
-def write_mp4(path: Path, clip: np.ndarray, fps: int) -> None:
+def write_mp4(path: Path, clip: np.ndarray, fps: int, lossless: bool = False) -> None:
     """Writes a clip as H.264 with full chroma resolution: at 16x16, half the resolution would blur the
-    colours."""
+    colours. `lossless`: with the same pixels, whatever encodes it."""
+    codec, pix_fmt, quality = ("libx264rgb", "rgb24", "qp") if lossless else ("libx264", "yuv444p", "crf")
+    options = {quality: "0" if lossless else "6", "preset": "veryfast"}
     with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264", rate=fps, options={"crf": "6", "preset": "veryfast"})
+        stream = container.add_stream(codec, rate=fps, options=options)
         stream.height, stream.width = clip.shape[1:3]
-        stream.pix_fmt = "yuv444p"
+        stream.pix_fmt = pix_fmt
         stream.thread_count = 1
         for image in clip:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")))

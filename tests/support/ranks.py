@@ -36,7 +36,7 @@ def free_port() -> int:
 
 
 def run_ranks(script: str | Path, world: int, *args: object, timeout: float = 240) -> list[str]:
-    """Standard output of each rank; AssertionError with the output of a rank that fails."""
+    """Standard output of each rank; AssertionError with the outputs of ranks that fail."""
     meeting = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = []
     with ExitStack() as files:
@@ -51,8 +51,11 @@ def run_ranks(script: str | Path, world: int, *args: object, timeout: float = 24
             for process in ranks:
                 process.kill()  # one that hangs does not outlive the test
         outputs = []
-        for rank, (code, out) in enumerate(zip(codes, said, strict=True)):
+        for out in said:
             out.seek(0)
             outputs.append(out.read())
-            assert code == 0, f"rank {rank} exited with {code}:\n{outputs[-1]}"
+        # One that a signal ended comes first: the others have only lost it.
+        failed = sorted((code, rank) for rank, code in enumerate(codes) if code)
+        texts = [f"rank {rank} exited with {code}:\n{outputs[rank]}" for code, rank in failed]
+        assert not failed, "\n".join(texts)
     return outputs
