@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -38,8 +37,13 @@ _LR_SCALE = 0.5
 _WIDTH = 7  # odd, so that the shards of two ranks differ
 
 
-def _block() -> nn.Module:
-    return nn.Sequential(OrderedDict(norm=nn.LayerNorm(_WIDTH), layer=nn.Linear(_WIDTH, _WIDTH)))
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.layer(self.norm(x)))
 
 
 class Net(nn.Module):
@@ -48,7 +52,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.fixed = nn.Linear(5, _WIDTH), nn.Linear(_WIDTH, _WIDTH).requires_grad_(False)
-        self.blocks = nn.ModuleList(_block() for _ in range(2))
+        self.blocks = nn.ModuleList(_Block() for _ in range(2))
         self.head = nn.Linear(_WIDTH, 3, bias=False)
         self.scale = nn.Parameter(torch.empty(()))
         self.shift: Tensor
@@ -64,7 +68,7 @@ class Net(nn.Module):
         """Maps [B,5] to [B,3]."""
         x = self.fixed(self.first(x)) + self.shift
         for block in self.blocks:
-            x = x + torch.tanh(block(x))
+            x = block(x)
         predicted: Tensor = self.head(x) * self.scale
         return predicted
 
