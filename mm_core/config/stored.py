@@ -195,10 +195,7 @@ def remember(config: RunConfig) -> str | None:
 
 
 def remember_imports(config: RunConfig) -> None:
-    """Records code that the run's plugins have imported since the start: in a step, metric or validation.
-
-    Errors are ignored: `remember` has reported whether the list can be written.
-    """
+    """Records code that the run's plugins have imported since the start; `remember` has reported errors."""
     with suppress(MMError, OSError):
         KnownCode.of_user().add([*_imports(config)])
 

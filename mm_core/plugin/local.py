@@ -140,11 +140,7 @@ def import_again(files: dict[str, LocalFile]) -> None:
 
 
 def imported_code(plugins: Collection[str]) -> Iterator[Piece]:
-    """The code that one-file plugins have run in this process: their files, and the modules of their folders.
-
-    Args:
-        plugins: the module names of the plugins; names of other plugins are ignored.
-    """
+    """The code that the one-file plugins of these names have run in this process: files and folders."""
     for finder in _Finder.of_process():
         if files := [file for name, file in finder.files.items() if name in plugins and name in sys.modules]:
             yield from (file.piece for file in files)

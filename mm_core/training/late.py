@@ -17,7 +17,7 @@ from mm_core.contracts import Loss, SupportsBeginStep, SupportsUpdate
 from mm_core.device import copied_to_host
 from mm_core.errors import MMError
 from mm_core.training.loop import Training
-from mm_core.training.step import IssuedStep
+from mm_core.training.step import IssuedStep, end_step
 
 
 class LateSteps:
@@ -68,27 +68,13 @@ class LateSteps:
         if self._unread is None:
             return False, False
         training, (issued, read), self._unread = self._training, self._unread, None
-        step, between, reporter = issued.step, training.between, training.reporter
-        between.step = step
+        step = training.between.step = issued.step
         grad_norm, losses = read()
-        for loss in losses:
-            reporter.micro(loss)
         if not isfinite(grad_norm):
             self._begin(step)
         refused = training.guard.judge(step, grad_norm, losses, issued.batches, issued.forwards)
         self._engine.settled()
-        between.updated(step + 1, refused)
-        reporter.enter("log")
-        logged = reporter.step(
-            step + 1,
-            lr=issued.lr,
-            grad_norm=grad_norm,
-            data_wait=issued.data_wait,
-            samples=issued.agreed.samples,
-            weight=issued.agreed.weight,
-        )
-        ends = between.after_step(step + 1, logged, stop=issued.agreed.stop, save=issued.agreed.save)
-        return refused is not None, ends
+        return refused is not None, end_step(training, issued, losses, grad_norm, refused)
 
 
 def late_steps(training: Training) -> Callable[[IssuedStep, Sequence[Loss]], bool] | None:

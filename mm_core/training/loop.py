@@ -31,7 +31,7 @@ from mm_core.data.loading.cut_captions import CutCaptions
 from mm_core.errors import CheckpointError, MMError, PeerError, TrainingError
 from mm_core.plan import RunPlan
 from mm_core.runtime.ranks import gather_rows
-from mm_core.training.step import IssuedStep, StepAgreement
+from mm_core.training.step import IssuedStep, StepAgreement, end_step
 
 if TYPE_CHECKING:
     from mm_core.telemetry.reporter import RunReporter
@@ -93,26 +93,20 @@ def run_steps(training: Training, start: int) -> int:
         scale = engine.data_ranks.count / agreed.weight  # the engine averages over the shares of the data
         forwards = [partial(compute, training, step, index, batch) for index, batch in enumerate(batches)]
         losses = [engine.micro_step(f, last=f is forwards[-1], scale=scale) for f in forwards]
+        issued = IssuedStep(step, lr, wait, agreed, batches, forwards, scale)
         if training.late is not None:
-            if training.late(IssuedStep(step, lr, wait, agreed, batches, forwards, scale), losses):
-                return step + 1
-            continue
-        for loss in losses:
-            reporter.micro(loss)
-        grad_norm = engine.grad_norm()
-        reporter.enter("optimizer")
-        refused = overflow(engine, grad_norm)
-        refused = refused or training.guard.judge(step, grad_norm, losses, batches, forwards)
-        if refused is None:
-            engine.step(grad_norm, training.clip_grad_norm)
+            ends = training.late(issued, losses)
         else:
-            engine.discard()
-        training.between.updated(step + 1, refused)
-        reporter.enter("log")
-        logged = reporter.step(
-            step + 1, lr=lr, grad_norm=grad_norm, data_wait=wait, samples=agreed.samples, weight=agreed.weight
-        )
-        if training.between.after_step(step + 1, logged, stop=agreed.stop, save=agreed.save):
+            grad_norm = engine.grad_norm()
+            reporter.enter("optimizer")
+            refused = overflow(engine, grad_norm)
+            refused = refused or training.guard.judge(step, grad_norm, losses, batches, forwards)
+            if refused is None:
+                engine.step(grad_norm, training.clip_grad_norm)
+            else:
+                engine.discard()
+            ends = end_step(training, issued, losses, grad_norm, refused)
+        if ends:
             return step + 1
     return max(start, plan.steps)
 

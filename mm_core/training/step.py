@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mm_core.contracts import Batch, Loss
+
+if TYPE_CHECKING:
+    from mm_core.training.loop import Training
 
 
 @dataclass(frozen=True)
@@ -46,3 +50,23 @@ class IssuedStep:
     batches: Sequence[Batch]
     forwards: Sequence[Callable[[], Loss]]
     scale: float
+
+
+def end_step(
+    training: Training, issued: IssuedStep, losses: Sequence[Loss], grad_norm: float, refused: str | None
+) -> bool:
+    """Reports a step that updated, or that was `refused`, and works between steps; whether the run ends."""
+    step, agreed, reporter = issued.step + 1, issued.agreed, training.reporter
+    for loss in losses:
+        reporter.micro(loss)
+    training.between.updated(step, refused)
+    reporter.enter("log")
+    logged = reporter.step(
+        step,
+        lr=issued.lr,
+        grad_norm=grad_norm,
+        data_wait=issued.data_wait,
+        samples=agreed.samples,
+        weight=agreed.weight,
+    )
+    return training.between.after_step(step, logged, stop=agreed.stop, save=agreed.save)
