@@ -106,6 +106,7 @@ from mm_core.contracts.frames import (
     SupportsFrames,
     SupportsMaxFrames,
 )
+from mm_core.contracts.inputs import ClipSize, Input, SupportsInputs
 from mm_core.contracts.randomness import Randomness, generators_kept, seed_generators, seeded
 from mm_core.contracts.running import (
     CachePart,
@@ -132,6 +133,7 @@ __all__ = [
     "CachePart",
     "Callback",
     "Clip",
+    "ClipSize",
     "ConditionShapes",
     "ContextPlan",
     "Conversing",
@@ -157,6 +159,7 @@ __all__ = [
     "GivenFrames",
     "ImageEncoder",
     "InitialWeights",
+    "Input",
     "LRSchedule",
     "Loss",
     "Metric",
@@ -197,6 +200,7 @@ __all__ = [
     "SupportsForTokens",
     "SupportsFrameByFrame",
     "SupportsFrames",
+    "SupportsInputs",
     "SupportsLengths",
     "SupportsLevels",
     "SupportsMaxFrames",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeGuard
 
 import torch
 from torch import Tensor
@@ -102,6 +102,8 @@ class VideoTextBatch(Batch):
         levels: [3,256] float32, what each level of uint8 pixels stands for in red, green and blue; None: -1
             (black) to 1 (white).
         cut: tokens of each caption that is longer than the text encoder takes, before it was cut.
+        fields: what the samples have beside clip and caption, by name: pixels [B,3,F,Y,X] as those of the
+            clips, numbers [B,...], or lists of B other values.
     """
 
     pixels: Tensor | None
@@ -113,6 +115,7 @@ class VideoTextBatch(Batch):
     clip_size: tuple[int, int, int] | None = None
     levels: Tensor | None = None
     cut: Sequence[int] = ()
+    fields: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.pixels is None:
@@ -124,12 +127,12 @@ class VideoTextBatch(Batch):
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
         """Moves the batch to a device, where uint8 pixels become the floats that they stand for."""
         moved = super().to(device, non_blocking=non_blocking)
-        if moved.pixels is None or moved.pixels.dtype != torch.uint8:
+        pixels = {name: value for name, value in moved.fields.items() if _is_levels(value)}
+        if not pixels and not _is_levels(moved.pixels):
             return moved
-        if moved.levels is None and device.type == "cpu":  # the table's bits, with less work
-            return dataclasses.replace(moved, pixels=moved.pixels.float().div_(127.5).sub_(1))
-        levels = _default_levels(device) if moved.levels is None else moved.levels
-        return dataclasses.replace(moved, pixels=_looked_up(moved.pixels, levels), levels=None)
+        floats = {name: _as_floats(value, moved.levels) for name, value in pixels.items()}
+        clips = _as_floats(moved.pixels, moved.levels) if _is_levels(moved.pixels) else moved.pixels
+        return dataclasses.replace(moved, pixels=clips, fields={**moved.fields, **floats}, levels=None)
 
     @property
     def size(self) -> tuple[int, int, int]:
@@ -144,6 +147,18 @@ class VideoTextBatch(Batch):
     def device(self) -> torch.device:
         """Where the clips are."""
         return next(clips.device for clips in (self.pixels, self.moments) if clips is not None)
+
+
+def _is_levels(value: object) -> TypeGuard[Tensor]:
+    """Whether this is uint8 pixels of clips."""
+    return isinstance(value, Tensor) and value.dtype == torch.uint8 and value.dim() == 5
+
+
+def _as_floats(pixels: Tensor, levels: Tensor | None) -> Tensor:
+    """The floats that uint8 pixels stand for."""
+    if levels is None and pixels.device.type == "cpu":  # the table's bits, with less work
+        return pixels.float().div_(127.5).sub_(1)
+    return _looked_up(pixels, _default_levels(pixels.device) if levels is None else levels)
 
 
 @cache
@@ -280,6 +295,8 @@ class SampleRequest:
         first: number of the first prompt, when several ranks share a list.
         images: conditioning frames of each clip, uint8 [3,Y,X] of any size: its first, or its first and its
             last; (): no clip has any.
+        inputs: further fields of the predictor's inputs (see `Input`) by name, one value for each clip: an
+            image uint8 [3,Y,X] or a clip uint8 [3,F,Y,X] of any size, or a number.
     """
 
     prompts: tuple[str, ...]
@@ -293,6 +310,7 @@ class SampleRequest:
     fps: float | None = None
     first: int = 0
     images: tuple[tuple[Tensor, ...], ...] = ()
+    inputs: Mapping[str, tuple[Tensor | float, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from mm_core.contracts.components import Frozen
@@ -50,18 +51,14 @@ class PredictorInputs:
     conditions: Mapping[str, Tensor] = field(default_factory=dict)
     counts: Tensor | None = None
 
-    def repeat(self, times: int) -> PredictorInputs:
-        """The predictor's inputs with all rows repeated, as consecutive copies of the batch."""
+    def beside(self, other: PredictorInputs) -> PredictorInputs:
+        """The rows of both, those of the other after one's own."""
         return replace(
             self,
-            latents=_repeat(self.latents, times),
-            timestep=_repeat(self.timestep, times),
-            conditions={name: _repeat(tensor, times) for name, tensor in self.conditions.items()},
+            latents=torch.cat([self.latents, other.latents]),
+            timestep=torch.cat([self.timestep, other.timestep]),
+            conditions={n: torch.cat([own, other.conditions[n]]) for n, own in self.conditions.items()},
         )
-
-
-def _repeat(rows: Tensor, times: int) -> Tensor:
-    return rows.repeat(times, *[1] * (rows.dim() - 1))
 
 
 @runtime_checkable

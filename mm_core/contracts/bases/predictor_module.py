@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
-from torch import nn
+from torch import Tensor, nn
+
+from mm_core.contracts.frames import PredictorInputs
+from mm_core.contracts.inputs import Input
 
 
 class PredictorModule(nn.Module):
@@ -17,12 +21,25 @@ class PredictorModule(nn.Module):
         patch_size: latents of any size, unless a subclass sets the patches (t, h, w).
         in_channels: channels of the input latents.
         text_dim: width D of the text's hidden states.
+        inputs: what it is given beside latents, timestep and text (see `SupportsInputs`); none, unless a
+            subclass sets them.
     """
 
     text_padding: Literal["masked"] | tuple[Literal["fixed"], int] = "masked"
     patch_size: tuple[int, int, int] = (1, 1, 1)
     in_channels: int
     text_dim: int
+    inputs: tuple[Input, ...] = ()
+
+    def with_inputs(self, latents: Tensor, timestep: Tensor, given: Mapping[str, Tensor]) -> PredictorInputs:
+        """Passes the conditions of `inputs` to forward under their names, unless a subclass does otherwise.
+
+        Args:
+            latents: [B,C,T,H,W].
+            timestep: [B].
+            given: the conditions by name, [B,...].
+        """
+        return PredictorInputs(latents, timestep, given)
 
     @property
     def out_channels(self) -> int:

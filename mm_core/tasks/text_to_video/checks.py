@@ -17,7 +17,8 @@ from mm_core.contracts import (
 from mm_core.errors import ContractError, plural
 from mm_core.plugin.checks.places import place_of_object
 from mm_core.plugin.checks.values import returned
-from mm_core.tasks.text_to_video.frames import ShownFrames, choices, describe, image_dim
+from mm_core.tasks.text_to_video.frames import choices, describe, image_dim
+from mm_core.tasks.text_to_video.inputs import GivenInputs
 
 SIZES = ("num_frames", "height", "width")
 
@@ -78,13 +79,13 @@ def component_faults(
         )
 
 
-def frame_faults(shown: ShownFrames) -> Iterator[ContractError]:
+def frame_faults(given: GivenInputs) -> Iterator[ContractError]:
     """Frames that the predictor cannot take, and an image encoder that is missing or unused."""
-    predictor, image_encoder = shown.predictor, shown.image_encoder
+    predictor, image_encoder = given.predictor, given.image_encoder
     possible, dim = choices(predictor), image_dim(predictor)
-    if shown.names not in possible:
+    if given.frames not in possible:
         yield ContractError(
-            f"frames would give the predictor {describe(shown.names)} of each clip, which it cannot take",
+            f"frames would give the predictor {describe(given.frames)} of each clip, which it cannot take",
             where="task.frames",
             accepted=" or ".join(f"[{', '.join(names)}]" for names in possible),
             hint="remove task.frames: the predictor's own default is then used",
@@ -95,13 +96,18 @@ def frame_faults(shown: ShownFrames) -> Iterator[ContractError]:
             where="task.image_encoder",
             accepted="a component, such as `image_encoder: {type: ..., from_pretrained: ...}`",
         )
-    elif dim is None and image_encoder is not None:
+    elif dim is None and image_encoder is not None and not given.uses_image_encoder:
         yield ContractError(
             "the task has an image encoder, but the predictor takes no image features",
             where="task.image_encoder",
             hint="remove task.image_encoder",
         )
-    elif image_encoder is not None and not image_encoder.missing_files() and image_encoder.hidden_size != dim:
+    elif (
+        image_encoder is not None
+        and dim is not None
+        and not image_encoder.missing_files()
+        and image_encoder.hidden_size != dim
+    ):
         yield ContractError(
             f"the image encoder's hidden states are {image_encoder.hidden_size} wide, but the predictor "
             f"takes {dim}",

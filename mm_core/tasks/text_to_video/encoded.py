@@ -14,11 +14,9 @@ from mm_core.contracts import (
     CachePart,
     FeatureBatch,
     Features,
-    GivenFrames,
     Posterior,
     PredictorInputs,
     SampleKey,
-    SupportsFrames,
     SupportsPosterior,
     VideoTextBatch,
 )
@@ -26,7 +24,7 @@ from mm_core.errors import ContractError
 from mm_core.plugin.checks.places import place_of_object
 from mm_core.tasks.text_to_video.captions import Captions, Encoded
 from mm_core.tasks.text_to_video.conditions import Conditions
-from mm_core.tasks.text_to_video.frames import ShownFrames, clip_digest, image_dim
+from mm_core.tasks.text_to_video.inputs import GivenInputs, fields_of
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class EncodedClips:
         text: states, mask and conditions of the clips' own captions.
         empty: the same of the empty caption, one row; None where captions are never dropped.
         conditions: conditions that the task itself gives, [B,...] by name.
-        frames: frames to show the predictor, or None.
+        given: conditions of the predictor's inputs, [B,...] by name.
     """
 
     keys: Sequence[SampleKey]
@@ -53,7 +51,7 @@ class EncodedClips:
     text: Encoded
     empty: Encoded | None
     conditions: Mapping[str, Tensor]
-    frames: GivenFrames | None
+    given: Mapping[str, Tensor]
 
 
 @dataclass
@@ -83,8 +81,8 @@ class TextToVideoInputs:
     expert: str | None = None
 
 
-LATENTS, FRAMES, IMAGES, TEXTS = "latents", "frame latents", "image features", "text states"
-"""The parts of the feature cache."""
+LATENTS, TEXTS = "latents", "text states"
+"""The parts of the feature cache beside those of the predictor's inputs."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ class ClipEncoder:
         autoencoder: of the clips.
         captions: encodes their captions.
         conditions: of the predictor.
-        shown: frames that the predictor is shown.
+        inputs: of the predictor, beside its text.
         guidance: the scale that the predictor is given as a condition.
         drops: whether captions are dropped.
     """
@@ -103,7 +101,7 @@ class ClipEncoder:
     autoencoder: Autoencoder
     captions: Captions
     conditions: Conditions
-    shown: ShownFrames
+    inputs: GivenInputs
     guidance: float
     drops: bool
 
@@ -126,16 +124,18 @@ class ClipEncoder:
             if drops:
                 empty = self.captions.of_features(texts, TEXTS, device, length)
             text = self.captions.of_features(features, TEXTS, device, length)
-            frames = None
-            if names := self.shown.names:
-                frames = GivenFrames(names, features[f"{FRAMES}.values"], features.get(f"{IMAGES}.values"))
+            given = {
+                row.name: features[f"{part.name}.values"]
+                for row, part in zip(self.inputs.rows, self.inputs.cache_parts(), strict=True)
+            }
         else:
             assert isinstance(batch, VideoTextBatch)
             size, fps, device = batch.size, batch.fps, batch.device
-            pixels = batch.to(device).pixels  # floats, also of a batch that never moved
+            batch = batch.to(device)  # floats, also of a batch that never moved
+            pixels = batch.pixels
             posterior = self._posterior(batch, pixels)
             text, empty = self.captions.encoded(batch, empty=drops)
-            frames = self.shown.of_clips(pixels)
+            given = self.inputs.encoded(fields_of(pixels, batch.fields), size)
         return EncodedClips(
             keys=batch.keys,
             sample_weights=batch.sample_weights,
@@ -145,7 +145,7 @@ class ClipEncoder:
             text=text,
             empty=empty,
             conditions=self.conditions.of_clips(len(batch), size[1:], device, fps, self.guidance),
-            frames=frames,
+            given=given,
         )
 
     def _posterior(self, batch: VideoTextBatch, pixels: Tensor | None) -> Posterior:
@@ -156,7 +156,7 @@ class ClipEncoder:
         """
         if pixels is not None:
             return self.autoencoder.encode(pixels)
-        if self.shown.names:
+        if self.inputs.reads_clip:
             raise ContractError(
                 "the predictor is shown frames of the clips, but the batch has no pixels",
                 where="task.frames",
@@ -178,22 +178,17 @@ class ClipEncoder:
         """The parts of a cache for the task. ContractError if its autoencoder takes no moments."""
         self._of_moments(torch.empty(0))
         found = [CachePart(LATENTS, ("autoencoder",), "media")]
-        predictor, names = self.shown.predictor, self.shown.names
-        if isinstance(predictor, SupportsFrames) and names:
-            shown = {"frames": list(names)}
-            settings = {**shown, "clip": clip_digest(predictor, names)}
-            found.append(CachePart(FRAMES, ("autoencoder",), "media", settings))
-            if image_dim(predictor) is not None:
-                found.append(CachePart(IMAGES, ("image_encoder",), "media", shown))
+        found += self.inputs.cache_parts()
         return (*found, CachePart(TEXTS, ("text_encoder",), "text", texts=("",) if self.drops else ()))
 
     def features(self, part: str, batch: Batch) -> list[Features]:
         """What a cache stores of each clip of a batch."""
         assert isinstance(batch, VideoTextBatch)
-        pixels = batch.to(batch.device).pixels
+        batch = batch.to(batch.device)
+        pixels = batch.pixels
         if part != LATENTS:
-            assert pixels is not None
-            found = self.shown.latents(pixels) if part == FRAMES else self.shown.features(pixels)
+            fields = fields_of(pixels, batch.fields)
+            found = self.inputs.encode(self.inputs.row_of(part), fields, batch.size)
             return [{"values": row} for row in found]
         size = torch.tensor(batch.size)
         rows: list[Features] = [

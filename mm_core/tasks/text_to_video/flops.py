@@ -10,19 +10,17 @@ from torch import Tensor, nn
 
 from mm_core.contracts import (
     CLIP_CONDITIONS,
-    GivenFrames,
     Predictor,
     PredictorInputs,
     StepFlops,
     SupportsExperts,
-    SupportsFrames,
     SupportsModuleFlops,
     TextEncoder,
 )
 from mm_core.modules.flops import step_flops
 from mm_core.tasks.text_to_video.checks import SIZES
 from mm_core.tasks.text_to_video.conditions import Conditions, shapes_of
-from mm_core.tasks.text_to_video.frames import ShownFrames, image_dim, inputs_of
+from mm_core.tasks.text_to_video.inputs import GivenInputs
 
 
 class TrainedFlops:
@@ -60,12 +58,12 @@ class TrainedFlops:
 
 
 def sample_forward(
-    shown: ShownFrames, encoder: TextEncoder, conditions: Conditions, batch_spec: Mapping[str, Any]
+    given: GivenInputs, encoder: TextEncoder, conditions: Conditions, batch_spec: Mapping[str, Any]
 ) -> tuple[str, Mapping[str, Any]] | None:
     """The arguments of the predictor's forward for one training clip, with tensors on the meta device.
 
     Args:
-        shown: the predictor and its given frames.
+        given: the predictor and its inputs.
         encoder: of captions; they have the maximum length.
         conditions: of the predictor.
         batch_spec: the dataset's fields.
@@ -74,27 +72,22 @@ def sample_forward(
         The predictor's path and the arguments. None where the clip size, the image encoder's tokens or the
         size of a text condition are unknown.
     """
-    predictor, autoencoder, tokens = shown.predictor, shown.autoencoder, _feature_tokens(shown)
-    if tokens is None or any(batch_spec.get(name) is None for name in SIZES):
+    predictor, autoencoder = given.predictor, given.autoencoder
+    if any(batch_spec.get(name) is None for name in SIZES):
         return None
     declared = conditions.of_text(shapes_of(encoder))
     if any(None in shape for shape in declared.values()):
         return None
-    num_frames, height, width = (batch_spec[name] for name in SIZES)
+    size = batch_spec["num_frames"], batch_spec["height"], batch_spec["width"]
+    encoded = given.on_meta(size)
+    if encoded is None:
+        return None
     padding = predictor.text_padding
     length = padding[1] if isinstance(padding, tuple) else encoder.max_length
     with torch.device("meta"):
-        latents = torch.empty(1, *autoencoder.latent_shape(num_frames, height, width))
-        given = None
-        if shown.names:
-            assert isinstance(predictor, SupportsFrames)
-            frames = [torch.empty(1, 3, height, width) for _ in shown.names]
-            count = predictor.frames_clip(frames, num_frames).shape[2]
-            encoded = torch.empty(1, *autoencoder.latent_shape(count, height, width))
-            features = torch.empty(1, tokens, image_dim(predictor) or 0) if tokens else None
-            given = GivenFrames(shown.names, encoded, features)
+        latents = torch.empty(1, *autoencoder.latent_shape(*size))
         others = {name: torch.empty(1, *filter(None, shape)) for name, shape in declared.items()}
-        inputs = inputs_of(predictor, latents, torch.empty(1), given, others)
+        inputs = given.inputs(latents, torch.empty(1), encoded, others)
         text, mask = torch.empty(1, length, predictor.text_dim), torch.ones(1, length, dtype=torch.bool)
     routed: object = predictor
     experts = routed.experts if isinstance(routed, SupportsExperts) else ()
@@ -102,11 +95,3 @@ def sample_forward(
     chosen = {"expert": trained[0]} if trained else {}
     arguments = {"latents": inputs.latents, "timestep": inputs.timestep, "text": text, "text_mask": mask}
     return "predictor", {**arguments, **inputs.conditions, **chosen}
-
-
-def _feature_tokens(shown: ShownFrames) -> int | None:
-    """Number of tokens of the given frames' image features; 0 without features, None where unknown."""
-    if not shown.names or image_dim(shown.predictor) is None:
-        return 0
-    each = shown.image_encoder.tokens if shown.image_encoder is not None else None
-    return None if each is None else each * len(shown.names)

@@ -9,17 +9,19 @@ import torch
 from torch import Tensor
 
 from mm_core.builtin.configs.text_to_video import SampleConfig
-from mm_core.contracts import Clip, NoiseScheduler, PredictorInputs, Randomness, SampleRequest
-from mm_core.errors import ContractError
+from mm_core.contracts import Clip, ClipSize, NoiseScheduler, PredictorInputs, Randomness, SampleRequest
+from mm_core.data.media.images import fit_image
+from mm_core.errors import ContractError, did_you_mean, plural
 from mm_core.tasks.text_to_video.captions import Captions
 from mm_core.tasks.text_to_video.checks import SIZES, size_faults
 from mm_core.tasks.text_to_video.conditions import Conditions
 from mm_core.tasks.text_to_video.experts import Experts
-from mm_core.tasks.text_to_video.frames import ShownFrames, check_images, inputs_of
+from mm_core.tasks.text_to_video.frames import BY_COUNT, check_images
+from mm_core.tasks.text_to_video.inputs import GivenInputs
 from mm_core.tasks.text_to_video.returned_shapes import expect
 
-Images = Sequence[Sequence[Tensor]]
-"""For each clip its given images, uint8 [3,Y,X]."""
+Given = Mapping[str, Sequence[Tensor | float]]
+"""Fields of the predictor's inputs by name, a value for each clip; see `SampleRequest.inputs`."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class ClipSampler:
     """Samples clips with the components of a text-to-video task.
 
     Attributes:
-        shown: the predictor, the autoencoder and the frames given.
+        inputs: the predictor and what encodes its inputs.
         captions: encodes prompts.
         conditions: of the predictor.
         experts: of the predictor.
@@ -36,7 +38,7 @@ class ClipSampler:
         defaults: for what a request does not set.
     """
 
-    shown: ShownFrames
+    inputs: GivenInputs
     captions: Captions
     conditions: Conditions
     experts: Experts
@@ -67,9 +69,10 @@ class ClipSampler:
                 hint="set steps to 1 or more, in the request or under task.sample in the config",
             )
         sizes = {name: values[name] for name in SIZES}
-        for fault in size_faults(self.shown.predictor, self.shown.autoencoder, "clip to sample", sizes):
+        for fault in size_faults(self.inputs.predictor, self.inputs.autoencoder, "clip to sample", sizes):
             raise fault
-        check_images(self.shown.predictor, request.images, len(request.prompts))
+        check_images(self.inputs.predictor, request.images, len(request.prompts))
+        self._check_inputs(request.inputs, len(request.prompts), sizes["num_frames"])
         self.experts.scales(values["guidance"])
         second = self.defaults.true_guidance
         if request.negative_prompt and self.conditions.embedded_guidance and (second is None or second <= 1):
@@ -80,31 +83,72 @@ class ClipSampler:
             )
         return replace(request, **values)
 
+    def _check_inputs(self, given: Given, prompts: int, frames: int) -> None:
+        """ContractError for fields that are missing, unknown, of other clips or too short."""
+        needed = self.inputs.names
+        for name in sorted({*needed} ^ {*given}):
+            missing = name in needed
+            raise ContractError(
+                f"the predictor needs the input `{name}`, which the request does not give"
+                if missing
+                else f"the request gives `{name}`, which the predictor does not take",
+                where="inputs",
+                accepted=", ".join(needed) or "no input",
+                hint=f"mm sample --input {name}=FILE" if missing else did_you_mean(name, needed),
+            )
+        for name, values in given.items():
+            if len(values) != prompts:
+                raise ContractError(
+                    f"there are {plural(prompts, 'prompt')}, but {plural(len(values), 'value')} of `{name}`",
+                    where="inputs",
+                    accepted="one for each prompt",
+                )
+            for value in values:
+                if isinstance(value, Tensor) and value.dim() == 4 and value.shape[1] < frames:
+                    raise ContractError(
+                        f"the clip of `{name}` has {plural(value.shape[1], 'frame')}, but a clip to sample"
+                        f" has {frames:,}",
+                        where="inputs",
+                        hint=f"give a longer clip, or set num_frames to {value.shape[1]} or less",
+                    )
+
     def clips(self, request: SampleRequest, device: torch.device) -> Iterator[Clip]:
         """Generates the clips of a complete request on a device, and yields each as soon as it is ready."""
         assert request.fps is not None
-        shape = self.shown.autoencoder.latent_shape(*_size_of(request))
+        shape = self.inputs.autoencoder.latent_shape(*_size_of(request))
         for first in range(0, len(request.prompts), self.defaults.batch_size):
             prompts = request.prompts[first : first + self.defaults.batch_size]
             numbers = range(request.first + first, request.first + first + len(prompts))
             noise = torch.stack([Randomness(request.seed).normal(shape, "sample", i) for i in numbers])
-            images = request.images[first : first + len(prompts)]
-            pixels = self._generate(prompts, images, noise.to(device), request).float().clamp(-1, 1).cpu()
+            own = slice(first, first + len(prompts))
+            given = {name: values[own] for name, values in request.inputs.items()}
+            frames = BY_COUNT[len(request.images[0])] if request.images else ()
+            for place, name in enumerate(frames):
+                given[name] = tuple(images[place] for images in request.images[own])
+            inputs = replace(self.inputs, frames=frames)
+            pixels = self._generate(prompts, inputs, given, noise.to(device), request)
+            pixels = pixels.float().clamp(-1, 1).cpu()
             yield from (Clip(p, request.fps, prompt) for p, prompt in zip(pixels, prompts, strict=True))
 
     def _generate(
-        self, prompts: Sequence[str], images: Images, noise: Tensor, request: SampleRequest
+        self,
+        prompts: Sequence[str],
+        inputs: GivenInputs,
+        fields: Given,
+        noise: Tensor,
+        request: SampleRequest,
     ) -> Tensor:
         """Pixels [B,3,F,Y,X] from noise [B,C,T,H,W].
 
         Args:
             prompts: B prompts.
-            images: given images of each clip, or () for none.
+            inputs: of the predictor, with the frames that are given.
+            fields: of each clip.
             noise: [B,C,T,H,W].
             request: the complete request.
         """
         device, size = noise.device, _size_of(request)
-        predictor, autoencoder = self.shown.predictor, self.shown.autoencoder
+        predictor, autoencoder = self.inputs.predictor, self.inputs.autoencoder
         assert request.guidance is not None and request.steps is not None
         given_scales = scales = self.experts.scales(request.guidance)
         if self.conditions.embedded_guidance:
@@ -117,19 +161,26 @@ class ClipSampler:
             for expert, scale in given_scales.items()
         }
         experts, scheduler = self.schedule_of(noise.shape[1:])
-        frames = self.shown.of_images(images, size, device)
+        fitted = {name: _fitted(values, size, device) for name, values in fields.items()}
+        conditions = {
+            row.name: inputs.encode(row, fields if row.encoder == "image_encoder" else fitted, size)
+            for row in inputs.rows
+        }
 
         def velocity(latents: Tensor, timestep: Tensor) -> Tensor:
             expert = experts.of(timestep)
             scale = scales[expert]
             timestep = scheduler.model_timestep(timestep.to(device))
-            given = inputs_of(predictor, latents, timestep, frames, clip_conditions[expert])
+            given = inputs.inputs(latents, timestep, conditions, clip_conditions[expert])
             rows = len(latents)
             if scale <= 1:
                 prompted = {name: tensor[:rows] for name, tensor in text_conditions.items()}
                 found = self.predict(_with(given, prompted), text[:rows], mask[:rows], expert)
                 return expect(found, latents.shape, "predictor", "forward", predictor).float()
-            both = self.predict(_with(given.repeat(2), text_conditions), text, mask, expert)
+            without = inputs.inputs(
+                latents, timestep, inputs.unconditional(conditions), clip_conditions[expert]
+            )
+            both = self.predict(_with(given.beside(without), text_conditions), text, mask, expert)
             expect(both, (2 * rows, *latents.shape[1:]), "predictor", "forward", predictor)
             conditional, unconditional = both.float().chunk(2)
             return unconditional + scale * (conditional - unconditional)
@@ -137,8 +188,20 @@ class ClipSampler:
         clean = scheduler.integrate(velocity, noise, request.steps)
         expect(clean, noise.shape, "scheduler", "integrate", scheduler)
         # Latents of given frames go into the clip unchanged.
-        clean = inputs_of(predictor, clean, clean.new_zeros(len(clean)), frames).latents
+        clean = inputs.inputs(clean, clean.new_zeros(len(clean)), conditions).latents
         return expect(autoencoder.decode(clean), (len(clean), 3, *size), "autoencoder", "decode", autoencoder)
+
+
+def _fitted(values: Sequence[Tensor | float], size: ClipSize, device: torch.device) -> Tensor:
+    """Values of a field for each clip in the clips' size: pixels [B,3,F,Y,X] in [-1, 1], or numbers [B]."""
+    made = []
+    for value in values:
+        if not isinstance(value, Tensor):
+            made.append(torch.tensor(float(value)))
+            continue
+        frames = value[:, None] if value.dim() == 3 else value[:, : size[0]]
+        made.append(torch.stack([fit_image(frame, *size[1:]) for frame in frames.unbind(1)], dim=1))
+    return torch.stack(made).to(device)
 
 
 def _size_of(request: SampleRequest) -> tuple[int, int, int]:

@@ -52,7 +52,8 @@ from mm_core.tasks.text_to_video.conditions import Conditions, cast_condition, s
 from mm_core.tasks.text_to_video.encoded import ClipEncoder, EncodedClips, TextToVideoInputs
 from mm_core.tasks.text_to_video.experts import Experts
 from mm_core.tasks.text_to_video.flops import TrainedFlops, sample_forward
-from mm_core.tasks.text_to_video.frames import ShownFrames, choices, inputs_of
+from mm_core.tasks.text_to_video.frames import choices
+from mm_core.tasks.text_to_video.inputs import GivenInputs
 from mm_core.tasks.text_to_video.returned_shapes import expect, expect_latents, scheduler_faults
 from mm_core.tasks.text_to_video.sampling import ClipSampler
 
@@ -107,17 +108,17 @@ class TextToVideo(TaskModule):
         self.captions = Captions(text_encoder, predictor.text_padding, self.conditions)
 
     @property
-    def _shown(self) -> ShownFrames:
-        return ShownFrames(self.predictor, self.autoencoder, self.image_encoder, self.frames)
+    def _inputs(self) -> GivenInputs:
+        return GivenInputs(self.predictor, self.autoencoder, self.image_encoder, self.frames)
 
     @property
     def _encoder(self) -> ClipEncoder:
         dropped, guidance = self.caption_dropout > 0, self.given_guidance
-        return ClipEncoder(self.autoencoder, self.captions, self.conditions, self._shown, guidance, dropped)
+        return ClipEncoder(self.autoencoder, self.captions, self.conditions, self._inputs, guidance, dropped)
 
     @property
     def _sampler(self) -> ClipSampler:
-        parts = (self._shown, self.captions, self.conditions, self.experts)
+        parts = (self._inputs, self.captions, self.conditions, self.experts)
         return ClipSampler(*parts, self.schedule_of, self.predict, self.sample_defaults)
 
     # -- training ------------------------------------------------------------------------------
@@ -196,11 +197,10 @@ class TextToVideo(TaskModule):
         text, mask, conditions = chosen(clips.text, clips.empty, dropped)
         weights = copied_to(device, clips.sample_weights)
         return TextToVideoInputs(
-            given=inputs_of(
-                self.predictor,
+            given=self._inputs.inputs(
                 scheduler.add_noise(latents, noise, timestep),
                 scheduler.model_timestep(timestep),
-                clips.frames,
+                self._inputs.dropped(clips.given, rng, keys),
                 {**conditions, **clips.conditions},
             ),
             text=text,
@@ -276,9 +276,7 @@ class TextToVideo(TaskModule):
             expert = experts.of(timestep)
             timestep = timestep.to(device)
             noisy = scheduler.add_noise(clean, noise, timestep)
-            given = inputs_of(
-                self.predictor, noisy, scheduler.model_timestep(timestep), clips.frames, conditions
-            )
+            given = self._inputs.inputs(noisy, scheduler.model_timestep(timestep), clips.given, conditions)
             predicted = self.predict(given, text, mask, expert)
             expect(predicted, clean.shape, "predictor", "forward", self.predictor)
             error = _squared_error(predicted, scheduler.target(clean, noise, timestep), given.counts)
@@ -338,7 +336,7 @@ class TextToVideo(TaskModule):
 
     def sample_forward(self, batch_spec: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:
         """The predictor's arguments for one training clip, for the plan; None where sizes are unknown."""
-        return sample_forward(self._shown, self.text_encoder, self.conditions, batch_spec)
+        return sample_forward(self._inputs, self.text_encoder, self.conditions, batch_spec)
 
     def check(self, batch_spec: Mapping[str, Any]) -> None:
         """Checks that the components match each other, the clip sizes of the data and the sizes to sample.
@@ -357,10 +355,11 @@ class TextToVideo(TaskModule):
         faults = [
             *component_faults(self.predictor, self.autoencoder, self.text_encoder),
             *expert_faults(self.predictor),
-            *frame_faults(self._shown),
+            *frame_faults(self._inputs),
             *latents_faults(self.autoencoder, self.latents),
             *self.conditions.guidance_faults(guidance),
-            *self.conditions.faults(self.text_encoder, bool(self.frames)),
+            *self._inputs.faults(batch_spec.get("fields")),
+            *self.conditions.faults(self.text_encoder, bool(self._inputs.rows)),
             *scheduler_faults(self.scheduler, self.autoencoder.latent_channels),
         ]
         for where, clip in sizes.items():

@@ -1,0 +1,75 @@
+"""The table of a predictor's inputs: how the fields of a sample become conditions of its forward.
+
+Letters as in `mm_core.contracts.components`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from mm_core.contracts.frames import PredictorInputs
+
+ClipSize = tuple[int, int, int]
+"""Frames, height and width (F,Y,X) of a clip."""
+
+Making = Callable[[Mapping[str, Tensor], ClipSize], Tensor]
+"""Makes what an encoder gets, or a condition, of the fields of a row and the size of the clips."""
+
+
+@dataclass(frozen=True)
+class Input:
+    """A row of the table of a predictor's inputs: fields of a sample become one condition.
+
+    Fields are the columns that the dataset names, and parts of the clip itself: `video` [B,3,F,Y,X], and
+    `first` and `last`, its first and last frame [B,3,1,Y,X]. Pixels are float32 in [-1, 1].
+
+    Attributes:
+        name: of the condition, in `with_inputs`.
+        fields: their names; (): the one field with the name of the condition.
+        make: pure function of the fields and the clips' size that makes the pixels [B,3,F',Y',X'] to encode
+            or, without an encoder, the condition [B,...]; None: the one field as it is.
+        encoder: what encodes it: the autoencoder to latents [B,C,T',H',W'] (the mode), the image encoder to
+            features [B,K,D] of every field; None: nothing.
+        dropout: share of the training samples that get zeros in its place.
+        unconditional: what the unconditional pass of guidance gets: the same, or zeros.
+    """
+
+    name: str
+    fields: tuple[str, ...] = ()
+    make: Making | None = None
+    encoder: Literal["autoencoder", "image_encoder"] | None = None
+    dropout: float = 0.0
+    unconditional: Literal["same", "zeros"] = "same"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of the fields that it reads."""
+        return self.fields or (self.name,)
+
+
+@runtime_checkable
+class SupportsInputs(Protocol):
+    """Capability of a predictor that takes more than noisy latents, a timestep and a caption.
+
+    Attributes:
+        inputs: the rows of its table. Without a row here, what a dataset gives beside clips and captions does
+            not reach the predictor.
+    """
+
+    inputs: tuple[Input, ...]
+
+    def with_inputs(self, latents: Tensor, timestep: Tensor, given: Mapping[str, Tensor]) -> PredictorInputs:
+        """The inputs of the predictor's forward; pure, and called outside the forward.
+
+        Sampling calls it in each step, and once more after the last one, so that known latents stay exactly
+        as given.
+
+        Args:
+            latents: [B,C,T,H,W].
+            timestep: [B] in model units.
+            given: the conditions of the table by name, [B,...] in float32.
+        """

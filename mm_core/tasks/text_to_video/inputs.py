@@ -1,0 +1,239 @@
+"""What a predictor is given beside noisy latents and captions, by its table of inputs (`SupportsInputs`)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mm_core.contracts import (
+    Autoencoder,
+    CachePart,
+    ClipSize,
+    FrameNames,
+    ImageEncoder,
+    Input,
+    Predictor,
+    PredictorInputs,
+    Randomness,
+    SampleKey,
+    SupportsInputs,
+)
+from mm_core.device import copied_to
+from mm_core.errors import ContractError, did_you_mean
+from mm_core.plugin.checks.places import place_of_object
+from mm_core.tasks.text_to_video.frames import FRAMES, IMAGES, FramesOf, frame_rows, image_dim
+from mm_core.tasks.text_to_video.returned_shapes import expect_features, expect_latents
+
+OF_CLIP = ("video", "first", "last")
+"""Fields that are the clip itself, or a part of it."""
+
+_NONE: Mapping[str, Tensor] = MappingProxyType({})
+
+
+def fields_of(pixels: Tensor | None, others: Mapping[str, Any] = _NONE) -> dict[str, Any]:
+    """The fields of a batch: the parts of its clips [B,3,F,Y,X], and what the dataset gives beside them."""
+    if pixels is None:
+        return dict(others)
+    return {"video": pixels, "first": pixels[:, :, :1], "last": pixels[:, :, -1:], **others}
+
+
+@dataclass(frozen=True)
+class GivenInputs:
+    """The table of a predictor's inputs, and the frozen components that encode its rows.
+
+    Attributes:
+        predictor: the task's.
+        autoencoder: encodes pixels to latents.
+        image_encoder: encodes features; None for a predictor that takes none.
+        frames: the frames of the clip that a predictor with `with_frames` is given.
+    """
+
+    predictor: Predictor
+    autoencoder: Autoencoder
+    image_encoder: ImageEncoder | None
+    frames: FrameNames
+
+    @property
+    def rows(self) -> tuple[Input, ...]:
+        """The rows of the table."""
+        return (*frame_rows(self.predictor, self.frames), *self._own)
+
+    @property
+    def _own(self) -> tuple[Input, ...]:
+        return self.predictor.inputs if isinstance(self.predictor, SupportsInputs) else ()
+
+    @property
+    def names(self) -> list[str]:
+        """The fields that a dataset or a request gives beside the clip and its parts."""
+        read = dict.fromkeys(name for row in self.rows for name in row.reads)
+        return [name for name in read if name not in OF_CLIP]
+
+    @property
+    def reads_clip(self) -> bool:
+        """Whether a condition is made of the clip itself."""
+        return any(name in OF_CLIP for row in self.rows for name in row.reads)
+
+    @property
+    def uses_image_encoder(self) -> bool:
+        """Whether a condition comes from the image encoder."""
+        return any(row.encoder == "image_encoder" for row in self.rows)
+
+    def encoded(self, fields: Mapping[str, Any], size: ClipSize) -> dict[str, Tensor]:
+        """The conditions of the table, [B,...] in float32.
+
+        Args:
+            fields: of the rows: pixels [B,3,F,Y,X] in [-1, 1], and numbers [B,...].
+            size: of the clips.
+
+        Raises:
+            ContractError: a field is missing.
+        """
+        return {row.name: self.encode(row, fields, size) for row in self.rows}
+
+    def encode(self, row: Input, fields: Mapping[str, Any], size: ClipSize) -> Tensor:
+        """The condition of one row; see `encoded`."""
+        given = {name: self._field(row, name, fields) for name in row.reads}
+        if row.encoder == "image_encoder":
+            assert self.image_encoder is not None
+            columns = [[*map(_bytes, values)] for values in given.values()]
+            encoder = self.image_encoder
+            found = (expect_features(encoder.encode(own), len(own), encoder) for own in columns)
+            return torch.cat([*found], dim=1)
+        made = given[row.reads[0]] if row.make is None else row.make(given, size)
+        if row.encoder is None:
+            return made.float() if made.is_floating_point() else made
+        shape = (len(made), *self.autoencoder.latent_shape(*made.shape[2:]))
+        return expect_latents(self.autoencoder.encode(made), shape, self.autoencoder)
+
+    def on_meta(self, size: ClipSize) -> dict[str, Tensor] | None:
+        """Conditions of one clip without values; None where the image encoder's tokens are unknown."""
+        clip = fields_of(torch.empty(1, 3, *size, device="meta"))
+        found: dict[str, Tensor] = {}
+        for row in self.rows:
+            if row.encoder == "image_encoder":
+                tokens = None if self.image_encoder is None else self.image_encoder.tokens
+                if tokens is None:
+                    return None
+                shape: tuple[int, ...] = (tokens * len(row.reads), image_dim(self.predictor) or 0)
+            elif row.encoder is None and row.make is None:
+                shape = ()  # a number
+            else:
+                given = {name: clip.get(name, clip["video"]) for name in row.reads}
+                made = given[row.reads[0]] if row.make is None else row.make(given, size)
+                shape = self.autoencoder.latent_shape(*made.shape[2:]) if row.encoder else made.shape[1:]
+            found[row.name] = torch.empty(1, *shape, device="meta")
+        return found
+
+    def dropped(
+        self, given: Mapping[str, Tensor], rng: Randomness, keys: Sequence[SampleKey]
+    ) -> dict[str, Tensor]:
+        """The conditions of training samples, with zeros in the rows that are dropped."""
+        found = dict(given)
+        for row in self.rows:
+            if row.dropout > 0:
+                out = [rng.uniform("input dropout", row.name, *key) < row.dropout for key in keys]
+                found[row.name] = _zeroed(given[row.name], out)
+        return found
+
+    def inputs(
+        self,
+        latents: Tensor,
+        timestep: Tensor,
+        given: Mapping[str, Tensor],
+        conditions: Mapping[str, Tensor] = _NONE,
+    ) -> PredictorInputs:
+        """The predictor's arguments without the text.
+
+        Args:
+            latents: [B,C,T,H,W].
+            timestep: [B], in model units.
+            given: conditions of the table, by name.
+            conditions: further tensors by name; those that the predictor makes of `given` have priority.
+        """
+        if not given:
+            return PredictorInputs(latents, timestep, conditions)
+        shown: object = self.predictor if self._own else FramesOf(self.predictor, self.frames)
+        assert isinstance(shown, SupportsInputs)
+        found = shown.with_inputs(latents, timestep, given)
+        return replace(found, conditions={**conditions, **found.conditions})
+
+    def unconditional(self, given: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """What the unconditional pass of guidance is given."""
+        zeros = {row.name for row in self.rows if row.unconditional == "zeros"}
+        return {name: torch.zeros_like(t) if name in zeros else t for name, t in given.items()}
+
+    def cache_parts(self) -> Iterator[CachePart]:
+        """A part of the feature cache for each row."""
+        for row in self.rows:
+            frames = row.name in (FRAMES, IMAGES)
+            settings: dict[str, Any] = {"frames" if frames else "fields": list(row.reads)}
+            if row.make is not None:
+                settings["clip"] = _digest(row)
+            components = () if row.encoder is None else (row.encoder,)
+            yield CachePart(row.name if frames else f"input {row.name}", components, "media", settings)
+
+    def row_of(self, part: str) -> Input:
+        """The row of a part of the feature cache."""
+        return next(row for row in self.rows if part in (row.name, f"input {row.name}"))
+
+    def faults(self, given: Sequence[str] | None) -> Iterator[ContractError]:
+        """Rows that have no encoder, and fields that the dataset does not give (None: not known)."""
+        where = f"task.predictor, {place_of_object(self.predictor)}"
+        for row in self._own:
+            if row.encoder == "image_encoder" and self.image_encoder is None:
+                yield ContractError(
+                    f"the input `{row.name}` needs an image encoder, but the task has none",
+                    where="task.image_encoder",
+                    accepted="a component, such as `image_encoder: {type: ..., from_pretrained: ...}`",
+                )
+        for name in self.names if given is not None else ():
+            if name not in (known := given or ()):
+                yield ContractError(
+                    f"the predictor needs the field `{name}` of each sample, which the dataset does not give",
+                    where=where,
+                    accepted=", ".join([*OF_CLIP, *known]),
+                    hint=did_you_mean(name, known)
+                    or f"name its column in the data: `columns: {{fields: {{{name}: {{column: ...}}}}}}`",
+                )
+
+    def _field(self, row: Input, name: str, fields: Mapping[str, Any]) -> Any:
+        if name in fields:
+            return fields[name]
+        raise ContractError(
+            f"the input `{row.name}` of the predictor reads the field `{name}`, which is not given",
+            where=f"task.predictor, {place_of_object(self.predictor)}",
+            accepted=", ".join(fields) or "no field: the batch has neither pixels nor fields",
+            hint=did_you_mean(name, fields)
+            or f"give the samples of the dataset a value `{name}`; when sampling: --input {name}=FILE",
+        )
+
+
+def _bytes(image: Tensor) -> Tensor:
+    """uint8 [3,Y,X] of an image in its own size, or of a frame [3,1,Y,X] in [-1, 1]."""
+    if image.dtype == torch.uint8:
+        return image
+    return ((image[:, 0] + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+
+
+def _zeroed(values: Tensor, out: Sequence[bool]) -> Tensor:
+    if not any(out):
+        return values
+    kept = copied_to(values.device, ~torch.tensor(out)).view(-1, *[1] * (values.dim() - 1))
+    return torch.where(kept, values, torch.zeros_like(values))
+
+
+def _digest(row: Input) -> str:
+    """A hash of what `make` makes of small fields: it is code and settings of the predictor."""
+    assert row.make is not None
+    given = {}
+    for name in row.reads:
+        frame = Randomness(0).normal((1, 3, 16, 16), "frames", name).clamp(-1, 1)[:, :, None]
+        given[name] = frame if name in ("first", "last") else frame.repeat(1, 1, 5, 1, 1)
+    made = row.make(given, (5, 16, 16))
+    return hashlib.sha256(made.contiguous().numpy().tobytes() + repr(made.shape).encode()).hexdigest()[:16]
