@@ -93,6 +93,7 @@ class CachePart:
         of: `media`: of a sample; `text`: of a caption or prompt.
         settings: plain values besides the components' own, on which the features depend.
         texts: of a part of texts, those that every batch needs, such as the empty caption.
+        fields: of a part of media, the samples' fields beside the clip on which it depends.
     """
 
     name: str
@@ -100,6 +101,7 @@ class CachePart:
     of: Literal["media", "text"]
     settings: Mapping[str, Any] = field(default_factory=dict)
     texts: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()
 
 
 @runtime_checkable

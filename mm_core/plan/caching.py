@@ -139,7 +139,8 @@ def _begin_tables(
     for name, own in rows.items():
         shape = (len(own), own.variants, len(parts))
         np.lib.format.open_memmap(into / f"{name}.npy", "w+", KEY, shape).flush()
-    return facts, [PartKey(p.name, p.of == "text", digest_of(f)) for p, f in zip(parts, facts, strict=True)]
+    keyed = zip(parts, facts, strict=True)
+    return facts, [PartKey(p.name, p.of == "text", digest_of(f), p.fields) for p, f in keyed]
 
 
 def _fill_tables(rows: Mapping[str, CacheRows], keyed: Sequence[PartKey], folder: Path, tables: Path) -> None:

@@ -60,6 +60,20 @@ class VideoTextConfig:
         _one_of(self.interpolation, self.transform)
 
 
+_TAKEN = ("video", "first", "last", "caption", "fps", "pixels", "id", "key", "weight")
+
+
+@dataclass(frozen=True)
+class MediaField:
+    """A further column of a source: its values become a field of the samples, for inputs of predictors."""
+
+    name: str  # of the field, as an input of the predictor reads it
+    column: _Column | None = None  # its column, or the number of that from 0; null: the one of the same name
+    kind: Literal["clip", "number"] = (
+        "clip"  # a path of a picture or clip, read at the times, crop and flip of the row's own; or a number
+    )
+
+
 @dataclass(frozen=True)
 class MediaColumns:
     """Names of a source's columns, or their numbers from 0. Sizes are hints: the file itself decides."""
@@ -71,6 +85,14 @@ class MediaColumns:
     resolution: _Column = "resolution"  # {height, width}, [height, width] or "480x832"
     height: _Column = "height"  # pixels
     width: _Column = "width"  # pixels
+    fields: tuple[MediaField, ...] = ()  # further fields of the samples, such as a control clip
+
+    def __post_init__(self) -> None:
+        taken = [*_TAKEN]
+        for each in self.fields:
+            if each.name in taken:
+                raise ValueError(f"fields: {each.name} is taken; taken are {', '.join(taken)}")
+            taken.append(each.name)
 
 
 @dataclass(frozen=True)
@@ -129,6 +151,9 @@ class MediaTextConfig:
         _one_of(self.interpolation, self.transform)
         if not self.sources:
             raise ValueError("sources is empty: list at least one table, folder or archive")
+        first, *others = ([(f.name, f.kind) for f in each.columns.fields] for each in self.sources)
+        if any(fields != first for fields in others):
+            raise ValueError("columns.fields differ between sources; name the same fields in each of them")
         for one, other in (("height", "width"), ("max_height", "max_width")):
             if (getattr(self, one) is None) != (getattr(self, other) is None):
                 raise ValueError(f"{one} and {other} belong together; set both, or none of them")

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,11 +50,13 @@ class PartKey(NamedTuple):
         name: as in `CachePart`.
         of_text: whether captions are encoded, not media.
         digest: of everything that the features depend on but the sample.
+        fields: as in `CachePart`.
     """
 
     name: str
     of_text: bool
     digest: bytes
+    fields: tuple[str, ...] = ()
 
 
 @dataclass
@@ -194,22 +197,30 @@ class CacheRows:
         """The keys [N,P] of sources; zeros for media that cannot be read."""
         spans = []
         for each in sources:
+            image = "max_pixels" in each.made  # of the dataset: what a reader decodes has the reader's
+            clip = not image and each.made.get("reader") is not None
             if each.path is not None:
-                image = "max_pixels" in each.made  # of the dataset: what a reader decodes has the reader's
-                clip = not image and each.made.get("reader") is not None
                 spans.append(Span(each.path, *(each.span or (0, -1)), clip=clip, image=image))
+            files = (path for path in each.fields.values() if isinstance(path, Path))
+            spans += [Span(path, clip=clip, image=image) for path in files]
         contents = iter(hashes.of(spans, fresh))
         rows: list[bytes] = []
         for source in sources:
             content = next(contents) if source.path is not None else digest(b"drawn")
             made, drawn = self._made_digest(source.made), repr(source.drawn).encode()
+            own = {
+                name: next(contents) if isinstance(value, Path) else digest(repr(value).encode())
+                for name, value in source.fields.items()
+            }
             for part in parts:
+                further = [own.get(name) for name in part.fields]
                 if part.of_text:
                     rows.append(text_key(part, source.caption or ""))
-                elif content is None:  # no file: training without the cache lists it, with the reason
+                elif content is None or None in further:
+                    # No file: training without the cache lists it, with the reason.
                     rows.append(bytes(KEY.itemsize))
                 else:
-                    key = digest(part.digest, made, content, drawn)
+                    key = digest(part.digest, made, content, *filter(None, further), drawn)
                     shown = digest(content, drawn) if source.path is None else content
                     rows.append(b"".join((key, shown[:8], made[:8], part.digest[:8])))
         return np.frombuffer(b"".join(rows), KEY).reshape(len(sources), len(parts))

@@ -16,7 +16,7 @@ from torch import Tensor
 from mm_core.contracts import VideoInfo
 from mm_core.data.rows.mapped_rows import MappedRows, read_once
 from mm_core.data.rows.media_rows import MediaRow
-from mm_core.errors import DataError, RunWarning, plural
+from mm_core.errors import ContractError, DataError, RunWarning, plural
 
 _Size = tuple[float, float, float, float]
 _THREADS = 16
@@ -71,3 +71,13 @@ def _size(rows: MappedRows, header: Callable[[MediaRow], VideoInfo], number: int
     except DataError:
         return 0.0, 0.0, 0.0, 0.0  # training lists it, with the reason
     return info.num_frames, info.height, info.width, info.fps
+
+
+def mixed_media(size: int, what: str, where: str) -> ContractError:
+    """The error for micro-batches of images and clips."""
+    return ContractError(
+        f"{what} would join images, which have one frame, and clips in micro-batches of {size}",
+        where=where,
+        accepted="one kind of medium, num_frames: 1, or train.micro_batch_size: 1",
+        hint="data.loader.mode: variable reads each kind and size in micro-batches of its own",
+    )

@@ -17,7 +17,8 @@ from torch import Tensor
 from mm_core.builtin.configs.data import MediaSource, MediaTextConfig
 from mm_core.contracts import Randomness, Source, Transform, VideoInfo, VideoReader, VideoTextBatch
 from mm_core.data.datasets import Sample
-from mm_core.data.datasets.media_sizes import sizes_of
+from mm_core.data.datasets.further_fields import FurtherFields
+from mm_core.data.datasets.media_sizes import mixed_media, sizes_of
 from mm_core.data.datasets.video_text import Size, collate_clips, made_of
 from mm_core.data.media.frames import clip_times, read_frames
 from mm_core.data.media.image_headers import NoImageError, holds_clip, image_size
@@ -80,7 +81,8 @@ class MediaTextDataset:
         self.reader = PyAVReader() if reader is None else reader
         self.transform = transform_of(transform, self.wanted.interpolation)
         folder, opened = read_once(partial(_write_rows, self.wanted.sources))
-        self.rows = MappedRows(folder)
+        self.further = FurtherFields(self.wanted, self.reader, self.transform, opened)
+        self.rows = MappedRows(folder, (len(self.further.kinds),) * len(opened))
         self.sources: Sequence[OpenedSource] = opened
         self._made: dict[tuple[str, Size], Mapping[str, Any]] = {}  # shared by the rows that are read alike
         for source in self.sources:
@@ -148,7 +150,15 @@ class MediaTextDataset:
             self._made[medium, size] = made
         start = (self._start(rng),) if medium == "clip" else ()
         drawn = (*start, *draws_of(self.transform, rng))
-        return Source(self.name_of(own), self.caption(own, rng), made, path, span, drawn)
+        return Source(
+            self.name_of(own),
+            self.caption(own, rng),
+            made,
+            path,
+            span,
+            drawn,
+            self.further.of(own),
+        )
 
     @property
     def _size(self) -> Size:
@@ -164,7 +174,8 @@ class MediaTextDataset:
     def collate(self, samples: Sequence[Sample]) -> VideoTextBatch:
         """Collates images or clips into a batch; the loader has added `key` and `weight` to each sample."""
         if len({sample["pixels"].shape for sample in samples}) > 1:
-            raise _mixed(len(samples), "a micro-batch", ", ".join(sample["id"] for sample in samples[:4]))
+            named = ", ".join(sample["id"] for sample in samples[:4])
+            raise mixed_media(len(samples), "a micro-batch", named)
         return collate_clips(samples, levels_of(self.transform))
 
     @classmethod
@@ -184,17 +195,18 @@ class MediaTextDataset:
                 for source, media in listed
                 if media
             )
-            raise _mixed(size, ", ".join(shown), "train.micro_batch_size")
+            raise mixed_media(size, ", ".join(shown), "train.micro_batch_size")
 
     @classmethod
     def batch_specs(cls, options: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
         """The sizes of clips, and of images where the sources have any."""
         found = set().union(*media_of(options["sources"]))
         specs: dict[str, Mapping[str, Any]] = {}
+        given = {**options, "fields": [each.name for each in options["sources"][0].columns.fields]}
         if "clip" in found or not found:
-            specs["clips"] = options
+            specs["clips"] = given
         if "image" in found:
-            specs["images, clips of one frame"] = {**options, "num_frames": 1}
+            specs["images, clips of one frame"] = {**given, "num_frames": 1}
         return specs
 
     def digests(self) -> dict[str, str]:
@@ -292,12 +304,14 @@ class MediaTextDataset:
         start = self._start(rng)
         with self.opened(row) as path, decoding(name):
             photo = self.photo(row, path)
+            shown: list[float] = []
             if photo is not None:
                 pixels = transformed(self.transform, photo, (height, width), rng, name)
             else:
 
                 def times(info: VideoInfo) -> list[float]:
-                    return clip_times(info, path, num_frames, wanted.fps, start)
+                    shown[:] = clip_times(info, path, num_frames, wanted.fps, start)
+                    return shown
 
                 pixels, info = read_pixels(self.reader, self.transform, path, times, (height, width), rng)
                 fps = info.fps
@@ -306,6 +320,7 @@ class MediaTextDataset:
             "caption": caption,
             "id": name,
             "fps": fps if wanted.fps is None else wanted.fps,
+            **self.further.read(row, shown, (height, width), rng),
         }
 
     def photo(self, row: MediaRow, path: Path) -> Tensor | None:
@@ -385,12 +400,3 @@ def _write_rows(sources: Sequence[MediaSource], folder: Path) -> list[OpenedSour
 
 def _of_image(height: int, width: int) -> VideoInfo:
     return VideoInfo(width, height, IMAGE_FPS, 1, 1 / IMAGE_FPS)
-
-
-def _mixed(size: int, what: str, where: str) -> ContractError:
-    return ContractError(
-        f"{what} would join images, which have one frame, and clips in micro-batches of {size}",
-        where=where,
-        accepted="one kind of medium, num_frames: 1, or train.micro_batch_size: 1",
-        hint="data.loader.mode: variable reads each kind and size in micro-batches of its own",
-    )

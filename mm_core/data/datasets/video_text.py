@@ -30,6 +30,9 @@ from mm_core.errors import DataError
 Size = tuple[int, int, int]
 """Frames, height and width."""
 
+_OWN = frozenset({"pixels", "caption", "id", "fps", "key", "weight"})
+"""What each sample of a clip has."""
+
 
 class VideoTextDataset:
     """The dataset `video_text`: clips of `num_frames` frames, each with a caption.
@@ -188,7 +191,7 @@ def collate_clips(samples: Sequence[Sample], levels: Tensor | None = None) -> Vi
 
     Args:
         samples: `pixels` [3,F,Y,X], uint8 or float32 in [-1, 1], `caption`, `id` and `fps` of each clip, with
-            the `key` and `weight` that the loader adds.
+            the `key` and `weight` that the loader adds; what else they have becomes `fields` of the batch.
         levels: of the batch, for uint8 pixels.
     """
     return VideoTextBatch(
@@ -199,4 +202,15 @@ def collate_clips(samples: Sequence[Sample], levels: Tensor | None = None) -> Vi
         captions=[sample["caption"] for sample in samples],
         fps=torch.tensor([sample["fps"] for sample in samples], dtype=torch.float32),
         levels=levels,
+        fields={
+            name: _column([sample[name] for sample in samples]) for name in samples[0] if name not in _OWN
+        },
     )
+
+
+def _column(values: Sequence[Any]) -> Tensor | list[Any]:
+    """Values of a field: stacked tensors and numbers; others as a list."""
+    if isinstance(values[0], Tensor):
+        return torch.stack([*values])
+    numbers = all(isinstance(value, int | float) for value in values)
+    return torch.tensor(values, dtype=torch.float32) if numbers else [*values]

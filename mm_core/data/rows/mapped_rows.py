@@ -118,20 +118,21 @@ class MappedRows(Sequence[MediaRow]):
 
     Args:
         folder: written by `write`.
+        fields: the number of further fields of each source's rows; (): none.
 
     Attributes:
         facts: structured array [N] of what is known of each row without decoding it: `image`, and what it
             declares, `num_frames`, `height`, `width` (0: nothing) and `fps`.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, fields: tuple[int, ...] = ()) -> None:
+        self.folder, self.fields = folder, fields
         self.facts: np.ndarray[tuple[int], np.dtype[np.void]] = np.load(folder / "facts.npy", mmap_mode="r")
         self._ends = np.load(folder / "ends.npy", mmap_mode="r")
         self._text = np.load(folder / "text.npy", mmap_mode="r")
 
     def __reduce__(self) -> tuple[object, ...]:
-        return MappedRows, (self.folder,)
+        return MappedRows, (self.folder, self.fields)
 
     def __len__(self) -> int:
         return len(self.facts)
@@ -145,18 +146,20 @@ class MappedRows(Sequence[MediaRow]):
             return [self[place] for place in range(*index.indices(len(self)))]
         place = range(len(self))[index]  # negative ones too; IndexError outside
         start, end = (int(self._ends[place - 1]) if place else 0), int(self._ends[place])
-        path, *captions = self._text[start:end].tobytes().decode(errors="surrogateescape").split(_BETWEEN)
+        path, *texts = self._text[start:end].tobytes().decode(errors="surrogateescape").split(_BETWEEN)
         source, image, frames, height, width, fps, archive, first, size = self.facts[place].item()
         sizes = (frames or None, fps or None, height or None, width or None)
+        own = self.fields[source] if self.fields else 0
         return MediaRow(
             source,
             path,
             "image" if image else "clip",
-            tuple(captions),
+            tuple(texts[own:]),
             *sizes,
             None if archive < 0 else archive,
             first,
             size,
+            tuple(texts[:own]),
         )
 
     def of_source(self, source: int) -> range:
@@ -197,7 +200,8 @@ class MappedRows(Sequence[MediaRow]):
                 ends.frombytes((row.ends + len(text)).tobytes())
                 text += row.text.tobytes()
                 continue
-            source, path, medium, captions, frames, fps, height, width, archive, start, size = row
+            source, path, medium, captions, frames, fps, height, width, archive, start, size, own = row
+            texts = (path, *own, *captions)
             facts += pack(
                 source,
                 medium == "image",
@@ -209,9 +213,9 @@ class MappedRows(Sequence[MediaRow]):
                 start,
                 size,
             )
-            joined = _BETWEEN.join((path, *captions))
-            if joined.count(_BETWEEN) > len(captions):
-                joined = _BETWEEN.join(word.replace(_BETWEEN, " ") for word in (path, *captions))
+            joined = _BETWEEN.join(texts)
+            if joined.count(_BETWEEN) >= len(texts):
+                joined = _BETWEEN.join(word.replace(_BETWEEN, " ") for word in texts)
             text += joined.encode(errors="surrogateescape")
             ends.append(len(text))
         np.save(folder / "facts.npy", np.frombuffer(facts, dtype=_FACTS))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class MediaRow(NamedTuple):
         archive: number of its archive in the source; None: it is a file.
         start: of its bytes in the archive.
         size: in bytes, in an archive.
+        fields: the cells of the source's further fields, in their order.
     """
 
     source: int
@@ -52,6 +54,7 @@ class MediaRow(NamedTuple):
     archive: int | None = None
     start: int = 0
     size: int = 0
+    fields: tuple[str, ...] = ()
 
 
 class RowBlock(NamedTuple):
@@ -112,6 +115,17 @@ def number_of(value: object) -> object:
         except ValueError:
             return value
     return value
+
+
+def field_fault(name: str, kind: str, cell: object) -> str | None:
+    """Why the cell of a further field cannot be used."""
+    if kind == "number":
+        number = number_of(cell)
+        usable = isinstance(number, (int, float)) and not isinstance(number, bool) and isfinite(number)
+        return None if usable else f"the field `{name}` is {cell!r}, not a number"
+    if not isinstance(cell, str) or not cell:
+        return f"the field `{name}` is {cell!r}, not a path"
+    return None
 
 
 def _positive(value: object) -> float | None:

@@ -25,6 +25,7 @@ from mm_core.data.rows.media_rows import (
     Medium,
     RowBlock,
     declared,
+    field_fault,
     medium_of,
     number_of,
 )
@@ -102,12 +103,18 @@ class SourceReader:
             raise DataError(what, where=str(self.path), hint="remove `columns` of the source")
         check_folder(self.folder, "the folder of the images and clips")
         named = source.columns
+        if named.fields and not self.in_table:
+            what = "`columns.fields` names columns of a table, but this source is no table"
+            raise DataError(what, where=str(self.path), hint="list the clips in a JSONL file")
         self.captions: tuple[Column, ...] = (
             named.caption if isinstance(named.caption, tuple) else (named.caption,)
         )
         # A table without names has only numbers.
         sizes: dict[str, Column] = {name: getattr(named, name) for name in SIZES}
         self.sizes = {k: v for k, v in sizes.items() if type(v) is type(named.path)}
+        self.fields: dict[str, Column] = {
+            each.name: each.name if each.column is None else each.column for each in named.fields
+        }
         self._faults: dict[str, list[str]] = {}  # error -> the rows that have it
         self._met: set[str] = set()  # names in `where` that have had a value
 
@@ -122,7 +129,12 @@ class SourceReader:
 
     def blocks(self) -> Iterator[MediaRow | RowBlock]:
         """Reads every row as `rows` does; those of a Parquet table in blocks, several times as fast."""
-        columnar = self.in_table and self.path.suffix.lower() == ".parquet" and self.where is None
+        columnar = (
+            self.in_table
+            and self.path.suffix.lower() == ".parquet"
+            and self.where is None
+            and not self.fields
+        )
         return self._counted(self._in_blocks() if columnar else self._every(), None)
 
     def _counted(self, found: Iterator[Rows | None], most: int | None) -> Iterator[Rows]:
@@ -234,7 +246,7 @@ class SourceReader:
 
     def _columns(self) -> tuple[list[Column], set[Column]]:
         named = self.where.names if self.where is not None else ()
-        needed = (self.source.columns.path, *self.captions)
+        needed = (self.source.columns.path, *self.captions, *self.fields.values())
         columns = list(dict.fromkeys((*needed, *self.sizes.values(), *named)))
         return columns, set(columns) - set(needed)
 
@@ -266,6 +278,7 @@ class SourceReader:
         places = [columns.index(self.sizes[name]) if name in self.sizes else -1 for name in SIZES]
         sizes, own = itemgetter(*places), [columns.index(name) for name in named]
         captions = [columns.index(column) for column in self.captions]
+        further = [(each, columns.index(self.fields[each.name])) for each in self.source.columns.fields]
         separated = self.path.suffix.lower() in (".csv", ".tsv")
         number, first, several = self.number, captions[0], len(captions) > 1
         for place, values, fault in cells:
@@ -273,6 +286,8 @@ class SourceReader:
                 path, caption = values[0], values[first]
                 texts = _texts([values[each] for each in captions] if several else caption)
                 fault = _fault(path, texts, caption)
+                for each, at in further if fault is None else ():
+                    fault = fault or field_fault(each.name, each.kind, values[at])
             if fault is not None:
                 self._faults.setdefault(fault, []).append(place)
                 yield None
@@ -286,7 +301,8 @@ class SourceReader:
                 if not self._admits(given):
                     yield None
                     continue
-            yield MediaRow(number, path, medium_of(path) or "clip", texts, *facts)
+            cells_of_fields = tuple(str(values[at]) for _, at in further)
+            yield MediaRow(number, path, medium_of(path) or "clip", texts, *facts, fields=cells_of_fields)
 
     # -- conditions -----------------------------------------------------------------------------
 

@@ -15,7 +15,6 @@ from mm_core.contracts import (
     Predictor,
     SupportsConditionShapes,
     SupportsExperts,
-    SupportsFrames,
     SupportsModuleFlops,
     TextEncoder,
 )
@@ -110,7 +109,7 @@ class Conditions:
 
         Args:
             encoder: the task's text encoder.
-            shows: whether the predictor is shown frames of the clips.
+            shows: whether the predictor has a table of inputs, which may give more.
         """
         where = f"task.predictor, {place_of_object(self._predictor)}"
         if unknown := self.unknown:
@@ -129,8 +128,8 @@ class Conditions:
                 where=f"task.text_encoder, {place_of_object(encoder)}",
                 hint="give this condition another name in encode and in condition_shapes",
             )
-        # The names of what `with_frames` returns are known from the first batch on.
-        if not (isinstance(self._predictor, SupportsFrames) and shows):
+        # The names of what `with_inputs` returns are known from the first batch on.
+        if not shows:
             for name in sorted(self.needed.difference(text, CLIP_CONDITIONS)):
                 yield _missing(name, text, self._predictor)
         shapes = dict.fromkeys(("latents", "timestep", "text", *self.of_text(text)))

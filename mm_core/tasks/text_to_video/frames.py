@@ -43,10 +43,10 @@ FRAMES, IMAGES = "frame latents", "image features"
 
 def frame_rows(predictor: Predictor, names: FrameNames) -> tuple[Input, ...]:
     """The rows in the table of inputs of a predictor that is given frames of its clip."""
-    if not names or not isinstance(predictor, SupportsFrames):
+    if not names:
         return ()
     clip = Input(FRAMES, names, FramesOf(predictor, names).clip, "autoencoder")
-    return (clip,) if predictor.image_dim is None else (clip, Input(IMAGES, names, encoder="image_encoder"))
+    return (clip,) if image_dim(predictor) is None else (clip, Input(IMAGES, names, encoder="image_encoder"))
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,8 @@ class GivenInputs:
             if row.make is not None:
                 settings["clip"] = _digest(row)
             components = () if row.encoder is None else (row.encoder,)
-            yield CachePart(row.name if frames else f"input {row.name}", components, "media", settings)
+            name, own = row.name if frames else f"input {row.name}", tuple(set(row.reads) - {*OF_CLIP})
+            yield CachePart(name, components, "media", settings, fields=own)
 
     def row_of(self, part: str) -> Input:
         """The row of a part of the feature cache."""
@@ -199,7 +200,7 @@ class GivenInputs:
                     where=where,
                     accepted=", ".join([*OF_CLIP, *known]),
                     hint=did_you_mean(name, known)
-                    or f"name its column in the data: `columns: {{fields: {{{name}: {{column: ...}}}}}}`",
+                    or f"name its column in the sources: `columns: {{fields: [{{name: {name}}}]}}`",
                 )
 
     def _field(self, row: Input, name: str, fields: Mapping[str, Any]) -> Any:

@@ -1,0 +1,81 @@
+"""The further fields of the samples of `media_text`: control clips and numbers beside clip and caption."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from mm_core.builtin.configs.data import MediaTextConfig
+from mm_core.contracts import Randomness, Transform, VideoReader
+from mm_core.data.media.images import read_photo
+from mm_core.data.media.limits import decoding
+from mm_core.data.media.transforms import read_pixels, transformed
+from mm_core.data.rows.annotations import inside
+from mm_core.data.rows.media_rows import MediaRow
+from mm_core.data.rows.sources import OpenedSource
+
+
+@dataclass(frozen=True)
+class FurtherFields:
+    """Reads the further fields of rows, which all sources have alike.
+
+    Attributes:
+        wanted: the config of the dataset.
+        reader: decodes clips.
+        transform: makes pixels of frames.
+        sources: with the folders of the files.
+    """
+
+    wanted: MediaTextConfig
+    reader: VideoReader
+    transform: Transform
+    sources: Sequence[OpenedSource]
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """The kind of each field, by name."""
+        return {each.name: each.kind for each in self.wanted.sources[0].columns.fields}
+
+    def of(self, row: MediaRow) -> dict[str, Path | float]:
+        """The files and numbers of a row by field.
+
+        Raises:
+            DataError: a path leaves the folder, or cannot be used.
+        """
+        folder, cells = self.sources[row.source].folder, zip(self.kinds.items(), row.fields, strict=True)
+        return {name: inside(folder, cell) if kind == "clip" else float(cell) for (name, kind), cell in cells}
+
+    def read(
+        self,
+        row: MediaRow,
+        times: Sequence[float],
+        size: tuple[int, int],
+        rng: Randomness | None,
+    ) -> dict[str, Tensor | float]:
+        """The fields of a sample: pixels uint8 [3,F,Y,X] with the crop and flip of its clip, and numbers.
+
+        Args:
+            row: the row.
+            times: the seconds of the clip's frames; (): the row is a picture, and its fields are too.
+            size: height and width of the pixels.
+            rng: of the sample, from which its clip was cropped.
+
+        Raises:
+            DataError: a file cannot be read, or is shorter than the clip.
+        """
+        return {
+            name: self._pixels(value, times, size, rng) if isinstance(value, Path) else value
+            for name, value in self.of(row).items()
+        }
+
+    def _pixels(
+        self, path: Path, times: Sequence[float], size: tuple[int, int], rng: Randomness | None
+    ) -> Tensor:
+        if times:
+            return read_pixels(self.reader, self.transform, path, lambda info: times, size, rng)[0]
+        with decoding(str(path)):
+            photo = read_photo(path, self.wanted.max_pixels).permute(1, 2, 0)[None]
+        return transformed(self.transform, photo, size, rng, str(path))
