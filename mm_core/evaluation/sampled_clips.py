@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from mm_core.data.media.video_files import (
     write_prompts,
     write_video,
 )
+from mm_core.data.rows.prompts import Prompt, read_images, read_inputs
 from mm_core.errors import ContractError, plural
 from mm_core.runtime.groups import wait_for_ranks
 from mm_core.runtime.ranks import Ranks
@@ -47,18 +47,37 @@ def with_trained_size(request: SampleRequest, config: RunConfig) -> SampleReques
     return dataclasses.replace(request, **filled)
 
 
+def with_inputs_read(request: SampleRequest, config: RunConfig, prompts: Sequence[Prompt]) -> SampleRequest:
+    """A sampling request with the files of its prompts: frames of image-to-video, and further inputs.
+
+    Args:
+        request: of the prompts' texts, completed by `with_trained_size`.
+        config: of the run.
+        prompts: with their files.
+    """
+    defaults = config.task.options.get("sample")
+    frames, fps = (getattr(request, name) or getattr(defaults, name, None) for name in ("num_frames", "fps"))
+    inputs = read_inputs(prompts, frames or 1, fps)
+    return dataclasses.replace(request, images=read_images(prompts), inputs=inputs)
+
+
 def share_of(request: SampleRequest, data_ranks: DataRanks) -> tuple[SampleRequest, int]:
     """A rank's part of a sampling request, filled up to a common length, and its number of real clips.
 
     Clip i is identical to the one that a single process samples.
     """
-    rows = list(zip(request.prompts, request.images or [()] * len(request.prompts), strict=True))
-    block = -(-len(rows) // data_ranks.count)
+    count = len(request.prompts)
+    block = -(-count // data_ranks.count)
     first = data_ranks.rank * block
-    mine = rows[first : first + block]
-    prompts, images = zip(*mine, *repeat(rows[0], block - len(mine)), strict=True)
-    given = images if request.images else ()
-    return dataclasses.replace(request, prompts=prompts, images=given, first=first), len(mine)
+    real = len(range(first, min(first + block, count)))
+    rows = [*range(first, first + real), *[0] * (block - real)]
+    return dataclasses.replace(
+        request,
+        prompts=tuple(request.prompts[row] for row in rows),
+        images=tuple(request.images[row] for row in rows) if request.images else (),
+        inputs={name: tuple(values[row] for row in rows) for name, values in request.inputs.items()},
+        first=first,
+    ), real
 
 
 def no_clips(task: str, made: int = 0, wanted: int | None = None) -> ContractError:

@@ -27,10 +27,17 @@ from mm_core.contracts import (
 )
 from mm_core.data.loading.plain import AnyDataset, PlainBatches
 from mm_core.data.loading.streams import BatchStream
-from mm_core.data.rows.prompts import Prompt, read_images, with_images
+from mm_core.data.rows.prompts import Prompt, with_images, with_inputs
 from mm_core.errors import ContractError, DataError, MMError, PeerError, plural
 from mm_core.evaluation.batches import EvaluatedEngine, EvaluationData, StreamedEvaluation
-from mm_core.evaluation.sampled_clips import gather_previews, no_clips, share_of, with_trained_size, write_own
+from mm_core.evaluation.sampled_clips import (
+    gather_previews,
+    no_clips,
+    share_of,
+    with_inputs_read,
+    with_trained_size,
+    write_own,
+)
 from mm_core.plugin.checks.places import place_of_object
 from mm_core.plugin.checks.values import returned
 from mm_core.plugin.registry import Registry
@@ -309,15 +316,15 @@ class Validator:
         samples = self.settings.samples
         assert samples is not None, "validation.samples contains the prompts"
         prompts = with_images([Prompt(text) for text in samples.prompts], samples.images, samples.last_images)
+        prompts = with_inputs(prompts, samples.inputs)
         request = SampleRequest(
             prompts=samples.prompts,
-            images=read_images(prompts),
             negative_prompt=samples.negative_prompt,
             seed=samples.seed,
             steps=samples.steps,
             guidance=samples.guidance,
         )
-        return with_trained_size(request, self._config)
+        return with_inputs_read(with_trained_size(request, self._config), self._config, prompts)
 
     @contextmanager
     def _agreeing_forwards(self) -> Iterator[None]:

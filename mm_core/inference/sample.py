@@ -3,9 +3,10 @@ process holds the complete model; several ranks shard it as in training, and sha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -30,7 +31,7 @@ from mm_core.contracts import (
     torch_dtype,
 )
 from mm_core.data.media.video_files import clip_name, make_folder, preview
-from mm_core.data.rows.prompts import Prompt, read_images, with_images
+from mm_core.data.rows.prompts import Prompt, with_images, with_inputs
 from mm_core.device import environment_world
 from mm_core.engines import EngineBase
 from mm_core.errors import DataError, MMError
@@ -40,6 +41,7 @@ from mm_core.evaluation.sampled_clips import (
     gather_previews,
     no_clips,
     share_of,
+    with_inputs_read,
     with_trained_size,
     write_own,
 )
@@ -62,6 +64,7 @@ def sample(
     prompts: Sequence[str | Prompt] = (),
     images: Sequence[str | Path] = (),
     last_images: Sequence[str | Path] = (),
+    inputs: Mapping[str, Sequence[str | Path | float]] = MappingProxyType({}),
     negative_prompt: str = "",
     seed: int = 0,
     steps: int | None = None,
@@ -85,6 +88,7 @@ def sample(
         run: a run's folder, `DIR@STEP`, or one of its checkpoints.
         prompt, prompts: the first prompt, and further ones.
         images, last_images: files of first (and last) frames: one for all prompts, or one for each.
+        inputs: further inputs of the predictor by field: files of pictures or clips, or numbers, likewise.
         negative_prompt: guidance leads away from it. seed: the noise of clip i derives from (seed, i).
         steps: solver steps.
         guidance: scale of classifier-free (1 or less: off) or embedded guidance, or one for each expert.
@@ -99,11 +103,10 @@ def sample(
     Raises:
         MMError: no prompt, no checkpoint, a size or images that the model does not take, missing images.
     """
-    wanted = _prompts(prompt, prompts, images, last_images)
+    wanted = with_inputs(_prompts(prompt, prompts, images, last_images), inputs)
     stored = stored_run(run, checkpoint, overrides, allow_code)
     request = SampleRequest(
         prompts=tuple(each.text for each in wanted),
-        images=read_images(wanted),
         negative_prompt=negative_prompt,
         seed=seed,
         steps=steps,
@@ -114,7 +117,8 @@ def sample(
         fps=fps,
     )
     with among_ranks():
-        return _sample(stored, with_trained_size(request, stored.config), weights, out, keep)
+        request = with_inputs_read(with_trained_size(request, stored.config), stored.config, wanted)
+        return _sample(stored, request, weights, out, keep)
 
 
 def _prompts(

@@ -64,6 +64,14 @@ def _add_clips(parser: argparse._ArgumentGroup) -> None:
         default=[],
         help="last frame, for models that accept one",
     )
+    parser.add_argument(
+        "--input",
+        metavar="NAME=FILE",
+        action="append",
+        default=[],
+        help="further input of the model: a picture, a clip, or a number; once for all prompts or once per"
+        " prompt",
+    )
     parser.add_argument("--negative-prompt", default="", help="text that guidance steers away from")
     parser.add_argument("--steps", type=count, help="number of solver steps")
     parser.add_argument(
@@ -111,7 +119,7 @@ def _sample_clips(args: argparse.Namespace, stored: StoredRun, root: Path) -> in
     from mm_core.inference.sample import among_ranks, sample
     from mm_core.runtime.ranks import Ranks
 
-    prompts = list(args.prompt)
+    prompts, inputs = list(args.prompt), _inputs(args.input)
     if args.prompts:
         prompts += read_prompts(Path(args.prompts))
     with among_ranks():
@@ -122,6 +130,7 @@ def _sample_clips(args: argparse.Namespace, stored: StoredRun, root: Path) -> in
             prompts=prompts,
             images=args.image,
             last_images=args.last_image,
+            inputs=inputs,
             negative_prompt=args.negative_prompt,
             seed=args.seed,
             steps=args.steps,
@@ -138,6 +147,19 @@ def _sample_clips(args: argparse.Namespace, stored: StoredRun, root: Path) -> in
         clips = plural(len(prompts), "clip")
         print(f"{clips} in {out}; overview: {out / 'contact_sheet.png'}", flush=True)
     return 0
+
+
+def _inputs(given: list[str]) -> dict[str, list[str]]:
+    """The values of each field, in order."""
+    found: dict[str, list[str]] = {}
+    for each in given:
+        name, equals, value = each.partition("=")
+        if not (name and equals and value):
+            raise MMError(
+                f"--input {each} names no field", where="command line", accepted="--input NAME=FILE"
+            )
+        found.setdefault(name, []).append(value)
+    return found
 
 
 def _number(least: float) -> Callable[[str], float]:
