@@ -40,6 +40,7 @@ from mm_core.contracts.components import (
     SupportsWeightsFrom,
     TextEncoder,
     Tokenizer,
+    Tokens,
     VelocityField,
     WeightsFrom,
 )
@@ -224,6 +225,7 @@ __all__ = [
     "TextBatch",
     "TextEncoder",
     "Tokenizer",
+    "Tokens",
     "Tracker",
     "TrainingFacts",
     "Transform",

@@ -94,6 +94,7 @@ class VideoTextBatch(Batch):
         captions: B strings.
         text_ids: [B,L] int64 tokens, set by the task's batch transform in the data worker.
         text_mask: [B,L] bool, false for padding; set like `text_ids`.
+        tokens: named tensors of a tokenizer that returns them, in the place of both; set like them.
         fps: [B] float32, frames per second of each clip, for predictors whose forward names it; None: not
             known.
         moments: [B,...], what the autoencoder's posterior of the clips stores (see `SupportsPosterior`), in
@@ -116,6 +117,7 @@ class VideoTextBatch(Batch):
     levels: Tensor | None = None
     cut: Sequence[int] = ()
     fields: dict[str, Any] = field(default_factory=dict)
+    tokens: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.pixels is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -212,8 +212,12 @@ class SupportsDoSample(Protocol):
     do_sample: bool | None
 
 
-Tokenizer = Callable[[Sequence[str]], tuple[Tensor, Tensor]]
-"""captions -> ids[B,L] int64, mask[B,L] bool. Must be picklable, since it runs in data workers."""
+Tokens = tuple[Tensor, Tensor] | Mapping[str, Tensor]
+"""ids[B,L] int64 and mask[B,L] bool; or tensors [B,...] by the names of the parameters of `encode`, such as
+the tokens of two encoders. What has a length is padded at its end with zeros."""
+
+Tokenizer = Callable[[Sequence[str]], Tokens]
+"""captions -> tokens. Must be picklable, since it runs in data workers."""
 
 
 @runtime_checkable
@@ -226,15 +230,20 @@ class CountingTokenizer(Protocol):
 
     max_length: int
 
-    def __call__(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
+    def __call__(self, captions: Sequence[str]) -> Tokens:
         """See `Tokenizer`."""
 
     def token_counts(self, captions: Sequence[str]) -> list[int]:
         """The tokens of each caption before it is cut, with those that are added to it."""
 
 
-EncodedText = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Mapping[str, Tensor]]
-"""Hidden states [B,L,D], mask [B,L], and conditions for the predictor by name, if there are any."""
+States = Mapping[str, tuple[Tensor, Tensor | None] | Tensor]
+"""Named states of captions: `text` (hidden[B,L,D], mask[B,L]), and others, which reach the predictor by their
+names: vectors [B,D], or (states[B,L,D], mask[B,L]), whose mask is `NAME_mask`. None in the place of a mask:
+padding is as real as tokens, and is kept."""
+
+EncodedText = States | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Mapping[str, Tensor]]
+"""Named states; or hidden states [B,L,D], mask [B,L], and conditions for the predictor by name, if any."""
 
 
 @runtime_checkable
@@ -257,8 +266,10 @@ class TextEncoder(Frozen, Protocol):
         It pads rows to the longest row of the batch or to `max_length`; its mask is false for padding.
         """
 
-    def encode(self, ids: Tensor, mask: Tensor) -> EncodedText:
-        """Encodes captions: ids[B,L], mask[B,L] -> hidden[B,L,D], mask[B,L].
+    def encode(self, ids: Tensor, mask: Tensor, *args: Any, **kwargs: Any) -> EncodedText:
+        """Encodes captions: ids[B,L], mask[B,L] -> hidden[B,L,D], mask[B,L], or named states.
+
+        Where the tokenizer returns named tensors, these are the parameters, in the place of both.
 
         A text encoder that declares `condition_shapes` (`SupportsConditionShapes`) returns a third value: a
         mapping of these names to tensors[B,...], such as a pooled vector or the states of a second encoder.

@@ -339,15 +339,3 @@ def test_clips_longer_than_a_predictor_takes_are_one_error_in_the_plan():
         ContractError, match=r"^clip to sample\.num_frames: num_frames 2 makes 2 latent frames"
     ):
         make_task(predictor).check_request(SampleRequest(prompts=("a",)))
-
-
-def test_module_flops_that_do_not_take_the_texts_conditions_are_one_error_in_the_plan():
-    class Counted(Conditioned):
-        def module_flops(self, latents, timestep, text):
-            return []
-
-    assert fault_of(conditioned_task(Counted())) == (
-        "task.predictor: module_flops cannot be called with the shapes of latents, timestep, text, pooled: "
-        "got an unexpected keyword argument 'pooled'\n"
-        "  hint: let module_flops take the conditions that forward takes from the text encoder"
-    )

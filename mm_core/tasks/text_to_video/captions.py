@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -12,9 +13,11 @@ from mm_core.contracts import (
     Batch,
     CountingTokenizer,
     DictBatch,
+    EncodedText,
     Features,
     TextEncoder,
     Tokenizer,
+    Tokens,
     VideoTextBatch,
 )
 from mm_core.data.cache.samples import stacked
@@ -27,7 +30,9 @@ Encoded = tuple[Tensor, Tensor, Mapping[str, Tensor]]
 """Text states [B,L,D], mask [B,L], and the text encoder's conditions [B,...] that the predictor takes."""
 
 
+_PAIR = {"ids": None, "mask": None}.keys()
 _NAMES = (("video", "pixels"), ("caption", "captions"))
+_KNOWN = frozenset({*chain(*_NAMES), "prompt_ids", "prompt_mask", "fps"})
 _CLIP = "`video` [3,F,Y,X] from -1 to 1, and `caption`, or `prompt_ids` and `prompt_mask` [L]"
 
 
@@ -41,16 +46,22 @@ class TokenizeCaptions:
         if isinstance(batch, DictBatch):
             return clips_of(batch, self.tokenizer)
         assert isinstance(batch, VideoTextBatch)
-        ids, mask = self.tokenizer(batch.captions)
-        cut = cut_captions(self.tokenizer, batch.captions, mask)
-        return replace(batch, text_ids=ids, text_mask=mask, cut=cut)
+        tokens = self.tokenizer(batch.captions)
+        cut = cut_captions(self.tokenizer, batch.captions, tokens)
+        if isinstance(tokens, Mapping):
+            return replace(batch, tokens=dict(tokens), cut=cut)
+        return replace(batch, text_ids=tokens[0], text_mask=tokens[1], cut=cut)
 
 
-def cut_captions(tokenizer: Tokenizer, captions: Sequence[str], mask: Tensor) -> list[int]:
+def cut_captions(tokenizer: Tokenizer, captions: Sequence[str], tokens: Tokens) -> list[int]:
     """The tokens of each caption that is longer than its mask; only those that fill it are counted again."""
-    if not isinstance(tokenizer, CountingTokenizer) or mask.shape[1] < tokenizer.max_length:
+    if not isinstance(tokenizer, CountingTokenizer):
         return []
-    full = [caption for caption, filled in zip(captions, mask.all(1).tolist(), strict=True) if filled]
+    full = list(captions)
+    if isinstance(tokens, tuple):
+        if tokens[1].shape[1] < tokenizer.max_length:
+            return []
+        full = [text for text, filled in zip(captions, tokens[1].all(1).tolist(), strict=True) if filled]
     counts = tokenizer.token_counts(full) if full else []
     return [count for count in counts if count > tokenizer.max_length]
 
@@ -66,15 +77,17 @@ def clips_of(batch: DictBatch, tokenizer: Tokenizer) -> VideoTextBatch:
     pixels, captions = (values.get(name, values.get(other)) for name, other in _NAMES)
     ids, mask = (values.get(name) for name in ("prompt_ids", "prompt_mask"))
     cut: Sequence[int] = ()
+    tokens: Mapping[str, Tensor] = {}
     if captions is not None:
         if not (isinstance(captions, (list, tuple)) and all(isinstance(text, str) for text in captions)):
             raise ContractError("the `caption` of a sample is not a text", where="data", accepted=_CLIP)
-        ids, mask = tokenizer(captions)
-        cut = cut_captions(tokenizer, captions, mask)
+        found = tokenizer(captions)
+        cut = cut_captions(tokenizer, captions, found)
+        tokens, (ids, mask) = (found, (None, None)) if isinstance(found, Mapping) else ({}, found)
     lacks = [names[0] for names, value in zip(_NAMES, (pixels, captions), strict=True) if value is None]
     if ids is not None and mask is not None and lacks == ["caption"]:
         lacks = []
-    if lacks or ids is None or mask is None:
+    if lacks or (not tokens and (ids is None or mask is None)):
         raise ContractError(
             f"the samples have no {' and no '.join(map(repr, lacks))}, only {', '.join(values)}",
             where="data",
@@ -90,10 +103,12 @@ def clips_of(batch: DictBatch, tokenizer: Tokenizer) -> VideoTextBatch:
         batch.ids,
         pixels=pixels.float() if pixels.is_floating_point() else pixels,
         captions=[""] * len(batch) if captions is None else [*captions],
-        text_ids=ids.flatten(1).long(),
-        text_mask=mask.flatten(1).bool(),
+        text_ids=None if ids is None else ids.flatten(1).long(),
+        text_mask=None if mask is None else mask.flatten(1).bool(),
         fps=None if fps is None else fps.float(),
         cut=cut,
+        fields={name: value for name, value in values.items() if name not in _KNOWN},
+        tokens=dict(tokens),
     )
 
 
@@ -111,43 +126,47 @@ class Captions:
     padding: str | tuple[str, int]
     conditions: Conditions
     find: Callable[[str], Features | None] | None = field(default=None, init=False)  # see `SupportsCache`
-    _empty: tuple[Tensor, Tensor] | None = field(default=None, init=False)
+    _empty: dict[str, Tensor] | None = field(default=None, init=False)
 
     def encoded(self, batch: VideoTextBatch, empty: bool) -> tuple[Encoded, Encoded | None]:
         """The captions of a batch, tokenized or not, on the device of its clips; with `empty` also the empty
         caption, one row. A sharded encoder gathers its weights in each call, so this is one call."""
         ids, mask = batch.text_ids, batch.text_mask
-        if ids is None or mask is None:
-            ids, mask = self.encoder.tokenizer()(batch.captions)
-        ids, mask = ids.to(batch.device), mask.to(batch.device)
+        if batch.tokens:
+            tokens = _on(batch.device, batch.tokens)
+        elif ids is None or mask is None:
+            tokens = self._tokens(batch.captions, batch.device)
+        else:
+            tokens = _on(batch.device, (ids, mask))
         if not empty:
-            return self._encode(ids, mask), None
-        found = self._encode(*self._with_empty(ids, mask))
-        return _rows(found, slice(len(ids))), _rows(found, slice(len(ids), None))
+            return self._encode(tokens), None
+        found = self._encode(self._with_empty(tokens))
+        return _rows(found, slice(len(batch))), _rows(found, slice(len(batch), None))
 
     def encoded_texts(self, captions: Sequence[str], device: torch.device) -> Encoded:
         """Text states, mask and conditions of captions given as strings."""
         known = [self.find(caption) for caption in captions] if self.find is not None else [None]
         if None not in known:
             return self.of_features(stacked([{"": row} for row in known if row is not None]), "", device)
-        ids, mask = self.encoder.tokenizer()(captions)
-        return self._encode(ids.to(device), mask.to(device))
+        return self._encode(self._tokens(captions, device))
 
-    def _with_empty(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [B,L] with a row of the empty caption after them."""
-        empty = self._empty or self.encoder.tokenizer()([""])
-        empty = self._empty = empty[0].to(ids.device), empty[1].to(ids.device)
-        length = max(ids.shape[1], empty[0].shape[1])
-        both = zip((ids, mask), empty, strict=True)
-        ids, mask = (torch.cat([_pad(own, length), _pad(other, length)]) for own, other in both)
-        return ids, mask
+    def _tokens(self, captions: Sequence[str], device: torch.device) -> dict[str, Tensor]:
+        return _on(device, self.encoder.tokenizer()(captions))
 
-    def _encode(self, ids: Tensor, mask: Tensor) -> Encoded:
-        return self._finished(*self._states(ids, mask))
+    def _with_empty(self, tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tokens with a row of the empty caption after them."""
+        device = next(iter(tokens.values())).device
+        empty = self._empty = _on(device, self._empty or self._tokens([""], device))
+        return {name: _joined(own, empty[name]) for name, own in tokens.items()}
 
-    def _states(self, ids: Tensor, mask: Tensor) -> Encoded:
-        rows = len(ids)
-        text, mask, *others = expect_text(self.encoder.encode(ids, mask), rows, self.encoder)
+    def _encode(self, tokens: Mapping[str, Tensor]) -> Encoded:
+        return self._finished(*self._states(tokens))
+
+    def _states(self, tokens: Mapping[str, Tensor]) -> Encoded:
+        rows = len(next(iter(tokens.values())))
+        encode: Callable[..., EncodedText] = self.encoder.encode
+        found = encode(*tokens.values()) if tokens.keys() == _PAIR else encode(**tokens)
+        text, mask, *others = expect_text(found, rows, self.encoder)
         given: Mapping[str, Tensor] = others[0] if others else {}
         check_returned(given, self.encoder, rows)
         return text, mask, given
@@ -163,8 +182,7 @@ class Captions:
 
     def features(self, captions: Sequence[str], device: torch.device) -> list[Features]:
         """What a cache stores of each caption: nothing that depends on the predictor, and no padding."""
-        ids, mask = self.encoder.tokenizer()(captions)
-        text, mask, given = self._states(ids.to(device), mask.to(device))
+        text, mask, given = self._states(self._tokens(captions, device))
         last = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).amax(1).clamp(min=1)
         return [
             {"states": text[row, :length], "mask": mask[row, :length], **_named(given, row)}
@@ -191,6 +209,12 @@ class Captions:
         return self._finished(text, mask, {name.removeprefix("given "): t for name, t in own.items()})
 
 
+def _on(device: torch.device, tokens: Tokens) -> dict[str, Tensor]:
+    """Tokens by name on a device."""
+    named = dict(tokens) if isinstance(tokens, Mapping) else dict(zip(_PAIR, tokens, strict=True))
+    return {name: tensor.to(device) for name, tensor in named.items()}
+
+
 def _named(given: Mapping[str, Tensor], row: int) -> Features:
     return {f"given {name}": tensor[row] for name, tensor in given.items()}
 
@@ -205,8 +229,16 @@ def chosen(own: Encoded, empty: Encoded | None, dropped: Sequence[bool]) -> Enco
         return own
     order = [len(dropped) if out else row for row, out in enumerate(dropped)]
     rows = copied_to(own[0].device, torch.tensor(order))
-    conditions = {name: torch.cat([value, empty[2][name]])[rows] for name, value in own[2].items()}
+    conditions = {name: _joined(value, empty[2][name])[rows] for name, value in own[2].items()}
     return torch.cat([own[0], empty[0]])[rows], torch.cat([own[1], empty[1]])[rows], conditions
+
+
+def _joined(own: Tensor, empty: Tensor) -> Tensor:
+    """Rows of both; the shorter ones are padded at the end with zeros."""
+    if own.shape[1:] != empty.shape[1:]:
+        length = max(own.shape[1], empty.shape[1])
+        own, empty = _pad(own, length), _pad(empty, length)
+    return torch.cat([own, empty])
 
 
 def _pad(tensor: Tensor, length: int) -> Tensor:

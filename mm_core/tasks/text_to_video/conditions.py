@@ -15,12 +15,10 @@ from mm_core.contracts import (
     Predictor,
     SupportsConditionShapes,
     SupportsExperts,
-    SupportsModuleFlops,
     TextEncoder,
 )
 from mm_core.errors import ContractError, did_you_mean, plural
 from mm_core.modules.casting import KEEP
-from mm_core.plugin.checks.calls import call_fault
 from mm_core.plugin.checks.places import place_of_method, place_of_object
 
 T = TypeVar("T")
@@ -132,14 +130,6 @@ class Conditions:
         if not shows:
             for name in sorted(self.needed.difference(text, CLIP_CONDITIONS)):
                 yield _missing(name, text, self._predictor)
-        shapes = dict.fromkeys(("latents", "timestep", "text", *self.of_text(text)))
-        flops = self._predictor.module_flops if isinstance(self._predictor, SupportsModuleFlops) else None
-        if flops is not None and (fault := call_fault(flops, (), shapes)):
-            yield ContractError(
-                f"module_flops cannot be called with the shapes of {', '.join(shapes)}: {fault[1]}",
-                where=where,
-                hint="let module_flops take the conditions that forward takes from the text encoder",
-            )
         for name, wanted in (self.declared or {}).items():
             found = {**text, **CLIP_CONDITIONS}.get(name, wanted)
             if not _match(found, wanted):

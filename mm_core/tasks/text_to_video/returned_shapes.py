@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,11 +63,13 @@ def expect_latents(
 
 
 def expect_text(found: Any, rows: int, encoder: TextEncoder) -> tuple[Any, ...]:
-    """Returns a text encoder's result unchanged if its text [rows,L,D] and mask [rows,L] have these shapes.
+    """A text encoder's text [rows,L,D], mask [rows,L] and, if it returned any, other tensors by name.
 
     Raises:
         ContractError: a shape is different, or it is something else.
     """
+    if isinstance(found, Mapping) and "text" in found:
+        found = _of_named(found)
     if not isinstance(found, tuple) or len(found) not in (2, 3) or not isinstance(found[0], Tensor):
         raise wrong_type("text_encoder", "encode", found, _STATES, encoder)
     _expect_states(found[0], rows, "text_encoder", encoder)
@@ -75,6 +77,20 @@ def expect_text(found: Any, rows: int, encoder: TextEncoder) -> tuple[Any, ...]:
     if found[1].dtype != torch.bool:
         raise wrong_type("text_encoder", "encode", found[1], _FALSE_IN_PADDING, encoder)
     return found
+
+
+def _of_named(found: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Named states as text, mask and other tensors; a mask that is None is true everywhere."""
+    flat: dict[str, Any] = {}
+    for name, value in found.items():
+        flat[name], mask = value if isinstance(value, tuple) else (value, None)
+        if mask is not None:
+            flat[f"{name}_mask"] = mask
+    text = flat.pop("text")
+    mask = flat.pop("text_mask", None)
+    if mask is None and isinstance(text, Tensor):
+        mask = torch.ones(text.shape[:2], dtype=torch.bool, device=text.device)
+    return text, mask, flat
 
 
 def expect_features(found: Any, rows: int, encoder: ImageEncoder) -> Tensor:

@@ -319,7 +319,8 @@ class TextToVideo(TaskModule):
         for part in (self.text_encoder, self.autoencoder, self.predictor):
             if isinstance(part, nn.Module):
                 for tensor in chain(part.parameters(), part.buffers()):
-                    return tensor.device
+                    if not tensor.is_meta:  # a cache is built without the predictor's weights
+                        return tensor.device
         return torch.device("cpu")
 
     def notes(self) -> Sequence[str]:
