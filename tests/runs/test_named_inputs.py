@@ -1,0 +1,151 @@
+"""Runs of models with further inputs, one-file plugins: over ranks, cached, in buckets, resumed, sampled."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from mm_core.builtin.tiny import write_clip
+from support.logs import losses
+
+pytestmark = pytest.mark.slow
+
+PREDICTOR = {"num_layers": 1, "num_heads": 2, "head_dim": 16, "in_channels": 12, "out_channels": 12}
+PREDICTOR |= {"patch_size": [1, 2, 2], "text_dim": 32, "freq_dim": 16, "ffn_dim": 32}
+CLIPS = {"num_frames": 4, "height": 16, "width": 16}
+CROPPED = {"type": "resize_crop", "crop": "random", "flip": 0.5}
+
+
+def config_of(folder: Path, plugin: str, predictor: str, encoder: dict[str, Any], fields: list[Any]) -> Path:
+    source = {"annotations": str(folder / "rows.jsonl"), "columns": {"fields": fields}}
+    data = {"type": "media_text", "sources": [source], **CLIPS}
+    drawn = {"random_start": True, "transform": CROPPED}
+    config = {
+        "run": {"name": "run", "dir": str(folder), "seed": 3},
+        "plugins": {"path": [str(Path(__file__).with_name(plugin))]},
+        "task": {
+            "type": "text_to_video",
+            "predictor": {"type": predictor, **PREDICTOR},
+            "autoencoder": {"type": "pixel", "spatial": 2},
+            "text_encoder": encoder,
+            "scheduler": {"type": "flow_match"},
+            "caption_dropout": 0.3,
+            "sample": {"steps": 2, "guidance": 3.0},
+        },
+        "data": {"train": {**data, **drawn}, "validation": data, "loader": {"workers": 1}},
+        "optimizer": {"type": "adamw", "lr": 1e-3},
+        "train": {"steps": 4, "micro_batch_size": 4, "global_batch_size": 4},
+        "validation": {"every": 4, "rows": 4},
+        "checkpoint": {"every": 2},
+        "log": {"every": 1},
+    }
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory) -> Path:
+    """Eight clips of 6 frames, 20x24, and a control clip of each."""
+    folder, rows = tmp_path_factory.mktemp("clips"), []
+    for number in range(8):
+        frames = torch.randint(0, 255, (6, 5, 6, 3), generator=torch.Generator().manual_seed(number))
+        shown = frames.repeat_interleave(4, 1).repeat_interleave(4, 2).to(torch.uint8)
+        write_clip(folder / f"{number}.mp4", shown, 8)
+        write_clip(folder / f"{number}_edges.mp4", 255 - shown, 8)
+        rows.append({"path": f"{number}.mp4", "cap": f"a bead {number}", "edges": f"{number}_edges.mp4"})
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return folder
+
+
+def placed(clips: Path, folder: Path) -> Path:
+    for file in clips.iterdir():
+        (folder / file.name).hardlink_to(file)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def control(clips, tmp_path_factory) -> Path:
+    fields = [{"name": "control", "column": "edges"}]
+    folder = placed(clips, tmp_path_factory.mktemp("control"))
+    encoder = {"type": "bytes", "hidden_size": 32}
+    return config_of(folder, "control_dit.py", "local/control_dit", encoder, fields)
+
+
+@pytest.fixture(scope="module")
+def texts(clips, tmp_path_factory) -> Path:
+    folder = placed(clips, tmp_path_factory.mktemp("texts"))
+    encoder = {"type": "local/two_texts", "hidden_size": 32}
+    return config_of(folder, "two_texts.py", "local/pooled_dit", encoder, [])
+
+
+def trained(mm, config: Path, name: str, *options: object, code: int = 0) -> list[float]:
+    done = mm("train", "--config", config, *options, f"run.name={name}")
+    assert done.code == code, done.out + done.err
+    return losses(config.parent / name)
+
+
+@pytest.mark.parametrize("case", ["control", "texts"])
+def test_ranks_buckets_a_resume_and_the_cache_train_the_same(case, request, mm):
+    config = request.getfixturevalue(case)
+    plain = trained(mm, config, "plain")
+    assert len(plain) == 4
+    two = trained(mm, config, "two", "--nproc", 2, "train.micro_batch_size=2")
+    assert two == pytest.approx(plain, rel=1e-5)
+    sides = [f"data.{split}.{side}=null" for split in ("train", "validation") for side in ("height", "width")]
+    most = [f"data.{s}.max_{side}=16" for s in ("train", "validation") for side in ("height", "width")]
+    bucketed = trained(mm, config, "bucketed", "data.loader.mode=variable", *sides, *most)
+    assert len(bucketed) == 4
+    trained(mm, config, "resumed", "--stop-after", 2, code=75)
+    assert trained(mm, config, "resumed") == plain
+    cache = (f"data.cache.dir={config.parent / 'cache'}", "data.cache.variants=2")  # of two epochs
+    done = mm("cache", "build", "--config", config, *cache)
+    assert done.code == 0, done.out + done.err
+    assert trained(mm, config, "cached", *cache) == pytest.approx(plain, rel=1e-6)
+
+
+def test_a_control_clip_given_by_name_changes_what_is_sampled(control, mm):
+    config = control
+    samples = {"prompts": ["a", "b"], "inputs": {"control": [str(config.parent / "1_edges.mp4")]}}
+    trained(
+        mm,
+        config,
+        "sampled",
+        f"validation.samples={json.dumps(samples)}",
+        "validation.every=2",
+        "train.steps=2",
+    )
+    run, made = config.parent / "sampled", {}
+    assert len([*(run / "samples").glob("step_00000002/*.mp4")]) == 2
+    for name in ("1_edges.mp4", "2_edges.mp4"):
+        out = config.parent / f"out_{name}"
+        given = ("--prompt", "a", "--input", f"control={config.parent / name}", "--out", out)
+        done = mm("sample", "--run", run, *given)
+        assert done.code == 0, done.out + done.err
+        (clip,) = out.glob("*.mp4")
+        made[name] = clip.read_bytes()
+    assert made["1_edges.mp4"] != made["2_edges.mp4"]
+    for given, message in (
+        ((), "the predictor needs the input `control`, which the request does not give"),
+        (("--input", "contrl=3"), "the request gives `contrl`, which the predictor does not take"),
+        (("--input", "control"), "--input control names no field"),
+        (("--input", f"control={config.parent / 'none.mp4'}"), "none.mp4"),
+    ):
+        done = mm("sample", "--run", run, "--prompt", "a", *given)
+        assert done.code != 0 and message in done.err and "Traceback" not in done.err, done.err
+
+
+def test_a_field_that_no_column_gives_is_an_error_before_the_run(control, mm):
+    config = control
+    source = [{"annotations": str(config.parent / "rows.jsonl")}]
+    done = mm("train", "--config", config, "--dry-run", f"data.train.sources={json.dumps(source)}")
+    assert done.code != 0
+    assert (
+        "the predictor needs the field `control` of each sample, which the dataset does not give" in done.err
+    )
+    assert "`columns: {fields: [{name: control}]}`" in done.err
