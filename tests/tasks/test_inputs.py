@@ -1,0 +1,172 @@
+"""A predictor's table of inputs: what each row is given in training, evaluation, sampling and the cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mm_core.contracts import FeatureBatch, Input, PredictorInputs, SampleRequest
+from mm_core.data.cache.samples import joined
+from mm_core.errors import ContractError
+from support.text_to_video import RNG, SmallPredictor, make_batch, make_task
+
+
+def folded(fields, size):
+    """The mask of a clip, folded to its latents [B,4,F,Y/2,X/2]; no autoencoder sees it."""
+    mask = fields["mask"][:, :1]
+    batch, _, frames, height, width = mask.shape
+    blocks = mask.view(batch, frames, height // 2, 2, width // 2, 2)
+    return blocks.permute(0, 3, 5, 1, 2, 4).flatten(1, 2)
+
+
+class Conditioned(SmallPredictor):
+    """Takes a control clip and a mask in the shape of latents, and a number; notes what it gets."""
+
+    inputs = (
+        Input("control", encoder="autoencoder", unconditional="zeros", dropout=0.5),
+        Input("folded", ("mask",), make=folded),
+        Input("motion"),
+    )
+
+    def with_inputs(self, latents, timestep, given):
+        return PredictorInputs(latents, timestep, given)
+
+    def forward(self, latents, timestep, text, text_mask, control, folded, motion):
+        self.given = {"control": control, "folded": folded, "motion": motion}
+        pushed = control + folded.mean(1, keepdim=True) + motion.view(-1, 1, 1, 1, 1)
+        return super().forward(latents + pushed, timestep, text, text_mask)
+
+
+def fields_of(rows: int = 3) -> dict[str, torch.Tensor]:
+    pixels = {
+        name: torch.stack([RNG.normal((3, 2, 8, 8), name, row).clamp(-1, 1) for row in range(rows)])
+        for name in ("control", "mask")
+    }
+    return {**pixels, "motion": torch.tensor([1.0, 2.0, 3.0])[:rows]}
+
+
+def batch_of(task, rows: int = 3):
+    return replace(make_batch(task), fields=fields_of(rows))
+
+
+def test_rows_are_encoded_made_or_passed_on_and_dropped_rows_are_zeros():
+    task = make_task(Conditioned())
+    batch = batch_of(task)
+    inputs = task.prepare(batch, RNG)
+    encoded = task.autoencoder.encode(batch.fields["control"]).mode()
+    dropped = [RNG.uniform("input dropout", "control", *key) < 0.5 for key in batch.keys]
+    assert any(dropped) and not all(dropped)
+    for row, out in enumerate(dropped):
+        wanted = torch.zeros_like(encoded[row]) if out else encoded[row]
+        assert torch.equal(inputs.given.conditions["control"][row], wanted)
+    assert inputs.given.conditions["folded"].shape == (3, 4, 2, 4, 4)
+    assert inputs.given.conditions["motion"].tolist() == [1.0, 2.0, 3.0]
+    evaluated = task.evaluate(batch, RNG, [0.5])
+    assert torch.equal(task.predictor.given["control"], encoded)  # nothing is dropped
+    assert evaluated.sums["loss"].isfinite().all()
+
+
+def test_uint8_pixels_of_a_field_become_what_those_of_a_clip_become():
+    batch = make_batch()
+    levels = ((batch.pixels + 1) * 127.5).round().to(torch.uint8)
+    table = torch.linspace(-2, 2, 256).expand(3, 256).contiguous()
+    for own in (None, table):
+        moved = replace(batch, pixels=levels, fields={"control": levels}, levels=own).to(torch.device("cpu"))
+        assert torch.equal(moved.fields["control"], moved.pixels) and moved.pixels.dtype == torch.float32
+    floats = replace(batch, fields={"control": levels}, levels=None).to(torch.device("cpu"))
+    assert torch.equal(floats.pixels, batch.pixels) and floats.fields["control"].dtype == torch.float32
+
+
+def test_features_of_the_cache_give_the_inputs_of_the_batch():
+    task = make_task(Conditioned())
+    batch = batch_of(task)
+    parts = task.cache_parts()
+    assert [part.name for part in parts] == [
+        *("latents", "input control", "input folded", "input motion", "text states")
+    ]
+    assert [part.components for part in parts[1:4]] == [("autoencoder",), (), ()]
+    assert [part.fields for part in parts[1:4]] == [("control",), ("mask",), ("motion",)]
+    rows = [{} for _ in range(3)]
+    for part in parts:
+        given = batch.captions if part.of == "text" else batch
+        for row, found in zip(rows, task.features(part.name, given), strict=True):
+            row[part.name] = found
+    cached = joined(batch.keys, batch.sample_weights, batch.ids, rows, {})
+    assert isinstance(cached, FeatureBatch)
+    one, other = task.prepare(batch, RNG), task.prepare(cached, RNG)
+    for name in ("control", "folded", "motion"):
+        assert torch.equal(one.given.conditions[name], other.given.conditions[name])
+    assert torch.equal(task.loss(one).total, task.loss(other).total)
+
+
+def request(**inputs) -> SampleRequest:
+    clip = torch.full((3, 4, 9, 7), 200, dtype=torch.uint8)
+    given = {"control": (clip, clip), "mask": (clip, clip), "motion": (2.0, 3.0), **inputs}
+    return SampleRequest(("a", "b"), inputs={name: value for name, value in given.items() if value})
+
+
+def test_sampling_fits_what_a_request_gives_and_leaves_out_the_unconditional_control():
+    task = make_task(Conditioned())
+    (one, two) = task.sample(request())
+    assert one.pixels.shape == (3, 2, 8, 8) and not torch.equal(one.pixels, two.pixels)
+    given = task.predictor.given
+    assert given["motion"].tolist() == [2.0, 3.0, 2.0, 3.0]
+    level = torch.tensor(200 / 127.5 - 1)
+    torch.testing.assert_close(given["control"][:2], level.expand_as(given["control"][:2]))
+    assert not given["control"][2:].any()  # the unconditional pass
+    assert given["folded"][2:].any()
+
+
+def message(call) -> str:
+    with pytest.raises(ContractError) as raised:
+        call()
+    return raised.value.render()
+
+
+def test_a_request_that_does_not_fit_the_table_is_refused_before_any_work():
+    task = make_task(Conditioned())
+    short = torch.zeros(3, 1, 9, 7, dtype=torch.uint8)
+    found = [
+        message(lambda: task.check_request(request(motion=()))),
+        message(lambda: task.check_request(request(moton=(1.0, 1.0)))),
+        message(lambda: task.check_request(request(motion=(1.0,)))),
+        message(lambda: task.check_request(request(control=(short, short)))),
+        message(lambda: make_task().check_request(request())),
+    ]
+    assert "the predictor needs the input `motion`, which the request does not give" in found[0]
+    assert "`moton`, which the predictor does not take" in found[1] and "did you mean 'motion'" in found[1]
+    assert "there are 2 prompts, but 1 value of `motion`" in found[2]
+    assert "the clip of `control` has 1 frame, but a clip to sample has 2" in found[3]
+    assert "the request gives `control`, which the predictor does not take" in found[4]
+
+
+def test_fields_that_the_data_do_not_give_are_an_error_of_the_plan_and_of_a_batch():
+    task = make_task(Conditioned())
+    spec = {"num_frames": 2, "height": 8, "width": 8}
+    task.check(spec)  # a dataset of which nothing is known
+    task.check({**spec, "fields": ["control", "mask", "motion"]})
+    fault = message(lambda: task.check({**spec, "fields": ["control", "masks", "motion"]}))
+    assert "the predictor needs the field `mask` of each sample, which the dataset does not give" in fault
+    assert "did you mean 'masks'" in fault
+    fault = message(lambda: task.encode(make_batch(task)))
+    assert "the input `control` of the predictor reads the field `control`, which is not given" in fault
+    assert "accepted: video, first, last" in fault
+
+
+def test_a_row_may_read_the_clip_itself():
+    class Shown(Conditioned):
+        inputs = (Input("control", ("first",), encoder="autoencoder"), *Conditioned.inputs[1:])
+
+    task = make_task(Shown())
+    batch = batch_of(task)
+    wanted = task.autoencoder.encode(batch.pixels[:, :, :1]).mode()
+    assert torch.equal(task.encode(batch).given["control"], wanted)
+
+
+def test_the_plan_knows_the_shapes_of_inputs():
+    task = make_task(Conditioned())
+    _, arguments = task.sample_forward({"num_frames": 2, "height": 8, "width": 8})
+    shapes = {name: tuple(arguments[name].shape) for name in ("control", "folded", "motion")}
+    assert shapes == {"control": (1, 12, 2, 4, 4), "folded": (1, 4, 2, 4, 4), "motion": (1,)}
