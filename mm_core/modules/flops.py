@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import inspect
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from mm_core.contracts.flops import ModuleFlops, StepFlops
+from mm_core.contracts.flops import ModuleFlops, StepFlops, SupportsModuleFlops
 from mm_core.modules.adapter_layers import adapted_layers
 from mm_core.modules.patterns import above
+
+
+def products_of(module: SupportsModuleFlops, shapes: Mapping[str, object]) -> Sequence[ModuleFlops]:
+    """The products of a forward with arguments of these shapes, of which `module_flops` gets those it names:
+    one that a predictor inherits does not know the inputs that it adds."""
+    named = inspect.signature(module.module_flops).parameters
+    if all(each.kind is not each.VAR_KEYWORD for each in named.values()):
+        shapes = {name: shape for name, shape in shapes.items() if name in named}
+    return module.module_flops(**shapes)
 
 
 def step_flops(

@@ -6,7 +6,9 @@ from mm_core import Component, hookimpl
 @hookimpl
 def mm_predictors():
     config = "mm_custom_dit.config:CustomDiTConfig"
-    return [Component(name="control_dit", target="control_dit:build", config=config)]
+    tiny = {"num_layers": 1, "num_heads": 2, "head_dim": 12, "in_channels": 4, "text_dim": 8}
+    tiny |= {"out_channels": 4, "freq_dim": 8, "ffn_dim": 16, "rope_max_seq_len": 16}
+    return [Component(name="control_dit", target="control_dit:build", config=config, tiny=tiny)]
 
 
 def build(**fields):

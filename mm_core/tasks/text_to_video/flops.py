@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ from mm_core.contracts import (
     SupportsModuleFlops,
     TextEncoder,
 )
-from mm_core.modules.flops import step_flops
+from mm_core.modules.flops import products_of, step_flops
 from mm_core.tasks.text_to_video.checks import SIZES
 from mm_core.tasks.text_to_video.conditions import Conditions, shapes_of
 from mm_core.tasks.text_to_video.inputs import GivenInputs
@@ -55,11 +54,7 @@ class TrainedFlops:
         own = [path.removeprefix("predictor").removeprefix(".") for path in recomputed]
         taken = {name: one for name, one in arguments.items() if name not in (*CLIP_CONDITIONS, "text_mask")}
         shapes = {name: tuple(one.shape) if isinstance(one, Tensor) else one for name, one in taken.items()}
-        # One that a predictor inherits may not know the inputs that it adds.
-        named = inspect.signature(predictor.module_flops).parameters
-        if all(each.kind is not each.VAR_KEYWORD for each in named.values()):
-            shapes = {name: shape for name, shape in shapes.items() if name in named}
-        return step_flops(predictor, predictor.module_flops(**shapes), own)
+        return step_flops(predictor, products_of(predictor, shapes), own)
 
 
 def sample_forward(

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mm_core.contracts import CLIP_CONDITIONS, SupportsModuleFlops, SupportsShardPlan
 from mm_core.errors import ContractError, MMError, PlanError
-from mm_core.modules.flops import step_flops
+from mm_core.modules.flops import products_of, step_flops
 from mm_core.parallel.layout import decide_layout
 from mm_core.tasks.text_to_video.conditions import Conditions
 from mm_core.testing.kit import NotApplicable, sentence_of
@@ -170,7 +170,7 @@ def flops(probe: PredictorProbe) -> None:
     inputs = probe.inputs(module)
     skipped = ("text_mask", *CLIP_CONDITIONS)
     shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items() if name not in skipped}
-    declared = step_flops(module, module.module_flops(**shapes))
+    declared = step_flops(module, products_of(module, shapes))
     # torch has no formula for attention's own kernels on a CPU.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         predicted = module(**inputs)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mm_core.contracts import Randomness, SupportsMaxFrames
+from mm_core.contracts import Input, Randomness, SupportsInputs, SupportsMaxFrames
 from mm_core.errors import ContractError
 from mm_core.plugin.checks.contract import check_object
 from mm_core.plugin.registry import build as build_component
@@ -114,12 +114,17 @@ class PredictorProbe:
         mask = torch.ones(batch, length, dtype=torch.bool)
         mask[-1, max(1, length // 2) :] = False
         text = rng.normal((batch, length, module.text_dim), "text").masked_fill(~mask[..., None], 0)
+        latents = rng.normal((batch, module.in_channels, *sizes), "latents")
+        timestep = torch.linspace(998.7, 12.5, batch)
+        rows = module.inputs if isinstance(module, SupportsInputs) else ()
+        given = {row.name: _given(row, latents) for row in rows if _is_known(row)}
+        own = module.with_inputs(latents, timestep, given).conditions if given else {}
         return {
-            "latents": rng.normal((batch, module.in_channels, *sizes), "latents"),
-            "timestep": torch.linspace(998.7, 12.5, batch),
+            "latents": latents,
+            "timestep": timestep,
             "text": text,
             "text_mask": mask,
-            **self._conditions(module, batch, sizes),
+            **self._conditions(module, batch, sizes, own),
         }
 
     def _patches(self, module: Any, patches: tuple[int, int, int] | None) -> tuple[int, int, int]:
@@ -131,15 +136,23 @@ class PredictorProbe:
         most = module.max_frames if isinstance(module, SupportsMaxFrames) else frames * step
         return (max(1, min(frames, most // step)), height, width)
 
-    def _conditions(self, module: Any, batch: int, sizes: Sequence[int]) -> dict[str, Tensor]:
+    def _conditions(
+        self, module: Any, batch: int, sizes: Sequence[int], own: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         """The conditions that the predictor takes, as far as their shapes are known.
+
+        Args:
+            module: the predictor.
+            batch: number of rows.
+            sizes: of the latents.
+            own: those of its table of inputs.
 
         Raises:
             ContractError: the shape of a needed condition is not known.
         """
         takes = Conditions(module)
         size = (8.0 * sizes[1], 8.0 * sizes[2])
-        found = takes.of_clips(batch, size, torch.device("cpu"), fps=24.0, guidance=3.5)
+        found = {**takes.of_clips(batch, size, torch.device("cpu"), fps=24.0, guidance=3.5), **own}
         known = {**(takes.declared or {}), **self.conditions}
         for name, shape in known.items():
             if isinstance(shape, Tensor):
@@ -155,3 +168,14 @@ class PredictorProbe:
                 hint=f"declare it, or call check_predictor with conditions={{'{missing[0]}': (768,)}}",
             )
         return found
+
+
+def _is_known(row: Input) -> bool:
+    """Whether the shape of an input is known without frozen components: latents, or numbers."""
+    return row.encoder == "autoencoder" or (row.encoder is None and row.make is None)
+
+
+def _given(row: Input, latents: Tensor) -> Tensor:
+    """A condition of the table of inputs: latents as those of the clips, or a number for each row."""
+    shape = tuple(latents.shape) if row.encoder else (len(latents),)
+    return Randomness(2).normal(shape, "given", row.name)
