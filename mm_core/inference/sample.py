@@ -113,7 +113,6 @@ def sample(
         width=width,
         fps=fps,
     )
-    request = with_trained_size(request, stored.config.task, stored.config.data.train)
     with among_ranks() as ranks:
         return _sample(stored, request, ranks, weights, None if out is None else Path(out), keep)
 
@@ -148,6 +147,7 @@ def _sample(
 ) -> list[Clip]:
     """This rank's clips of a request, and all ranks' files."""
     source, config = stored.checkpoint, stored.config
+    request = with_trained_size(request, config.task, config.data.train)
     task = task_of(config, source)
     if not isinstance(task, SupportsClips) and not callable(getattr(task, "sample", None)):
         raise no_clips(config.task.type)

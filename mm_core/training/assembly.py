@@ -141,12 +141,11 @@ def equip(
     ledger = SkipLedger(folder, config.data.loader.max_failed_share)
     guard = make_guard(parts, restored, reporter)
     read = iter(loader) if isinstance(loader, TrainingStream) else ledger.watch(loader)
-    cut, filling = CutCaptions(), None
+    cut, named = CutCaptions(), [(c.type, config.registry.build("callback", c)) for c in config.callbacks]
     read = cut.watch(read, reporter.note)
-    named = [(each.type, config.registry.build("callback", each)) for each in config.callbacks]
     if parts.filled is not None:
-        filling = FilledBatches(read, task, parts.filled, plan.engine, engine.device, reporter.note)
-        named.append(("the feature cache", filling))
+        read = filled = FilledBatches(read, task, parts.filled, plan.engine, engine.device, reporter.note)
+        named.append(("the feature cache", filled))
     callbacks = CallbackList(named)
     between = BetweenSteps(
         config=config,
@@ -169,7 +168,7 @@ def equip(
         plan=plan,
         task=task,
         engine=engine,
-        batches=read if filling is None else filling,
+        batches=read,
         lr_schedule=make_lr_schedule(config.registry, config.lr_schedule, plan.steps, engine.base_lr),
         rng=Randomness(config.run.seed),
         guard=guard,
