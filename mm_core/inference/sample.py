@@ -113,8 +113,8 @@ def sample(
         width=width,
         fps=fps,
     )
-    with among_ranks():
-        return _sample(stored, with_trained_size(request, stored.config), weights, out, keep)
+    with among_ranks() as ranks:
+        return _sample(stored, request, ranks, weights, None if out is None else Path(out), keep)
 
 
 def _prompts(
@@ -131,33 +131,29 @@ def _prompts(
 
 
 @contextmanager
-def among_ranks(patient: bool = False) -> Iterator[None]:
+def among_ranks(patient: bool = False) -> Iterator[Ranks]:
     """A context with the process group of all ranks of a command on a stored run, if there are several.
 
     Args:
         patient: whether ranks wait for each other without a timeout.
     """
     group = process_group(None) if patient else process_group()
-    with group if environment_world().world_size > 1 else nullcontext():
-        yield
+    with group if environment_world().world_size > 1 else nullcontext(Ranks.current()) as ranks:
+        yield ranks
 
 
 def _sample(
-    stored: StoredRun,
-    request: SampleRequest,
-    weights: Weights,
-    folder: str | Path | None,
-    keep: bool,
+    stored: StoredRun, request: SampleRequest, ranks: Ranks, weights: Weights, out: Path | None, keep: bool
 ) -> list[Clip]:
     """This rank's clips of a request, and all ranks' files."""
-    out = None if folder is None else Path(folder)
     source, config = stored.checkpoint, stored.config
-    ranks, task = Ranks.current(), task_of(config, source)
+    request = with_trained_size(request, config.task, config.data.train)
+    task = task_of(config, source)
     if not isinstance(task, SupportsClips) and not callable(getattr(task, "sample", None)):
         raise no_clips(config.task.type)
     if isinstance(task, SupportsCheckRequest):
         task.check_request(request)  # before weights are read
-    engine = load_as_rank(task, config, source, weights)
+    engine = load_as_rank(task, config, ranks, source, weights)
     if out is not None:
         make_folder(out)  # fails early, before hours of work
     share, real = share_of(request, engine.data_ranks)
@@ -218,7 +214,7 @@ class OneProcess(EngineBase):
 
 
 def load_as_rank(
-    task: TaskModule, config: RunConfig, checkpoint: OpenedCheckpoint, weights: Weights
+    task: TaskModule, config: RunConfig, ranks: Ranks, checkpoint: OpenedCheckpoint, weights: Weights
 ) -> EvaluatedEngine:
     """Loads a checkpoint's weights into the task of a stored run: complete in a single process, else sharded.
 
@@ -227,20 +223,21 @@ def load_as_rank(
     Args:
         task: made by `task_of`.
         config: of the run.
+        ranks: of the command.
         checkpoint: whose weights are loaded.
         weights: `ema`, `model`, or `auto`: the average if the checkpoint contains one.
 
     Returns:
         The engine to evaluate the task with.
     """
-    if (ranks := Ranks.current().count) > 1:
+    if ranks.count > 1:
         check_plugins(config)
     if config.train.base_dtype is not None:  # weights below adapters have the dtype of the others here
         cast_frozen(task, torch.float32)
     build_frozen(task)
     own: Engine = config.registry.build("engine", config.engine)
-    plan = own.plan(task, ranks, 0, purpose="sample")
-    engine = own if ranks > 1 else OneProcess()
+    plan = own.plan(task, ranks.count, 0, purpose="sample")
+    engine = own if ranks.count > 1 else OneProcess()
     cast_parameters(task, plan)  # before they have memory
     load_frozen_of(task, engine, plan, config)
     stored = CheckpointWeights(checkpoint, config, task, weights)

@@ -75,7 +75,8 @@ def _import(
     imported = replace(config, init_from=init, checkpoint=replace(config.checkpoint, frozen=held))
     weights = FileWeights(imported, task)
     check_in_files(task, weights.left_out().names)
-    engine.prepare(task, plan.engine, partial(make_optimizer, config), Randomness(config.run.seed), weights)
+    optimizer = partial(make_optimizer, config.registry, config.optimizer, config.train)
+    engine.prepare(task, plan.engine, optimizer, Randomness(config.run.seed), weights)
     ema = EMA(engine.shards, config.ema) if config.ema is not None else None
     store.begin(0)
     facts = {

@@ -18,6 +18,7 @@ from mm_core.inference.sample import load_as_rank
 from mm_core.interchange.export_plan import own_state
 from mm_core.interchange.import_weights import import_weights
 from mm_core.loading.run_adapters import task_of
+from mm_core.runtime.ranks import Ranks
 from support import out_parts
 
 DIT = {"num_layers": 2, "num_heads": 2, "head_dim": 12, "in_channels": 12, "out_channels": 12}
@@ -91,7 +92,7 @@ def load_task(config: RunConfig, checkpoint: Path, weights: Weights = "auto") ->
     """The complete task of a run with the weights of a checkpoint, on this process's device."""
     opened = open_checkpoint(checkpoint)
     task = task_of(config, opened)
-    load_as_rank(task, config, opened, weights)
+    load_as_rank(task, config, Ranks.current(), opened, weights)
     return task
 
 

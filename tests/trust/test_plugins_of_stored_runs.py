@@ -556,7 +556,7 @@ def test_what_a_plugin_imports_between_saves_is_recorded(stranger, monkeypatch):
     (plugin,) = (m for n, m in sys.modules.items() if n.startswith("mm_local_") and n.endswith("_theirs"))
     plugin.later()  # in the first step
     saved = SimpleNamespace(poll=list, save=lambda *given, **more: None, close=lambda **more: None)
-    reporter = SimpleNamespace(enter=lambda phase: None)
+    reporter = SimpleNamespace(enter=lambda phase: None, leads=True)
     callbacks, quiet = CallbackList(), SimpleNamespace(close=lambda: None)
     between = BetweenSteps(
         config,
@@ -566,7 +566,7 @@ def test_what_a_plugin_imports_between_saves_is_recorded(stranger, monkeypatch):
         facts=dict,
         manifest={},
         config_yaml="",
-        evaluating=Evaluating(config, reporter, callbacks),
+        evaluating=Evaluating(None, None, False, reporter, callbacks),
         flag=StopFlag(),
         reporter=reporter,
         callbacks=callbacks,

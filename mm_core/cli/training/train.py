@@ -205,9 +205,9 @@ def _dry_run(config: RunConfig, world: int, args: argparse.Namespace) -> int:
 
 def _operators(config: RunConfig, device: str | None) -> list[Operator]:
     from mm_core.telemetry.operators import listed
-    from mm_core.training.optional.operators import operators_of
+    from mm_core.training.optional.operators import first_forward, operators_of
 
-    return listed(operators_of(config), device)
+    return listed(operators_of(first_forward(config)), device)
 
 
 def _dry_run_of_rank(args: argparse.Namespace) -> int:

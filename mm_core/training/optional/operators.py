@@ -101,15 +101,14 @@ def _as_engine(task: TaskModule, plan: EnginePlan) -> Callable[[str, Tensor], to
     return dtype
 
 
-def operators_of(config: RunConfig) -> dict[Signature, Calls]:
+def operators_of(forward: Forward) -> dict[Signature, Calls]:
     """The operators of a forward and backward of a run's first micro-batch, as the CPU would run them.
 
     Nothing of the size of the model is allocated. Encoders count too, unless their features are cached.
 
     Raises:
-        MMError: as for `first_forward`; and the model decides by values that are not known without weights.
+        MMError: the model decides by values that are not known without weights.
     """
-    forward = first_forward(config)
     calls: dict[Signature, Calls] = {}
     with FakeTensorMode(allow_non_fake_inputs=True):
         make_fake(forward.task, forward.dtypes)
