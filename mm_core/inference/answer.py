@@ -27,7 +27,7 @@ from mm_core.contracts import (
 )
 from mm_core.errors import ContractError, DataError, MMError, PeerError, plural
 from mm_core.inference.sample import among_ranks, load_as_rank
-from mm_core.loading.run_adapters import task_of
+from mm_core.plan import build_task
 from mm_core.runtime.launch.rank_process import out_of_memory
 from mm_core.runtime.ranks import Ranks
 
@@ -264,7 +264,7 @@ def answer_session(
     check_words(config)
     conversing = conversing_of(config)
     with among_ranks(patient):
-        task, ranks = task_of(config, source), Ranks.current()
+        task, ranks = build_task(config, source.adapters), Ranks.current()
         assert isinstance(task, SupportsAnswer)
         task.check_answers()
         engine = load_as_rank(task, config, source, weights)

@@ -45,12 +45,12 @@ from mm_core.evaluation.sampled_clips import (
 )
 from mm_core.loading.frozen import load_frozen_of
 from mm_core.loading.initial_weights import CheckpointWeights
-from mm_core.loading.run_adapters import task_of
+from mm_core.loading.left_out import WeightSources
 from mm_core.modules.casting import cast_as_planned, cast_frozen
 from mm_core.modules.tying import tied_names
 from mm_core.parallel.frozen_placement import place
 from mm_core.parallel.streamed_base import StreamedBase
-from mm_core.plan import build_frozen
+from mm_core.plan import build_frozen, build_task
 from mm_core.runtime.process_group import process_group
 from mm_core.runtime.ranks import Ranks
 
@@ -152,7 +152,7 @@ def _sample(
     """This rank's clips of a request, and all ranks' files."""
     out = None if folder is None else Path(folder)
     source, config = stored.checkpoint, stored.config
-    ranks, task = Ranks.current(), task_of(config, source)
+    ranks, task = Ranks.current(), build_task(config, source.adapters)
     if not isinstance(task, SupportsClips) and not callable(getattr(task, "sample", None)):
         raise no_clips(config.task.type)
     if isinstance(task, SupportsCheckRequest):
@@ -225,7 +225,7 @@ def load_as_rank(
     All ranks call it together.
 
     Args:
-        task: made by `task_of`.
+        task: made by `build_task`.
         config: of the run.
         checkpoint: whose weights are loaded.
         weights: `ema`, `model`, or `auto`: the average if the checkpoint contains one.
@@ -233,17 +233,19 @@ def load_as_rank(
     Returns:
         The engine to evaluate the task with.
     """
-    if (ranks := Ranks.current().count) > 1:
-        check_plugins(config)
+    ranks = Ranks.current()
+    if ranks.count > 1:
+        check_plugins(config.registry, ranks)
     if config.train.base_dtype is not None:  # weights below adapters have the dtype of the others here
         cast_frozen(task, torch.float32)
     build_frozen(task)
     own: Engine = config.registry.build("engine", config.engine)
-    plan = own.plan(task, ranks, 0, purpose="sample")
-    engine = own if ranks > 1 else OneProcess()
+    plan = own.plan(task, ranks.count, 0, purpose="sample")
+    engine = own if ranks.count > 1 else OneProcess()
     cast_parameters(task, plan)  # before they have memory
-    load_frozen_of(task, engine, plan, config)
-    stored = CheckpointWeights(checkpoint, config, task, weights)
+    load_frozen_of(task, engine, plan, config.registry)
+    sources = WeightSources(task, config.init_from, config.registry, config.allow_code)
+    stored = CheckpointWeights(checkpoint, sources, weights, config.train.base_dtype is not None)
     engine.prepare(task, plan, None, Randomness(config.run.seed), stored)
     task.eval()
     return engine
