@@ -26,7 +26,7 @@ from mm_core.contracts import (
 )
 from mm_core.errors import ContractError, DataError, MMError, PeerError, plural
 from mm_core.inference.sample import among_ranks, load_as_rank
-from mm_core.loading.run_adapters import task_of
+from mm_core.plan import build_task
 from mm_core.plugin.registry import Registry
 from mm_core.runtime.launch.rank_process import out_of_memory
 from mm_core.runtime.ranks import Ranks
@@ -265,7 +265,7 @@ def answer_session(
     check_words(config.registry, config.task)
     conversing = conversing_of(config.registry, config.data.train)
     with among_ranks(patient) as ranks:
-        task = task_of(config, source)
+        task = build_task(config, source.adapters)
         assert isinstance(task, SupportsAnswer)
         task.check_answers()
         engine = load_as_rank(task, config, ranks, source, weights)

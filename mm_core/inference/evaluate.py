@@ -24,8 +24,7 @@ from mm_core.evaluation.predictions import Predictions, Row
 from mm_core.evaluation.validator import Validator, build_metrics, default_settings
 from mm_core.files import json_numbers
 from mm_core.inference.sample import among_ranks, load_as_rank, stored_weights
-from mm_core.loading.run_adapters import task_of
-from mm_core.plan import in_buckets
+from mm_core.plan import build_task, in_buckets
 from mm_core.plugin.registry import Registry
 from mm_core.runtime.ranks import Ranks
 from mm_core.schema.fields import ComponentConfig
@@ -156,7 +155,7 @@ def _pass(
     found, config = Predictions(), chosen.config
     mode = config.data.loader.mode
     dataset = build_split(config.registry, chosen.dataset, config.run.seed, mode, chosen.split)
-    task = task_of(config, chosen.checkpoint)
+    task = build_task(config, chosen.checkpoint.adapters)
     engine = load_as_rank(task, config, ranks, chosen.checkpoint, weights)
     check_class_names(task, {chosen.split: dataset})
     dataset = in_buckets(config, task, {chosen.split: dataset})[chosen.split]

@@ -45,12 +45,12 @@ from mm_core.evaluation.sampled_clips import (
 )
 from mm_core.loading.frozen import load_frozen_of
 from mm_core.loading.initial_weights import CheckpointWeights
-from mm_core.loading.run_adapters import task_of
+from mm_core.loading.left_out import WeightSources
 from mm_core.modules.casting import cast_as_planned, cast_frozen
 from mm_core.modules.tying import tied_names
 from mm_core.parallel.frozen_placement import place
 from mm_core.parallel.streamed_base import StreamedBase
-from mm_core.plan import build_frozen
+from mm_core.plan import build_frozen, build_task
 from mm_core.runtime.process_group import process_group
 from mm_core.runtime.ranks import Ranks
 
@@ -148,7 +148,7 @@ def _sample(
     """This rank's clips of a request, and all ranks' files."""
     source, config = stored.checkpoint, stored.config
     request = with_trained_size(request, config.task, config.data.train)
-    task = task_of(config, source)
+    task = build_task(config, source.adapters)
     if not isinstance(task, SupportsClips) and not callable(getattr(task, "sample", None)):
         raise no_clips(config.task.type)
     if isinstance(task, SupportsCheckRequest):
@@ -221,7 +221,7 @@ def load_as_rank(
     All ranks call it together.
 
     Args:
-        task: made by `task_of`.
+        task: made by `build_task`.
         config: of the run.
         ranks: of the command.
         checkpoint: whose weights are loaded.
@@ -231,7 +231,7 @@ def load_as_rank(
         The engine to evaluate the task with.
     """
     if ranks.count > 1:
-        check_plugins(config)
+        check_plugins(config.registry, ranks)
     if config.train.base_dtype is not None:  # weights below adapters have the dtype of the others here
         cast_frozen(task, torch.float32)
     build_frozen(task)
@@ -239,8 +239,9 @@ def load_as_rank(
     plan = own.plan(task, ranks.count, 0, purpose="sample")
     engine = own if ranks.count > 1 else OneProcess()
     cast_parameters(task, plan)  # before they have memory
-    load_frozen_of(task, engine, plan, config)
-    stored = CheckpointWeights(checkpoint, config, task, weights)
+    load_frozen_of(task, engine, plan, config.registry)
+    sources = WeightSources(task, config.init_from, config.registry, config.allow_code)
+    stored = CheckpointWeights(checkpoint, sources, weights, config.train.base_dtype is not None)
     engine.prepare(task, plan, None, Randomness(config.run.seed), stored)
     task.eval()
     return engine

@@ -10,7 +10,7 @@ from functools import partial
 
 from mm_core.checkpoint.files.host_copies import State
 from mm_core.checkpoint.files.layout import Document
-from mm_core.checkpoint.run_manifest import check_plugins, run_manifest
+from mm_core.checkpoint.run_manifest import check_plugins, fingerprints, run_manifest
 from mm_core.checkpoint.store import CheckpointStore
 from mm_core.config.dump import to_yaml
 from mm_core.config.sections import RunConfig
@@ -26,11 +26,11 @@ from mm_core.evaluation.validator import Validator, build_metrics, default_setti
 from mm_core.files import replace_text
 from mm_core.loading.frozen import load_frozen_of
 from mm_core.loading.initial_weights import FileWeights, ResumedWeights
-from mm_core.loading.run_adapters import task_of
+from mm_core.loading.left_out import WeightSources
 from mm_core.modules.quantised import check_in_files
 from mm_core.optim.configured import make_lr_schedule, make_optimizer
 from mm_core.optim.ema import EMA
-from mm_core.plan import RunPlan, in_cache, make_plan, open_datasets
+from mm_core.plan import RunPlan, build_task, in_cache, make_plan, open_datasets
 from mm_core.runtime.launch.rank_logs import current_log
 from mm_core.runtime.launch.signals import StopFlag
 from mm_core.runtime.launch.watchdog import Watchdog
@@ -76,10 +76,10 @@ def assemble(
 def build_parts(config: RunConfig, ranks: Ranks, store: CheckpointStore, resume: str) -> RunParts:
     """Opens the checkpoint to resume from, and builds task, engine, data and plan of a training run, with
     weights from files or drawn at random. All ranks must have the same code."""
-    check_plugins(config)
+    check_plugins(config.registry, ranks)
     check_commands(config)
     source, refused = store.open(resume)
-    task = task_of(config, source)
+    task = build_task(config, source.adapters if source is not None else {})
     engine: Engine = config.registry.build("engine", config.engine)
     datasets, cached, filled = in_cache(config, task, open_datasets(config, task))
     plan = make_plan(config, ranks.count, task, engine, datasets["train"])
@@ -94,8 +94,14 @@ def build_parts(config: RunConfig, ranks: Ranks, store: CheckpointStore, resume:
             if of_data
             else "download them, or set from_pretrained to the folder that contains them",
         )
-    load_frozen_of(task, engine, plan.engine, config)
-    weights = ResumedWeights(source, config, task) if source is not None else FileWeights(config, task)
+    load_frozen_of(task, engine, plan.engine, config.registry)
+    sources = WeightSources(task, config.init_from, config.registry, config.allow_code)
+    frozen = config.checkpoint.frozen
+    weights: ResumedWeights | FileWeights
+    if source is not None:
+        weights = ResumedWeights(source, sources, frozen)
+    else:
+        weights = FileWeights(sources, config.train.adapters, frozen)
     external = weights.left_out()
     check_in_files(task, external.names)
     optimizer = partial(make_optimizer, config.registry, config.optimizer, config.train)
@@ -111,7 +117,8 @@ def restore_parts(parts: RunParts, allow: Sequence[str]) -> tuple[Document, Rest
     config, ranks, plan = parts.config, parts.ranks, parts.plan
     adapters = record_of(parts.task, config.train.adapters)
     external = parts.external.rows(config.literals)
-    manifest = run_manifest(config, plan, parts.datasets, adapters, external)
+    data = fingerprints(config.data.splits, parts.datasets, ranks)
+    manifest = run_manifest(config, plan, data, adapters, external)
     restored = restore(parts, manifest, allow)
     restored.notes += [*parts.weights.notes(), *plan.notes, *promise_of(parts.datasets["train"])]
     ranks.on_first("writing config.yaml and manifest.json", lambda: write_run_files(config, plan, manifest))

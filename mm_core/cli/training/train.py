@@ -169,7 +169,7 @@ def _verify_resume(args: argparse.Namespace, config: RunConfig, nproc: int, host
 
 
 def _dry_run(config: RunConfig, world: int, args: argparse.Namespace) -> int:
-    from mm_core.loading.run_adapters import adapters_begun
+    from mm_core.checkpoint.reading import adapters_begun
     from mm_core.plan import (
         base_choices,
         build_task,
@@ -178,7 +178,7 @@ def _dry_run(config: RunConfig, world: int, args: argparse.Namespace) -> int:
         table_of,
     )
 
-    adapters = adapters_begun(config)
+    adapters = adapters_begun(config.train.adapters, config.run.folder)
     task = build_task(config, adapters)
     plan = plan_shown(config, world, task)
     rows, spec = config.train.micro_batch_size, config.data.train.options
