@@ -16,7 +16,7 @@ from mm_core.runtime.ranks import Ranks
 _SECTIONS = ("run", "task", "data", "train", "optimizer", "lr_schedule", "engine", "checkpoint", "log")
 
 
-def newest_whole(folder: Path) -> tuple[OpenedCheckpoint | None, list[CheckpointError]]:
+def newest_whole(folder: Path, ranks: Ranks) -> tuple[OpenedCheckpoint | None, list[CheckpointError]]:
     """The newest undamaged checkpoint of a run, and an error for each newer, damaged one.
 
     Called by all ranks. The `where` of each error is the damaged checkpoint.
@@ -24,7 +24,6 @@ def newest_whole(folder: Path) -> tuple[OpenedCheckpoint | None, list[Checkpoint
     Raises:
         CheckpointError: all checkpoints are damaged.
     """
-    ranks = Ranks.current()
     steps, incomplete = ranks.on_first(
         "reading the checkpoint folder", lambda: (complete_steps(folder), incomplete_steps(folder))
     )
@@ -38,8 +37,8 @@ def newest_whole(folder: Path) -> tuple[OpenedCheckpoint | None, list[Checkpoint
     ]
     for step in sorted(steps, reverse=True):
         try:
-            checkpoint = verify(OpenedCheckpoint(steps[step]))
-            examine(checkpoint)
+            checkpoint = verify(OpenedCheckpoint(steps[step]), ranks)
+            examine(checkpoint, ranks)
         except files.DamagedError as fault:
             what = f"{fault.what}, instead of {fault.accepted}" if fault.accepted else fault.what
             refused.append(CheckpointError(what, where=str(steps[step]), hint=fault.hint))
@@ -57,7 +56,7 @@ def newest_whole(folder: Path) -> tuple[OpenedCheckpoint | None, list[Checkpoint
     return None, []
 
 
-def examine(checkpoint: OpenedCheckpoint) -> None:
+def examine(checkpoint: OpenedCheckpoint, ranks: Ranks) -> None:
     """Checks everything in a checkpoint that a resume uses except its tensors.
 
     Damage is found while another checkpoint can still be chosen. Called by all ranks, after `verify`.
@@ -65,7 +64,6 @@ def examine(checkpoint: OpenedCheckpoint) -> None:
     Raises:
         DamagedError: on all ranks, if any of them finds an invalid value.
     """
-    ranks = Ranks.current()
     ranks.agree(DOING, lambda: _examine(checkpoint, ranks))
 
 

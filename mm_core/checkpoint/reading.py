@@ -10,6 +10,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from mm_core.builtin.configs.adapters import AdapterConfig
 from mm_core.checkpoint.files import dcp
 from mm_core.checkpoint.files import layout as files
 from mm_core.checkpoint.files.host_copies import State
@@ -20,6 +21,7 @@ from mm_core.config.sections import RunConfig
 from mm_core.errors import CheckpointError
 from mm_core.files import read_plain
 from mm_core.runtime.ranks import Ranks
+from mm_core.weights.adapters.inject import Structure
 from mm_core.weights.stored import TORCH_SUFFIXES
 
 DOING = "reading the checkpoint"
@@ -49,7 +51,8 @@ def load_model_only(
     Raises:
         CheckpointError: no complete checkpoint, a damaged one, one from another model, or no average in it.
     """
-    ranks, checkpoint = Ranks.current(), verify(path)
+    ranks = Ranks.current()
+    checkpoint = verify(path, ranks)
     facts = ranks.agree(DOING, lambda: checked_facts(checkpoint, {"model": model_state}, exact=False))
     averaged = checkpoint.names("ema")
     if weights == "ema" and not averaged:
@@ -71,7 +74,7 @@ def load_model_only(
     return facts
 
 
-def verify(path: Path | OpenedCheckpoint) -> OpenedCheckpoint:
+def verify(path: Path | OpenedCheckpoint, ranks: Ranks) -> OpenedCheckpoint:
     """Checks every byte of a checkpoint against its checksums and returns the opened checkpoint.
 
     Called by all ranks, which share the work.
@@ -79,7 +82,6 @@ def verify(path: Path | OpenedCheckpoint) -> OpenedCheckpoint:
     Raises:
         DamagedError: on all ranks, if any of them finds damage.
     """
-    ranks = Ranks.current()
     checkpoint = ranks.agree(DOING, lambda: open_checkpoint(path))
     ranks.agree(DOING, lambda: checkpoint.check(ranks))
     return checkpoint
@@ -201,6 +203,17 @@ def _best(folder: Path, steps: Mapping[int, Path]) -> Path:
         where=str(folder),
         hint="use the newest checkpoint instead of the best; runs that set checkpoint.best record one",
     )
+
+
+def adapters_begun(adapters: Sequence[AdapterConfig], run_dir: Path) -> Structure:
+    """The adapters in a run's newest checkpoint, if its config starts adapters from files; else {}.
+
+    For a plan that is only shown (`--dry-run`).
+    """
+    if all(adapter.from_ is None for adapter in adapters):
+        return {}
+    steps = complete_steps(run_dir / "checkpoints")
+    return OpenedCheckpoint(steps[max(steps)]).adapters if steps else {}
 
 
 def checked_facts(checkpoint: OpenedCheckpoint, tensors: State, *, exact: bool) -> files.Document:

@@ -23,6 +23,7 @@ from mm_core.data.loading.plain import AnyDataset, rows_of
 from mm_core.device import device_stack
 from mm_core.plan import RunPlan
 from mm_core.plugin.ranks import check_ranks_agree
+from mm_core.plugin.registry import Registry
 from mm_core.runtime.ranks import Ranks
 from mm_core.schema.fields import ComponentConfig
 
@@ -40,7 +41,7 @@ _LARGEST = 128 * 2**20  # bytes; larger files count by their size only
 def run_manifest(
     config: RunConfig,
     plan: RunPlan,
-    datasets: Mapping[str, AnyDataset],
+    data: Mapping[str, Document],
     adapters: Sequence[Document] = (),
     base: Sequence[Document] = (),
 ) -> Document:
@@ -53,21 +54,17 @@ def run_manifest(
     Args:
         config: the checked config.
         plan: the run's plan.
-        datasets: by split.
+        data: from `fingerprints`.
         adapters: which layers have adapters, from `record_of`.
         base: frozen weights that checkpoints leave in other files, from `ExternalWeights.rows`.
     """
     return {
         "config": to_mapping(config),
-        "environment": environment_traces(config),
+        "environment": environment_traces(to_mapping(replace(config, literals={})), config.literals),
         "adapters": [*adapters],
         "base": [*base],
         "plugins": [asdict(component) for component in plan.components],
-        "data": {
-            name: fingerprint(section, datasets[name])
-            for name, section in config.data.splits.items()
-            if name in datasets
-        },
+        "data": {**data},
         "devices": device_stack(),
         "versions": {"python": platform.python_version(), "mm_core": mm_core.__version__},
         "libraries": library_versions({component.distribution for component in plan.components}),
@@ -94,13 +91,16 @@ def library_versions(plugins: Iterable[str] = ()) -> dict[str, str]:
     return found
 
 
-def environment_traces(config: RunConfig) -> dict[str, str]:
+def environment_traces(values: Document, keys: Iterable[str]) -> dict[str, str]:
     """Config key -> 16 bits of a hash of the environment variable's value, to detect a change of the value.
 
     So few bits reveal most changes, and nothing about a secret.
+
+    Args:
+        values: the config with the values of environment variables.
+        keys: those that the environment sets.
     """
-    values = to_mapping(replace(config, literals={}))
-    return {key: _trace(_at(values, key)) for key in config.literals}
+    return {key: _trace(_at(values, key)) for key in keys}
 
 
 def _at(value: Any, key: str) -> object:
@@ -114,7 +114,14 @@ def _trace(value: object) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:4]
 
 
-def fingerprint(section: ComponentConfig, dataset: AnyDataset) -> Document:
+def fingerprints(
+    sections: Mapping[str, ComponentConfig], datasets: Mapping[str, AnyDataset], ranks: Ranks
+) -> dict[str, Document]:
+    """Fingerprints of a run's datasets, by split. Called by all ranks."""
+    return {name: fingerprint(sections[name], dataset, ranks) for name, dataset in datasets.items()}
+
+
+def fingerprint(section: ComponentConfig, dataset: AnyDataset, ranks: Ranks) -> Document:
     """Fingerprint of a run's dataset: its number of rows, and the sha256 of each file in its options.
 
     A tokenizer folder has one sha256 of its vocabulary files. A dataset with `digests` adds its own by keys
@@ -128,7 +135,7 @@ def fingerprint(section: ComponentConfig, dataset: AnyDataset) -> Document:
     while author is not None and not hasattr(author, "digests"):  # in buckets, or in the feature cache
         author = getattr(author, "dataset", None)
     if author is not None:
-        listed |= Ranks.current().on_first("reading captions", author.digests)
+        listed |= ranks.on_first("reading captions", author.digests)
     return {"type": section.type, "rows": rows_of(dataset), "files": listed}
 
 
@@ -179,12 +186,11 @@ def _digest_of_tokenizer(folder: Path) -> str | None:
     return found.hexdigest()
 
 
-def check_plugins(config: RunConfig) -> None:
+def check_plugins(registry: Registry, ranks: Ranks) -> None:
     """Raises PluginError on every rank if the ranks have different plugins, libraries or versions."""
-    registry = config.registry
     libraries = library_versions(plugin.distribution or "" for plugin in registry.plugins)
     own = registry.fingerprint_table(), {"torch": str(torch.__version__), **libraries}
-    plugins, versions = zip(*Ranks.current().gather(own), strict=True)
+    plugins, versions = zip(*ranks.gather(own), strict=True)
     check_ranks_agree(plugins)
     hint = "compare `pip list` on the machines of these ranks"
     check_ranks_agree(versions, "libraries", "not installed", hint)

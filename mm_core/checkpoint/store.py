@@ -65,7 +65,8 @@ class CheckpointStore:
         self.retention = Retention(keep, keep_every, best, mode)
         self._lock = RunLock(Path(run_dir))
         self._asynchronous = asynchronous
-        self._ranks: Ranks | None = None
+        self._ranks = Ranks.current()
+        self._background: Ranks | None = None
         self._copies = HostCopies()
         self._thread = BackgroundQueue("mm_core checkpoint writer", "saving the checkpoint")
         self._committed: threading.Event | None = None
@@ -81,7 +82,7 @@ class CheckpointStore:
         Locks the run's folder, removes incomplete checkpoints of dead runs and renames `damaged` ones.
         CheckpointError if the folder contains checkpoints of later steps.
         """
-        Ranks.current().on_first("preparing the checkpoint folder", lambda: self._begin(step, damaged))
+        self._ranks.on_first("preparing the checkpoint folder", lambda: self._begin(step, damaged))
         if self._asynchronous:
             self._background_ranks()  # now, because creating a group needs the launcher, which may end first
 
@@ -115,7 +116,7 @@ class CheckpointStore:
             CheckpointError: on all ranks, if any of them fails or an earlier asynchronous save has failed.
                 Earlier checkpoints are unchanged, and no incomplete folder has a checkpoint's name.
         """
-        ranks = Ranks.current()
+        ranks = self._ranks
         ranks.agree("saving the checkpoint before", self.wait)
         final = self._path(step)
         texts = {
@@ -158,7 +159,7 @@ class CheckpointStore:
             metrics: validation metrics, as JSON.
             evaluated: whether the validation and samples that were due are done.
         """
-        if Ranks.current().rank:
+        if self._ranks.rank:
             return
         final, later = self._path(step), {"metrics": metrics, "evaluated": evaluated}
         with self._naming:
@@ -231,12 +232,12 @@ class CheckpointStore:
         describe the skipped ones; their `where` is the folder. CheckpointError if all are damaged.
         """
         if request == "auto":
-            return newest_whole(self.folder)
+            return newest_whole(self.folder, self._ranks)
         path = self.resolve(request)
         if path is None:
             return None, []
-        checkpoint = verify(path)
-        examine(checkpoint)
+        checkpoint = verify(path, self._ranks)
+        examine(checkpoint, self._ranks)
         return checkpoint, []
 
     def load(
@@ -250,7 +251,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: on all ranks, if any of them finds damage or a mismatch.
         """
-        ranks = Ranks.current()
+        ranks = self._ranks
         folder = source.folder if isinstance(source, OpenedCheckpoint) else source
         paths = set(map(str, ranks.gather(folder)))
         if len(paths) > 1:
@@ -258,7 +259,9 @@ class CheckpointStore:
                 f"the ranks would load different checkpoints: {', '.join(sorted(paths))}",
                 hint="start all ranks with the same --resume, on a file system that all nodes share",
             )
-        checkpoint = ranks.agree(DOING, lambda: open_checkpoint(source)) if verified else verify(source)
+        checkpoint = ranks.agree(DOING, lambda: open_checkpoint(source))
+        if not verified:
+            ranks.agree(DOING, lambda: checkpoint.check(ranks))
         facts = ranks.agree(DOING, lambda: checked_facts(checkpoint, tensors, exact=True))
         metadata = checkpoint.metadata
         ranks.agree(DOING, lambda: dcp.read_tensors(checkpoint.folder, metadata, tensors, alone=ranks.alone))
@@ -268,9 +271,9 @@ class CheckpointStore:
 
     def _background_ranks(self) -> Ranks:
         """The ranks in the process group that the thread uses."""
-        if self._ranks is None:
-            self._ranks = Ranks.in_own_group()
-        return self._ranks
+        if self._background is None:
+            self._background = Ranks.in_own_group()
+        return self._background
 
     def _begin(self, step: int, damaged: Sequence[Path]) -> None:
         self._lock.take()

@@ -207,7 +207,9 @@ class FSDP2Engine(EngineBase):
         self._loss_scale = LossScale() if plan.compute_dtype == "fp16" else None
         self._task, self._trained = task, {name: task.get_submodule(name) for name in names}
         self._tied = {name: tied_names(module) for name, module in self._trained.items()}
-        spreading = None if plan.context is None else Spreading(plan.context, self._peers(size))
+        spreading = None
+        if plan.context is not None:
+            spreading = Spreading(plan.context, Peers(rank % size, size, adjacent_group(size)))
         if plan.base is not None:
             self._base = StreamedBase(task, plan.base, self.device, _dtype(plan.compute_dtype))
         streamed = self._base.parameters if self._base is not None else ()
@@ -265,9 +267,6 @@ class FSDP2Engine(EngineBase):
             shape = plan.mesh["replicate"], plan.mesh["shard"] * plan.mesh.get("context", 1)
             self._ranks = device_mesh(shape, ("replicate", "shard"))
         return self._ranks
-
-    def _peers(self, size: int) -> Peers:
-        return Peers(Ranks.current().rank % size, size, adjacent_group(size))
 
     def _sharding_mesh(self, plan: EnginePlan) -> DeviceMesh:
         return self._mesh(plan)["shard"] if plan.mesh["replicate"] == 1 else self._mesh(plan)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mm_core.config.sections import RunConfig
 from mm_core.contracts import Clip, DataRanks, SampleRequest
 from mm_core.data.media.video_files import (
     SHEET,
@@ -24,38 +23,41 @@ from mm_core.data.rows.prompts import Prompt, read_images, read_inputs
 from mm_core.errors import ContractError, plural
 from mm_core.runtime.groups import wait_for_ranks
 from mm_core.runtime.ranks import Ranks
+from mm_core.schema.fields import ComponentConfig
 
 PLAYBACK_FPS = 16.0
 """Frames per second of written clips if neither the config nor the data set a rate."""
 
 
-def with_trained_size(request: SampleRequest, config: RunConfig) -> SampleRequest:
+def with_trained_size(request: SampleRequest, task: ComponentConfig, data: ComponentConfig) -> SampleRequest:
     """A sampling request completed with clip sizes of the training data, where nothing else sets them.
 
     Args:
         request: its own sizes, then those of the task's `sample`, have priority.
-        config: of the run.
+        task: the run's config of it.
+        data: the run's config of the training data.
     """
-    defaults = config.task.options.get("sample")
-    trained = config.data.train.options
+    defaults, options = task.options.get("sample"), data.options
     filled: dict[str, Any] = {}
     for name in ("num_frames", "height", "width", "fps"):
         if getattr(request, name) is None and (defaults is None or getattr(defaults, name) is None):
             filled[name] = (
-                trained.get(name) or trained.get(f"max_{name}") or (PLAYBACK_FPS if name == "fps" else None)
+                options.get(name) or options.get(f"max_{name}") or (PLAYBACK_FPS if name == "fps" else None)
             )
     return dataclasses.replace(request, **filled)
 
 
-def with_inputs_read(request: SampleRequest, config: RunConfig, prompts: Sequence[Prompt]) -> SampleRequest:
+def with_inputs_read(
+    request: SampleRequest, task: ComponentConfig, prompts: Sequence[Prompt]
+) -> SampleRequest:
     """A sampling request with the files of its prompts: frames of image-to-video, and further inputs.
 
     Args:
         request: of the prompts' texts, completed by `with_trained_size`.
-        config: of the run.
+        task: the task's section of the config.
         prompts: with their files.
     """
-    defaults = config.task.options.get("sample")
+    defaults = task.options.get("sample")
     frames, fps = (getattr(request, name) or getattr(defaults, name, None) for name in ("num_frames", "fps"))
     inputs = read_inputs(prompts, frames or 1, fps)
     return dataclasses.replace(request, images=read_images(prompts), inputs=inputs)

@@ -71,6 +71,7 @@ class Validator:
 
     Args:
         config: of the run.
+        ranks: of the run.
         task: the run's task.
         engine: that holds the task.
         dataset: the held-out rows; None if only clips are sampled.
@@ -90,6 +91,7 @@ class Validator:
     def __init__(
         self,
         config: RunConfig,
+        ranks: Ranks,
         task: TaskModule,
         engine: EvaluatedEngine,
         dataset: AnyDataset | None,
@@ -106,12 +108,13 @@ class Validator:
         log: Callable[[int, Mapping[str, float]], None] = _ignore,
         show: Callable[[int, Sequence[Clip], Path], None] = _ignore,
     ) -> None:
-        self.settings = settings if settings is not None else default_settings(config, split)
-        self.split, self.run_dir, self._config = split, run_dir, config
+        self.settings = settings if settings is not None else default_settings(config.validation, split)
+        self.split, self.run_dir, self.has_rows = split, run_dir, dataset is not None
+        self._sizes = config.task, config.data.train
         self._task, self._engine, self._ema, self._metrics = task, engine, ema, metrics
         self._stop, self._enter, self._note, self._seen = stop, enter, note, seen
         self._log, self._show = log, show
-        self._ranks, self._leads = Ranks.current(), engine.data_ranks.leads
+        self._ranks, self._leads = ranks, engine.data_ranks.leads
         self._rng = Randomness(config.run.seed)
         self._reported: set[tuple[str, int]] = set()
         self._data: EvaluationData | StreamedEvaluation | None = None
@@ -125,6 +128,7 @@ class Validator:
                 whole=False,
                 workers=config.data.loader.workers,
                 pin_memory=config.data.loader.pin_memory and engine.device.type != "cpu",
+                ranks=ranks.count,
                 note=note,
             )
             self._data = StreamedEvaluation(stream, self.settings.rows)
@@ -324,7 +328,7 @@ class Validator:
             steps=samples.steps,
             guidance=samples.guidance,
         )
-        return with_inputs_read(with_trained_size(request, self._config), self._config, prompts)
+        return with_inputs_read(with_trained_size(request, *self._sizes), self._sizes[0], prompts)
 
     @contextmanager
     def _agreeing_forwards(self) -> Iterator[None]:
@@ -375,9 +379,9 @@ def build_metrics(registry: Registry, settings: ValidationSection) -> list[tuple
     return [(component.type, registry.build("metric", component)) for component in settings.metrics]
 
 
-def default_settings(config: RunConfig, split: str) -> ValidationSection:
+def default_settings(section: ValidationSection | None, split: str) -> ValidationSection:
     """The run's validation settings for a split; every row of a test set is evaluated."""
-    settings = config.validation or ValidationSection()
+    settings = section or ValidationSection()
     return settings if split == "validation" else replace(settings, rows=None)
 
 

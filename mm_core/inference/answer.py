@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from mm_core.checkpoint.reading import StoredRun, Weights, Which, stored_run
-from mm_core.config.sections import RunConfig
 from mm_core.contracts import (
     Conversing,
     DataRanks,
@@ -27,9 +26,11 @@ from mm_core.contracts import (
 )
 from mm_core.errors import ContractError, DataError, MMError, PeerError, plural
 from mm_core.inference.sample import among_ranks, load_as_rank
-from mm_core.loading.run_adapters import task_of
+from mm_core.plan import build_task
+from mm_core.plugin.registry import Registry
 from mm_core.runtime.launch.rank_process import out_of_memory
 from mm_core.runtime.ranks import Ranks
+from mm_core.schema.fields import ComponentConfig
 
 T = TypeVar("T")
 Inputs = Mapping[str, Tensor]
@@ -261,13 +262,13 @@ def answer_session(
     """
     stored = stored_run(run, checkpoint, overrides, allow_code)
     source, config = stored.checkpoint, stored.config
-    check_words(config)
-    conversing = conversing_of(config)
-    with among_ranks(patient):
-        task, ranks = task_of(config, source), Ranks.current()
+    check_words(config.registry, config.task)
+    conversing = conversing_of(config.registry, config.data.train)
+    with among_ranks(patient) as ranks:
+        task = build_task(config, source.adapters)
         assert isinstance(task, SupportsAnswer)
         task.check_answers()
-        engine = load_as_rank(task, config, source, weights)
+        engine = load_as_rank(task, config, ranks, source, weights)
         with engine.evaluating():
             yield AnswerSession(task, conversing, engine.device, ranks, engine.data_ranks)
 
@@ -345,35 +346,34 @@ def checked(decoding: Decoding) -> Decoding:
     return decoding
 
 
-def makes_words(config: RunConfig) -> bool:
+def makes_words(registry: Registry, task: ComponentConfig) -> bool:
     """Whether the task of a stored run answers prompts with text, judged by its class."""
-    target = config.registry.resolve("task", config.task.type).load_target()
+    target = registry.resolve("task", task.type).load_target()
     return isinstance(target, type) and issubclass(target, SupportsAnswer)
 
 
-def check_words(config: RunConfig) -> None:
+def check_words(registry: Registry, task: ComponentConfig) -> None:
     """Checks that the task of a stored run answers prompts with text.
 
     Raises:
         ContractError: it does not.
     """
-    if not makes_words(config):
+    if not makes_words(registry, task):
         raise ContractError(
-            f"the task {config.task.type} does not answer prompts with text",
+            f"the task {task.type} does not answer prompts with text",
             where="task.type",
             accepted="a task that does, such as pretrained",
             hint="use `mm sample` for runs that generate clips",
         )
 
 
-def conversing_of(config: RunConfig) -> Conversing:
+def conversing_of(registry: Registry, dataset: ComponentConfig) -> Conversing:
     """The prompt format of a stored run: that of the dataset it was trained on.
 
     Raises:
         ContractError: the dataset has no format for prompts.
     """
-    dataset = config.data.train
-    target, fields = config.registry.target_of(dataset)
+    target, fields = registry.target_of(dataset)
     if not isinstance(target, SupportsConversing):
         raise ContractError(
             f"the run was trained on {dataset.type}, which has no format for prompts",

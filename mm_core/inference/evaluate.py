@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 
@@ -15,7 +15,7 @@ from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.checkpoint.reading import StoredRun, Weights, Which, checkpoint_at
 from mm_core.config.dump import to_mapping, to_yaml, without_defaults
 from mm_core.config.load import load_config
-from mm_core.config.sections import RunConfig, ValidationSection
+from mm_core.config.sections import ValidationSection
 from mm_core.contracts import Metric, SupportsEvaluated
 from mm_core.data.class_names import check_class_names
 from mm_core.data.loading.seeding import build_split
@@ -24,8 +24,7 @@ from mm_core.evaluation.predictions import Predictions, Row
 from mm_core.evaluation.validator import Validator, build_metrics, default_settings
 from mm_core.files import json_numbers
 from mm_core.inference.sample import among_ranks, load_as_rank, stored_weights
-from mm_core.loading.run_adapters import task_of
-from mm_core.plan import in_buckets
+from mm_core.plan import build_task, in_buckets
 from mm_core.plugin.registry import Registry
 from mm_core.runtime.ranks import Ranks
 from mm_core.schema.fields import ComponentConfig
@@ -120,16 +119,15 @@ def evaluate(
             does not fit the task.
     """
     chosen = choose(run, split, checkpoint, overrides, allow_code)
-    settings = default_settings(chosen.config, split)
+    settings = default_settings(chosen.config.validation, split)
     if rows is not None:
         settings = replace(settings, rows=rows)
     measured = _metrics(chosen.config.registry, settings, metrics)
     used = stored_weights(chosen.checkpoint, weights)
     step = int(chosen.checkpoint.facts["step"])
-    with among_ranks():
-        ranks = Ranks.current()
+    with among_ranks() as ranks:
         report = note if ranks.rank == 0 else lambda sentence: None
-        figures, found = _pass(chosen, settings, measured, used, step, predictions, report)
+        figures, found = _pass(chosen, ranks, settings, measured, used, step, predictions, report)
     return EvaluationResult(
         checkpoint=chosen.checkpoint.folder,
         step=step,
@@ -145,6 +143,7 @@ def evaluate(
 
 def _pass(
     chosen: EvaluationTarget,
+    ranks: Ranks,
     settings: ValidationSection,
     metrics: Sequence[tuple[str, Metric]],
     weights: Literal["model", "ema"],
@@ -153,16 +152,16 @@ def _pass(
     note: Callable[[str], None],
 ) -> tuple[dict[str, float], list[Row]]:
     """One pass of all ranks over the rows: the metrics, and on rank 0 the predictions if requested."""
-    ranks, found = Ranks.current(), Predictions()
-    config = chosen.config
+    found, config = Predictions(), chosen.config
     mode = config.data.loader.mode
     dataset = build_split(config.registry, chosen.dataset, config.run.seed, mode, chosen.split)
-    task = task_of(chosen.config, chosen.checkpoint)
-    engine = load_as_rank(task, chosen.config, chosen.checkpoint, weights)
+    task = build_task(config, chosen.checkpoint.adapters)
+    engine = load_as_rank(task, config, ranks, chosen.checkpoint, weights)
     check_class_names(task, {chosen.split: dataset})
     dataset = in_buckets(config, task, {chosen.split: dataset})[chosen.split]
     validator = Validator(
-        chosen.config,
+        config,
+        ranks,
         task,
         engine,
         dataset,
@@ -202,7 +201,15 @@ def choose(
     config = load_config(file, _with_section(file, overrides), stored=True, allow_code=allow_code)
     dataset = config.data.splits.get(split)
     if dataset is None:
-        raise _without_data(run, file, config, split)
+        train = _train_as_written(to_mapping(config)["data"]["train"], config.data.train, config.registry)
+        words = ["mm", "eval", "--run", str(run), *(["--split", split] if split != "validation" else [])]
+        command = shlex.join([*words, f"data.{split}={train}"])
+        raise MMError(
+            f"the run's config has no data.{split}",
+            where=str(file),
+            accepted=f"--split {' or '.join([*[*config.data.splits][1:], 'train'])}",  # after train
+            hint=f"add the data to the command, here with the complete training file: {command}",
+        )
     return EvaluationTarget(source, config, split, dataset)
 
 
@@ -227,23 +234,13 @@ def _with_section(path: Path, overrides: Sequence[str]) -> list[str]:
     return [*(["validation={}"] if lacks else []), *overrides]
 
 
-def _without_data(run: str | Path, file: Path, config: RunConfig, split: Split) -> MMError:
-    """The error for a run without the split; its hint is a command to complete with another file."""
-    held = [name for name in config.data.splits if name != "train"]
-    written = to_mapping(config)["data"]["train"]
-    options = without_defaults(written, config.data.train, config.registry)
-    class_: object = config.registry.resolve("dataset", config.data.train.type).load_target()
+def _train_as_written(written: dict[str, Any], section: ComponentConfig, registry: Registry) -> str:
+    """The training data as an override for a split: without the training's part of its file, which does not
+    apply to another file."""
+    options = without_defaults(written, section, registry)
+    class_: object = registry.resolve("dataset", section.type).load_target()
     if isinstance(class_, SupportsEvaluated):
         changed = class_.evaluated(written).items()
         options |= {key: value for key, value in changed if value != written.get(key)}
-    # The training's part of its file does not apply to another file.
-    train = {key: value for key, value in options.items() if value is not None and key not in _CUT}
-    flow = yaml.safe_dump(train, default_flow_style=True, sort_keys=False, width=10**6).strip()
-    words = ["mm", "eval", "--run", str(run), *(["--split", split] if split != "validation" else [])]
-    command = shlex.join([*words, f"data.{split}={flow}"])
-    return MMError(
-        f"the run's config has no data.{split}",
-        where=str(file),
-        accepted=f"--split {' or '.join([*held, 'train'])}",
-        hint=f"add the data to the command, here with the complete training file: {command}",
-    )
+    kept = {key: value for key, value in options.items() if value is not None and key not in _CUT}
+    return yaml.safe_dump(kept, default_flow_style=True, sort_keys=False, width=10**6).strip()

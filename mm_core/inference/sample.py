@@ -47,12 +47,12 @@ from mm_core.evaluation.sampled_clips import (
 )
 from mm_core.loading.frozen import load_frozen_of
 from mm_core.loading.initial_weights import CheckpointWeights
-from mm_core.loading.run_adapters import task_of
+from mm_core.loading.left_out import WeightSources
 from mm_core.modules.casting import cast_as_planned, cast_frozen
 from mm_core.modules.tying import tied_names
 from mm_core.parallel.frozen_placement import place
 from mm_core.parallel.streamed_base import StreamedBase
-from mm_core.plan import build_frozen
+from mm_core.plan import build_frozen, build_task
 from mm_core.runtime.process_group import process_group
 from mm_core.runtime.ranks import Ranks
 
@@ -116,9 +116,10 @@ def sample(
         width=width,
         fps=fps,
     )
-    with among_ranks():
-        request = with_inputs_read(with_trained_size(request, stored.config), stored.config, wanted)
-        return _sample(stored, request, weights, out, keep)
+    with among_ranks() as ranks:
+        task = stored.config.task
+        request = with_inputs_read(with_trained_size(request, task, stored.config.data.train), task, wanted)
+        return _sample(stored, request, ranks, weights, None if out is None else Path(out), keep)
 
 
 def _prompts(
@@ -135,33 +136,28 @@ def _prompts(
 
 
 @contextmanager
-def among_ranks(patient: bool = False) -> Iterator[None]:
+def among_ranks(patient: bool = False) -> Iterator[Ranks]:
     """A context with the process group of all ranks of a command on a stored run, if there are several.
 
     Args:
         patient: whether ranks wait for each other without a timeout.
     """
     group = process_group(None) if patient else process_group()
-    with group if environment_world().world_size > 1 else nullcontext():
-        yield
+    with group if environment_world().world_size > 1 else nullcontext(Ranks.current()) as ranks:
+        yield ranks
 
 
 def _sample(
-    stored: StoredRun,
-    request: SampleRequest,
-    weights: Weights,
-    folder: str | Path | None,
-    keep: bool,
+    stored: StoredRun, request: SampleRequest, ranks: Ranks, weights: Weights, out: Path | None, keep: bool
 ) -> list[Clip]:
     """This rank's clips of a request, and all ranks' files."""
-    out = None if folder is None else Path(folder)
     source, config = stored.checkpoint, stored.config
-    ranks, task = Ranks.current(), task_of(config, source)
+    task = build_task(config, source.adapters)
     if not isinstance(task, SupportsClips) and not callable(getattr(task, "sample", None)):
         raise no_clips(config.task.type)
     if isinstance(task, SupportsCheckRequest):
         task.check_request(request)  # before weights are read
-    engine = load_as_rank(task, config, source, weights)
+    engine = load_as_rank(task, config, ranks, source, weights)
     if out is not None:
         make_folder(out)  # fails early, before hours of work
     share, real = share_of(request, engine.data_ranks)
@@ -222,32 +218,34 @@ class OneProcess(EngineBase):
 
 
 def load_as_rank(
-    task: TaskModule, config: RunConfig, checkpoint: OpenedCheckpoint, weights: Weights
+    task: TaskModule, config: RunConfig, ranks: Ranks, checkpoint: OpenedCheckpoint, weights: Weights
 ) -> EvaluatedEngine:
     """Loads a checkpoint's weights into the task of a stored run: complete in a single process, else sharded.
 
     All ranks call it together.
 
     Args:
-        task: made by `task_of`.
+        task: made by `build_task`.
         config: of the run.
+        ranks: of the command.
         checkpoint: whose weights are loaded.
         weights: `ema`, `model`, or `auto`: the average if the checkpoint contains one.
 
     Returns:
         The engine to evaluate the task with.
     """
-    if (ranks := Ranks.current().count) > 1:
-        check_plugins(config)
+    if ranks.count > 1:
+        check_plugins(config.registry, ranks)
     if config.train.base_dtype is not None:  # weights below adapters have the dtype of the others here
         cast_frozen(task, torch.float32)
     build_frozen(task)
     own: Engine = config.registry.build("engine", config.engine)
-    plan = own.plan(task, ranks, 0, purpose="sample")
-    engine = own if ranks > 1 else OneProcess()
+    plan = own.plan(task, ranks.count, 0, purpose="sample")
+    engine = own if ranks.count > 1 else OneProcess()
     cast_parameters(task, plan)  # before they have memory
-    load_frozen_of(task, engine, plan, config)
-    stored = CheckpointWeights(checkpoint, config, task, weights)
+    load_frozen_of(task, engine, plan, config.registry)
+    sources = WeightSources(task, config.init_from, config.registry, config.allow_code)
+    stored = CheckpointWeights(checkpoint, sources, weights, config.train.base_dtype is not None)
     engine.prepare(task, plan, None, Randomness(config.run.seed), stored)
     task.eval()
     return engine

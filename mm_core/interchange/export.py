@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Literal
 
 from mm_core.checkpoint.reading import StoredRun, Weights, stored_run
-from mm_core.config.sections import RunConfig
 from mm_core.contracts import TaskModule, torch_dtype
 from mm_core.errors import ContractError, MMError, did_you_mean
 from mm_core.files import check_unused, staged_folder, write_durably
@@ -21,11 +20,11 @@ from mm_core.interchange.export_base import any_dora, begun_in, changed_in, chec
 from mm_core.interchange.export_card import card_of
 from mm_core.interchange.export_plan import ExportPlan, Part, Planner, own_state
 from mm_core.loading.checkpoint_source import CheckpointSource
-from mm_core.loading.left_out import ExternalWeights, frozen_names, recorded
-from mm_core.loading.provenance import sources_of
-from mm_core.loading.run_adapters import task_of
+from mm_core.loading.left_out import ExternalWeights, WeightSources, frozen_names
+from mm_core.loading.provenance import given_weights, sources_of
 from mm_core.modules.adapter_layers import adapted_layers
 from mm_core.modules.quantised import quantised_layers
+from mm_core.plan import build_task
 from mm_core.runtime.ranks import Ranks
 from mm_core.weights.fitting import formats_of
 from mm_core.weights.formats.format import Companions, WeightFormat, Written
@@ -81,7 +80,7 @@ def export(
     check_unused(out)
     limit = parse_size(max_shard)
     stored = stored_run(run, overrides=overrides, allow_code=allow_code)
-    task = task_of(stored.config, stored.checkpoint)
+    task = build_task(stored.config, stored.checkpoint.adapters)
     (label, form), *_ = formats_of(stored.config.registry, format).items()
     plan = planned(stored, task, label, form, weights, dtype, limit, component, merge_adapters)
     plan = _placed(plan, pipeline, note)
@@ -89,7 +88,7 @@ def export(
     for taken in plan.companions.copies.values():
         check_taken(taken)
     saved = plan.planner.saved
-    Ranks.current().agree(f"reading {saved.folder}", saved.verify)
+    saved.ranks.agree(f"reading {saved.folder}", saved.verify)
     _write(out, plan)
     return out
 
@@ -132,7 +131,8 @@ def planned(
     more = alone and any(layout.additions for r, m in adapted.items() for layout in planner.layouts(r, m))
     changed = changed_in(run, task, adapted) if more else {}
     of_base = more and (any_dora(adapted) or any(changed.values()))
-    base = _complete(planner.saved, run.config, task, alone=alone and not of_base)
+    sources = WeightSources(task, run.config.init_from, run.config.registry, run.config.allow_code)
+    base = _complete(planner.saved, sources, alone=alone and not of_base)
     if merge and not adapted:
         raise MMError(
             "this run trains no adapters, so there is nothing to merge",
@@ -143,7 +143,7 @@ def planned(
         if not more:
             check_base_in_files(run, task)
         elif any(changed.values()):
-            planner = replace(planner, begun=begun_in(run, task, planner.saved, base, changed))
+            planner = replace(planner, begun=begun_in(sources, planner.saved, base, changed))
         for root in [root for root in modules if root not in adapted]:
             planner.check_nothing_beside(root, modules[root])
         parts = [p for root, m in adapted.items() for p in planner.adapters(root, m, changed.get(root, ()))]
@@ -163,7 +163,8 @@ def _placed(plan: ExportPlan, pipeline: str | Path | None, note: Callable[[str],
     """
     companions = Companions()
     if plan.whole:
-        sources = sources_of(plan.config, plan.planner.saved.checkpoint.facts, plan.task, note)
+        given = given_weights(plan.config.init_from, plan.planner.saved.checkpoint.facts)
+        sources = sources_of(given, plan.task, plan.config.allow_code, note)
         chosen = None if pipeline is None else (Path(pipeline),)
         laid = [(part.root, part.layout) for part in plan.parts]
         written = [
@@ -215,14 +216,12 @@ def write_part(stage: Path, part: Part, advance: Callable[[int], None] = lambda 
         write_durably(_inside(folder, name), text)
 
 
-def _complete(
-    saved: CheckpointSource, config: RunConfig, task: TaskModule, *, alone: bool
-) -> ExternalWeights:
+def _complete(saved: CheckpointSource, sources: WeightSources, *, alone: bool) -> ExternalWeights:
     """Compares the checkpoint with the task by names and shapes, and finds frozen weights that it lacks.
 
     For adapters alone, the frozen weights are not needed.
     """
-    base = ExternalWeights()
+    base, task = ExternalWeights(), sources.task
     state = {
         f"{root}.{name}": tensor
         for root in task.trainable
@@ -232,9 +231,9 @@ def _complete(
         missing = frozen_names(task) - saved.shapes.keys()
         state = {name: tensor for name, tensor in state.items() if name not in missing}
     else:
-        base = recorded(saved.checkpoint, config, task, state)
+        base = sources.recorded(saved.checkpoint, state)
         saved.join(base, state)
-    Ranks.current().agree(f"reading {saved.folder}", lambda: saved.check_fits(state))
+    saved.ranks.agree(f"reading {saved.folder}", lambda: saved.check_fits(state))
     return base
 
 

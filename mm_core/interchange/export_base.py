@@ -10,7 +10,7 @@ from mm_core.checkpoint.reading import StoredRun
 from mm_core.contracts import TaskModule
 from mm_core.errors import MMError, plural
 from mm_core.loading.checkpoint_source import CheckpointSource
-from mm_core.loading.left_out import ExternalWeights, frozen_names, started
+from mm_core.loading.left_out import ExternalWeights, WeightSources, frozen_names
 from mm_core.modules.adapter_layers import base_name
 from mm_core.weights.adapters.beside import trained_whole
 from mm_core.weights.adapters.inject import scales_of
@@ -51,8 +51,7 @@ def check_base_in_files(run: StoredRun, task: TaskModule) -> None:
 
 
 def begun_in(
-    run: StoredRun,
-    task: TaskModule,
+    sources: WeightSources,
     saved: CheckpointSource,
     base: ExternalWeights,
     changed: Mapping[str, Sequence[str]],
@@ -63,7 +62,7 @@ def begun_in(
         MMError: no file has one of them.
     """
     names = {f"{root}.{name}" for root, held in changed.items() for name in held}
-    begun = started(saved, run.config, task, base, names)
+    begun = sources.started(saved, base, names)
     if lost := sorted(names - begun.names):
         raise MMError(
             f"{base_name(lost[0])} is trained beside the adapters, but no file that the run started from has"

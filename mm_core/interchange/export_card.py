@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import PurePath
 
 import torch
@@ -13,11 +13,11 @@ from mm_core import __version__
 from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.config.components import walk_components
 from mm_core.config.dump import to_mapping
-from mm_core.config.sections import RunConfig
 from mm_core.errors import plural
 from mm_core.interchange.export_plan import ExportPlan
 from mm_core.interchange.model_card import Card, render
 from mm_core.loading.provenance import given_weights, own_weights
+from mm_core.plugin.records import Registered
 
 _SECTIONS = ("task", "train", "optimizer", "lr_schedule", "ema", "engine", "init_from")
 HUB = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
@@ -29,8 +29,10 @@ def card_of(plan: ExportPlan, folder: str) -> str:
     facts, manifest = source.facts, source.manifest
     step = facts["step"]
     roots = list(dict.fromkeys(part.root for part in plan.parts))
+    known, registry = dict(walk_components(config.task)), config.registry
+    built = {r: registry.resolve(known[r].kind, known[r].type) if r in known else None for r in roots}
     named = [own_weights(plan.task.get_submodule(root)) for root in roots]
-    origins = [path for path in (*named, given_weights(config, facts)) if path is not None]
+    origins = [path for path in (*named, given_weights(config.init_from, facts)) if path is not None]
     hubs = [f"{found[1]}/{found[2]}" for origin in origins if (found := HUB.search(origin))]
     names = ("adapters of " if plan.adapters_alone else "") + ", ".join(f"`{root}`" for root in roots)
     form = f"the format `{plan.planner.label}`"
@@ -42,12 +44,12 @@ def card_of(plan: ExportPlan, folder: str) -> str:
         title=f"{config.run.name}, step {step}",
         summary=after + ("" if plan.adapters_alone else begins),
         library=next((one.library for one in layouts if one.library), "mm_core"),
-        licence=_licence(config, roots),
+        licence=_licence(built.values()),
         base_model=hubs[0] if hubs else None,
         tags=["mm_core", config.task.type.rpartition("/")[2].replace("_", "-")],
         loading=plan.companions.loading.replace("{folder}", folder) or "\n\n".join(filter(None, separate)),
         facts=[
-            *((f"component `{root}`", _described(config, root)) for root in roots),
+            *((f"component `{root}`", _described(own) or root) for root, own in built.items()),
             ("weights", "the moving average" if plan.planner.averaged else "as trained"),
             *_adapters(plan),
             ("dtype", _dtypes([spec.dtype for part in plan.parts for spec in part.tensors])),
@@ -86,21 +88,15 @@ def _adapters(plan: ExportPlan) -> Iterator[tuple[str, str]]:
             yield f"adapter `{name}`", text
 
 
-def _described(config: RunConfig, root: str) -> str:
-    found = dict(walk_components(config.task)).get(root)
-    if found is None:
-        return root
-    registered = config.registry.resolve(found.kind, found.type)
-    return f"{registered.qualified} ({registered.distribution or 'a local file'} {registered.version or ''})"
+def _described(component: Registered | None) -> str:
+    if component is None:
+        return ""
+    return f"{component.qualified} ({component.distribution or 'a local file'} {component.version or ''})"
 
 
-def _licence(config: RunConfig, roots: Sequence[str]) -> str | None:
+def _licence(components: Iterable[Registered | None]) -> str | None:
     """The licence of the components, if all have the same one."""
-    known = dict(walk_components(config.task))
-    named = [known.get(root) for root in roots]
-    licences = {
-        config.registry.resolve(one.kind, one.type).component.licence if one else None for one in named
-    }
+    licences = {one.component.licence if one is not None else None for one in components}
     return licences.pop() if len(licences) == 1 else None
 
 

@@ -13,7 +13,6 @@ from mm_core.errors import MMError
 from mm_core.loading.checkpoint_source import CheckpointSource
 from mm_core.modules.adapter_layers import PARTS, part_name
 from mm_core.modules.quantised import rounded
-from mm_core.runtime.ranks import Ranks
 from mm_core.weights.adapters.comfyui import dora_scale
 from mm_core.weights.adapters.files import AdapterScale, merge
 from mm_core.weights.adapters.kinds import change_of
@@ -92,5 +91,5 @@ def adapter_parts(saved: CheckpointSource, module: str, adapter: str) -> dict[st
 def fetched(saved: CheckpointSource, path: str, dtype: torch.dtype) -> Tensor:
     """A tensor of a checkpoint by its path in the task. Call it on all ranks."""
     target = torch.empty(saved.shapes[path], dtype=dtype)
-    Ranks.current().agree(f"reading {path}", lambda: saved.fill({path: target}))
+    saved.ranks.agree(f"reading {path}", lambda: saved.fill({path: target}))
     return target

@@ -25,9 +25,8 @@ from mm_core.interchange.export import MAX_SHARD, planned, write_part
 from mm_core.interchange.export_card import HUB
 from mm_core.interchange.export_plan import Part, Planner
 from mm_core.loading.provenance import given_weights, own_weights
-from mm_core.loading.run_adapters import task_of
 from mm_core.modules.adapter_layers import PARTS, adapter_of
-from mm_core.runtime.ranks import Ranks
+from mm_core.plan import build_task
 from mm_core.weights.adapters.files import AdapterFile, AdapterScale, open_adapter
 from mm_core.weights.adapters.inject import linear_layers, scales_of
 from mm_core.weights.adapters.kinds import factor_of
@@ -80,7 +79,7 @@ def export_lora(
     """
     out = _checked(Path(out), layout)
     stored = stored_run(run, overrides=overrides, allow_code=allow_code)
-    task = task_of(stored.config, stored.checkpoint)
+    task = build_task(stored.config, stored.checkpoint.adapters)
     texts = {root: _texts(stored, task, root, trigger_words) for root in task.trainable}
     chosen = component or next((r for r in task.trainable if scales_of(task.get_submodule(r))), "")
     form = LoraFormat(layout, formats_of(stored.config.registry), out.name, texts.get(chosen, {}))
@@ -91,7 +90,8 @@ def export_lora(
             where=f"--to {layout}",
             hint="export the full weights: --to diffusers, or your model's format",
         )
-    Ranks.current().agree(f"reading {stored.checkpoint.folder}", plan.planner.saved.verify)
+    saved = plan.planner.saved
+    saved.ranks.agree(f"reading {saved.folder}", saved.verify)
 
     def fill(stage: Path) -> None:
         for part in plan.parts:
@@ -155,9 +155,8 @@ def _moved(out: Path, fill: Callable[[Path], None]) -> list[Path]:
 
 def _texts(stored: StoredRun, task: TaskModule, root: str, trigger_words: Sequence[str]) -> dict[str, str]:
     """Header texts by the names that programs for LoRAs read: base model, trigger words."""
-    origin = (
-        given_weights(stored.config, stored.checkpoint.facts) or own_weights(task.get_submodule(root)) or ""
-    )
+    given = given_weights(stored.config.init_from, stored.checkpoint.facts)
+    origin = given or own_weights(task.get_submodule(root)) or ""
     hub = HUB.search(origin)
     return {
         "modelspec.title": stored.config.run.name,

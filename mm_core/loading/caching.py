@@ -89,10 +89,11 @@ def build_cache(config: RunConfig, show: Callable[[Progress], None]) -> Built:
     cache.store.tidy()
     cache.record_facts()
     own, ranks = Built(), Ranks.current()
-    _repair(cache.store, own, show)
+    shown = show if ranks.rank == 0 else None
+    _repair(cache.store, ranks, own, shown)
     for of in ("media", "text"):
         if any(part.of == of for part in cache.parts):
-            _Build(config, task, cache, own, of, show).run()
+            _Build(config, task, cache, own, of, shown).run()
     total = Built()
     for one in ranks.gather(own):
         total.encoded += one.encoded
@@ -106,9 +107,9 @@ def build_cache(config: RunConfig, show: Callable[[Progress], None]) -> Built:
     return total
 
 
-def _repair(store: Store, built: Built, show: Callable[[Progress], None]) -> None:
+def _repair(store: Store, ranks: Ranks, built: Built, show: Callable[[Progress], None] | None) -> None:
     """Removes a rank's share of the entries that cannot be used, and gives those of before checksums."""
-    ranks, claims, began, done = Ranks.current(), Claims(store.folder / "claims"), time.monotonic(), 0
+    claims, began, done = Claims(store.folder / "claims"), time.monotonic(), 0
     own, shown = store.shards[ranks.rank :: ranks.count], began
     total = sum(len(shard.keys) for shard in own)
     for shard, faults in store.checked(own):
@@ -122,7 +123,7 @@ def _repair(store: Store, built: Built, show: Callable[[Progress], None]) -> Non
             finally:
                 claims.release_all()
         done += len(shard.keys)
-        if not ranks.rank and (now := time.monotonic()) - shown > _EVERY:
+        if show is not None and (now := time.monotonic()) - shown > _EVERY:
             shown = now
             show(Progress("entries", done, total, (now - began) / done * (total - done)))
     store.refresh()
@@ -161,12 +162,12 @@ class _Build:
         cache: RunCache,
         built: Built,
         of: Literal["media", "text"],
-        show: Callable[[Progress], None],
+        show: Callable[[Progress], None] | None,
     ) -> None:
         self.config, self.task, self.cache, self.built, self.show = config, task, cache, built, show
         self.what, self.of_text = ("texts", True) if of == "text" else ("samples", False)
         self.parts = [number for number, part in enumerate(cache.parts) if part.of == of]
-        self.store, self.ranks, self.device = cache.store, Ranks.current(), current_device()
+        self.store, self.device = cache.store, current_device()
         self.claims = Claims(cache.store.folder / "claims")
         self.splits = [split.rows for split in cache.splits.values()]
         tables = [split.table[:, :, self.parts] for split in cache.splits.values()]
@@ -375,7 +376,7 @@ class _Build:
             self.claims.release(chunk)
 
     def _progress(self, last: bool = False) -> None:
-        if self.ranks.rank or not (last or time.monotonic() - self._shown > _EVERY):
+        if self.show is None or not (last or time.monotonic() - self._shown > _EVERY):
             return
         self._shown = time.monotonic()
         self.store.refresh()

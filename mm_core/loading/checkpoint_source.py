@@ -29,6 +29,9 @@ class CheckpointSource:
         weights: load the model's weights or their average.
         otherwise: next action for the error if the checkpoint has no average.
 
+    Attributes:
+        ranks: the ranks that read it together.
+
     Raises:
         CheckpointError: no such checkpoint, or it does not contain these weights.
     """
@@ -42,7 +45,7 @@ class CheckpointSource:
         otherwise: str = "set init_from.weights to model",
     ) -> None:
         self.checkpoint = open_checkpoint(path)
-        self.folder = self.checkpoint.folder
+        self.folder, self.ranks = self.checkpoint.folder, Ranks.current()
         self._base: WeightPlan | None = None
         self._verified = False
         stored = self.checkpoint.metadata.state_dict_metadata
@@ -91,7 +94,7 @@ class CheckpointSource:
         """
         if self._verified:
             return
-        self.checkpoint.check(Ranks.current())
+        self.checkpoint.check(self.ranks)
         self._verified = True
 
     def check_fits(self, state: Mapping[str, Tensor]) -> None:
@@ -121,4 +124,4 @@ class CheckpointSource:
                 continue
             parts.setdefault(self._parts[name], {})[name] = target.detach()
         if parts:
-            dcp.read_tensors(self.folder, self.checkpoint.metadata, parts, alone=Ranks.current().alone)
+            dcp.read_tensors(self.folder, self.checkpoint.metadata, parts, alone=self.ranks.alone)

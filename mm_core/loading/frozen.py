@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from mm_core.config.sections import InitFromSection, RunConfig
+from mm_core.config.sections import InitFromSection
 from mm_core.contracts import (
     EnginePlan,
     FrozenPlan,
@@ -67,17 +67,17 @@ class FrozenPlacer(Protocol):
     def place_frozen(self, task: TaskModule, plan: EnginePlan, weights: InitialWeights) -> None: ...
 
 
-def load_frozen_of(task: TaskModule, engine: FrozenPlacer, plan: EnginePlan, config: RunConfig) -> None:
+def load_frozen_of(task: TaskModule, engine: FrozenPlacer, plan: EnginePlan, registry: Registry) -> None:
     """Loads the weights of a run's frozen components, placed by its engine. Call it on all ranks.
 
     Args:
         task: the run's task.
         engine: the run's engine, which gives the device and places the components.
         plan: the engine's plan, which contains the placement of each component.
-        config: the run's config.
+        registry: the components of the run's plugins.
     """
     streamed = _prepared(task, engine.device)
-    files = FrozenFiles(streamed, config.registry)
+    files = FrozenFiles(streamed, registry)
     engine.place_frozen(task, plan, files)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -11,10 +11,9 @@ from torch import Tensor
 from mm_core.builtin.configs.adapters import AdapterConfig
 from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.checkpoint.reading import load_model_only
-from mm_core.config.sections import RunConfig
 from mm_core.contracts import TaskModule
 from mm_core.errors import PlanError, plural, some
-from mm_core.loading.left_out import ExternalWeights, left_out, recorded, start_at, starts_of
+from mm_core.loading.left_out import ExternalWeights, WeightSources, left_out
 from mm_core.loading.matching import WeightMatch
 from mm_core.modules.adapter_layers import adapter_of, base_name
 from mm_core.modules.casting import quantise_frozen_values
@@ -32,17 +31,17 @@ class ResumedWeights:
 
     Args:
         checkpoint: the run's checkpoint.
-        config: the run's current config.
-        task: with its adapters in place.
+        sources: of the run's initial weights.
+        frozen: `checkpoint.frozen`: whether the next checkpoints store frozen weights.
 
     Attributes:
         absent: weights that the checkpoint does not store, found in their original files.
     """
 
-    def __init__(self, checkpoint: OpenedCheckpoint, config: RunConfig, task: TaskModule) -> None:
-        self._config = config
-        state = trained_state(task)
-        self.absent = recorded(checkpoint, config, task, state)
+    def __init__(self, checkpoint: OpenedCheckpoint, sources: WeightSources, frozen: bool | None) -> None:
+        self._frozen = frozen
+        state = trained_state(sources.task)
+        self.absent = sources.recorded(checkpoint, state)
         self.names = (checkpoint.names("model") & state.keys()) | self.absent.names
 
     def fill(self, state: Mapping[str, Tensor]) -> None:
@@ -51,7 +50,7 @@ class ResumedWeights:
 
     def left_out(self) -> ExternalWeights:
         """The frozen weights that the next checkpoints do not store: the same, unless they store all."""
-        return ExternalWeights() if self._config.checkpoint.frozen else self.absent
+        return ExternalWeights() if self._frozen else self.absent
 
     def notes(self) -> list[str]:
         """Sentences for the log: the files with the weights that the checkpoint does not store."""
@@ -67,22 +66,22 @@ class CheckpointWeights:
 
     Args:
         checkpoint: the run's checkpoint.
-        config: the run's current config.
-        task: with its adapters in place.
+        sources: of the run's initial weights.
         weights: `model`, `ema`, or `auto`: the average if the checkpoint has one.
+        rounds: whether frozen weights had a lower dtype in training.
     """
 
     def __init__(
         self,
         checkpoint: OpenedCheckpoint,
-        config: RunConfig,
-        task: TaskModule,
-        weights: Literal["auto", "model", "ema"] = "auto",
+        sources: WeightSources,
+        weights: Literal["auto", "model", "ema"],
+        rounds: bool,
     ) -> None:
-        self._checkpoint, self._weights, self._task = checkpoint, weights, task
-        self._rounds = config.train.base_dtype is not None
-        state = trained_state(task)
-        self._absent = recorded(checkpoint, config, task, state)
+        self._checkpoint, self._weights, self._task = checkpoint, weights, sources.task
+        self._rounds = rounds
+        state = trained_state(sources.task)
+        self._absent = sources.recorded(checkpoint, state)
         self.names = state.keys()
         """All names of the task: a checkpoint that lacks one is refused."""
 
@@ -103,26 +102,30 @@ class FileWeights:
     A tensor in `init_from` is read only from there. Satisfies `WeightPlan`; create it on all ranks together.
 
     Args:
-        config: the run's config.
-        task: the run's task, on the meta device: weight formats inspect its components.
+        sources: of weights; their task is on the meta device.
+        adapters: see `AdapterWeights`.
+        frozen: `checkpoint.frozen`: whether the run's checkpoints store frozen weights.
 
     Raises:
         MMError: weights that cannot be read, or do not fit.
     """
 
-    def __init__(self, config: RunConfig, task: TaskModule) -> None:
-        self._config, self._task = config, task
-        self._adapters = AdapterWeights(task, config.train.adapters, formats_of(config.registry))
+    def __init__(
+        self, sources: WeightSources, adapters: Sequence[AdapterConfig] = (), frozen: bool | None = None
+    ) -> None:
+        task = self._task = sources.task
+        self._adapted, self._frozen = adapters, frozen
+        self._adapters = AdapterWeights(task, adapters, formats_of(sources.registry))
         self._read: list[tuple[WeightMatch, set[str]]] = []
         """The sources in reading order, and for each the names that no later source has."""
         self._known: set[str] = set()
         state = trained_state(task)
-        for key, init in reversed(starts_of(config, task)):
+        for key, init in reversed(sources.sections.items()):
             root = key.removeprefix("task.")
             own = [name for name in state if name.startswith(f"{root}.") and adapter_of(name) is None]
             if own and self._known.issuperset(own):
                 continue  # later sources have all of it: the folder is not opened
-            part = start_at(key, init, task, config, state)
+            part = sources.match(key, init, state)
             self._read.insert(0, (part, set(part.names) - self._known))
             self._known |= set(part.names)
         self.names = self._known | self._adapters.names
@@ -137,14 +140,16 @@ class FileWeights:
     def left_out(self) -> ExternalWeights:
         """The frozen weights that the run's checkpoints do not store."""
         added = self._adapters.added
-        if added and self._config.checkpoint.frozen:
+        if added and self._frozen:
             raise PlanError(
                 f"the file of an adapter also adds to {plural(len(added), 'weight')} of the base, which"
                 " checkpoint.frozen: true would mix with those from other files",
                 where="checkpoint.frozen",
                 hint="set checkpoint.frozen: false",
             )
-        found = left_out([part for part, _ in self._read], self._task, self._config)
+        if self._frozen or (self._frozen is None and not self._adapted):
+            return ExternalWeights()
+        found = left_out([part for part, _ in self._read], self._task)
         starts = (
             (start, frozenset(n for n in own if base_name(n) not in added)) for start, own in found.starts
         )
@@ -153,7 +158,7 @@ class FileWeights:
     def notes(self) -> list[str]:
         """Sentences for the log: which initial weights were read from which files."""
         adapters = [f"{a.from_}: adapter {a.name!r} loaded" for a in self._adapters.adapters]
-        left = [sentence_on(self._task, adapter) for adapter in self._config.train.adapters]
+        left = [sentence_on(self._task, adapter) for adapter in self._adapted]
         loaded = []
         for part, names in self._read:
             given_up = len(part.names) - len(names)

@@ -19,14 +19,14 @@ from torch import Tensor
 from mm_core.checkpoint.external_rows import RECIPE, ExternalRow
 from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.config.load import load_config
-from mm_core.config.sections import InitFromSection, RunConfig
+from mm_core.config.sections import InitFromSection
 from mm_core.contracts import SupportsWeightsFrom, TaskModule, WeightsFrom
 from mm_core.errors import CheckpointError, MMError, TrustError, plural
 from mm_core.loading.checkpoint_source import CheckpointSource
 from mm_core.loading.matching import WeightMatch
-from mm_core.loading.run_adapters import task_of
 from mm_core.modules.adapter_layers import adapter_of
-from mm_core.runtime.ranks import Ranks
+from mm_core.plan import build_task
+from mm_core.plugin.registry import Registry
 from mm_core.weights.fitting import Formats, formats_of
 from mm_core.weights.formats.part_of import FormatOfPart
 
@@ -71,19 +71,112 @@ class ExternalWeights:
                 start.fill(wanted)
 
 
-def starts_of(config: RunConfig, task: TaskModule) -> list[tuple[str, InitFromSection]]:
-    """The sources of a run's initial weights in reading order, by config key: the components' folders, then
-    `init_from`."""
-    rows = [(f"task.{root}", _own(task, root)) for root in task.trainable]
-    places = (*rows, ("init_from", config.init_from))
-    return [(key, init) for key, init in places if init is not None]
+@dataclass(frozen=True)
+class WeightSources:
+    """The sources of a run's initial weights: the files that its components name, then `init_from`.
+
+    Attributes:
+        task: with its adapters in place, on the meta device or not; weight formats inspect its components.
+        init_from: the section of the run's current config, which may have new paths for moved files.
+        registry: the components of the run's plugins.
+        allow_code: run code of earlier runs even if this user has not trained with it.
+    """
+
+    task: TaskModule
+    init_from: InitFromSection | None
+    registry: Registry
+    allow_code: bool = False
+
+    @property
+    def sections(self) -> dict[str, InitFromSection]:
+        """The sources in reading order, by config key."""
+        rows = {f"task.{root}": _own(self.task, root) for root in self.task.trainable}
+        return {key: init for key, init in {**rows, "init_from": self.init_from}.items() if init is not None}
+
+    def match(self, key: str, init: InitFromSection, state: Mapping[str, Tensor]) -> WeightMatch:
+        """Matches a source with the task. Call it on all ranks.
+
+        Args:
+            key: config key of the source.
+            init: its section.
+            state: the task's parameters and buffers, by path.
+        """
+        roots = self.task.trainable if key == "init_from" else (key.removeprefix("task."),)
+        parts = {root: self.task.get_submodule(root) for root in roots}
+        formats: Formats = formats_of(self.registry, init.format)
+        for root, component in parts.items() if key != "init_from" else ():
+            if (given := _given(self.task, root)) is not None and given.part:
+                formats = {name: FormatOfPart(one, root, component) for name, one in formats.items()}
+        open_run = partial(source_of_run, allow_code=self.allow_code)
+        return WeightMatch(init, state, parts, formats, key, open_run)
+
+    def recorded(self, checkpoint: OpenedCheckpoint, state: Mapping[str, Tensor]) -> ExternalWeights:
+        """Finds the frozen weights that a checkpoint does not store in their files. Call it on all ranks.
+
+        Args:
+            checkpoint: the run's checkpoint.
+            state: the task's parameters and buffers, by path.
+
+        Raises:
+            CheckpointError: files that no longer exist, or whose weights have changed.
+        """
+        rows = checkpoint.external
+        absent = set(state).intersection(frozen_names(self.task)) - checkpoint.names("model")
+        starts: list[tuple[WeightMatch, frozenset[str]]] = []
+        # Later sources replaced earlier ones, so they are found first.
+        for row in reversed(rows if absent else []):
+            faults, own = [], self.sections.get(row.key)
+            for path in dict.fromkeys(filter(None, (row.path, own.path if own is not None else None))):
+                init = InitFromSection(path=path, **row.recipe)
+                try:
+                    start = self.match(row.key, init, state)
+                    names = absent.intersection(start.names)
+                    if len(names) != row.tensors or _contents(start, names) != row.sha256:
+                        raise CheckpointError("its weights have changed since the run used them", where=path)
+                except TrustError:
+                    raise
+                except MMError as fault:
+                    faults.append(fault)
+                    continue
+                starts.insert(0, (start, frozenset(names)))
+                absent = absent - names
+                break
+            else:
+                raise _lost(row, checkpoint.folder, faults)
+        return ExternalWeights(tuple(starts))
+
+    def started(self, saved: CheckpointSource, base: ExternalWeights, names: set[str]) -> ExternalWeights:
+        """The files in which a run's trained weights had their first values. Call it on all ranks.
+
+        Args:
+            saved: a checkpoint of the run.
+            base: the frozen weights that the checkpoint does not store, in files known to be the run's.
+            names: the weights, by path in the task.
+
+        Raises:
+            CheckpointError: files whose weights have changed.
+        """
+        known = {start.key: start for start, _ in base.starts}
+        state = dict(self.task.state_dict(keep_vars=True))
+        sections = self.sections
+        starts = {key: self.match(key, init, state) for key, init in sections.items() if key not in known}
+        # In reading order: later sources replace earlier ones, and an imported checkpoint's comes last.
+        every = {**dict.fromkeys(sections), **known, **starts}
+        owners = {name: start for start in every.values() if start is not None for name in start.names}
+        kept = frozen_names(self.task).intersection(saved.shapes) - base.names - names
+        for start in starts.values():
+            _check_unchanged(start, saved, [name for name in kept if owners.get(name) is start])
+        wanted = {name: owners[name] for name in names if name in owners}
+        return ExternalWeights(
+            tuple(
+                (start, frozenset(name for name, owner in wanted.items() if owner is start))
+                for start in dict.fromkeys(wanted.values())
+            )
+        )
 
 
-def left_out(starts: Sequence[WeightMatch], task: TaskModule, config: RunConfig) -> ExternalWeights:
-    """The frozen weights that a new run's checkpoints do not store: those unchanged since one of `starts`."""
-    held = config.checkpoint.frozen
-    if held or (held is None and not config.train.adapters):
-        return ExternalWeights()
+def left_out(starts: Sequence[WeightMatch], task: TaskModule) -> ExternalWeights:
+    """The frozen weights of a new run that are unchanged since one of `starts`."""
     frozen = frozen_names(task)
     last = {name: start for start in starts for name in start.names if name in frozen}
     owned = ((start, frozenset(n for n, owner in last.items() if owner is start)) for start in starts)
@@ -101,91 +194,12 @@ def frozen_names(task: TaskModule) -> set[str]:
     }
 
 
-def recorded(
-    checkpoint: OpenedCheckpoint, config: RunConfig, task: TaskModule, state: Mapping[str, Tensor]
-) -> ExternalWeights:
-    """Finds the frozen weights that a checkpoint does not store in their files. Call it on all ranks.
-
-    Args:
-        checkpoint: the run's checkpoint.
-        config: the run's current config, which may have new paths for moved files.
-        task: with its adapters in place.
-        state: the task's parameters and buffers, by path.
-
-    Raises:
-        CheckpointError: files that no longer exist, or whose weights have changed.
-    """
-    rows = checkpoint.external
-    absent = set(state).intersection(frozen_names(task)) - checkpoint.names("model")
-    starts: list[tuple[WeightMatch, frozenset[str]]] = []
-    # Later sources replaced earlier ones, so they are found first.
-    for row in reversed(rows if absent else []):
-        faults = []
-        for path in _places(row, config, task):
-            init = InitFromSection(path=path, **row.recipe)
-            try:
-                start = start_at(row.key, init, task, config, state)
-                names = absent.intersection(start.names)
-                if len(names) != row.tensors or _contents(start, names) != row.sha256:
-                    raise CheckpointError("its weights have changed since the run used them", where=path)
-            except TrustError:
-                raise
-            except MMError as fault:
-                faults.append(fault)
-                continue
-            starts.insert(0, (start, frozenset(names)))
-            absent = absent - names
-            break
-        else:
-            raise _lost(row, checkpoint.folder, faults)
-    return ExternalWeights(tuple(starts))
-
-
-def started(
-    saved: CheckpointSource,
-    config: RunConfig,
-    task: TaskModule,
-    base: ExternalWeights,
-    names: set[str],
-) -> ExternalWeights:
-    """The files in which a run's trained weights had their first values. Call it on all ranks.
-
-    Args:
-        saved: a checkpoint of the run.
-        config: the run's current config.
-        task: with its adapters in place.
-        base: the frozen weights that the checkpoint does not store: their files are known to be the run's.
-        names: the weights, by path in the task.
-
-    Raises:
-        CheckpointError: files whose weights have changed.
-    """
-    known = {start.key: start for start, _ in base.starts}
-    state = dict(task.state_dict(keep_vars=True))
-    rows = [row for row in starts_of(config, task) if row[0] not in known]
-    starts = {key: start_at(key, init, task, config, state) for key, init in rows}
-    # In reading order: later sources replace earlier ones, and an imported checkpoint's comes last.
-    order = [key for key, _ in starts_of(config, task)]
-    every = {**dict.fromkeys(order), **known, **starts}
-    owners = {name: start for start in every.values() if start is not None for name in start.names}
-    kept = frozen_names(task).intersection(saved.shapes) - base.names - names
-    for start in starts.values():
-        _check_unchanged(start, saved, [name for name in kept if owners.get(name) is start])
-    wanted = {name: owners[name] for name in names if name in owners}
-    return ExternalWeights(
-        tuple(
-            (start, frozenset(name for name, owner in wanted.items() if owner is start))
-            for start in dict.fromkeys(wanted.values())
-        )
-    )
-
-
 def _check_unchanged(start: WeightMatch, saved: CheckpointSource, names: Iterable[str]) -> None:
     """CheckpointError if files differ from a checkpoint in biases and norms, which are small."""
     for name in sorted(name for name in names if len(saved.shapes[name]) == 1):
         theirs, ours = (torch.empty(saved.shapes[name], dtype=saved.dtypes[name]) for _ in range(2))
         start.fill({name: theirs})
-        Ranks.current().agree(f"reading {name}", partial(saved.fill, {name: ours}))
+        saved.ranks.agree(f"reading {name}", partial(saved.fill, {name: ours}))
         if not torch.equal(theirs, ours):
             raise CheckpointError("its weights have changed since the run used them", where=str(start.place))
 
@@ -200,25 +214,19 @@ def source_of_run(path: Path, weights: Literal["model", "ema"], allow_code: bool
     checkpoint = source.checkpoint
     if checkpoint.external:
         config = load_config(checkpoint.folder / "config.yaml", stored=True, allow_code=allow_code)
-        task = task_of(config, checkpoint)
+        task = build_task(config, checkpoint.adapters)
         state = {
             f"{root}.{name}": tensor
             for root in task.trainable
             for name, tensor in task.get_submodule(root).state_dict().items()
         }
-        source.join(recorded(checkpoint, config, task, state), state)
+        sources = WeightSources(task, config.init_from, config.registry, config.allow_code)
+        source.join(sources.recorded(checkpoint, state), state)
     return source
 
 
-def _places(row: ExternalRow, config: RunConfig, task: TaskModule) -> list[str]:
-    """Paths where the weights may be: from the checkpoint, and from the current config."""
-    root = row.key.removeprefix("task.")
-    own = config.init_from if row.key == "init_from" else _own(task, root)
-    return list(dict.fromkeys(path for path in (row.path, own.path if own is not None else None) if path))
-
-
 def _contents(start: WeightMatch, names: Collection[str]) -> str:
-    return Ranks.current().on_first(f"reading {start.init.path}", lambda: start.fingerprint(names))
+    return start.ranks.on_first(f"reading {start.init.path}", lambda: start.fingerprint(names))
 
 
 def _lost(row: ExternalRow, checkpoint: Path, faults: Sequence[MMError]) -> CheckpointError:
@@ -245,25 +253,3 @@ def _own(task: TaskModule, root: str) -> InitFromSection | None:
 def _given(task: TaskModule, root: str) -> WeightsFrom | None:
     component = task.get_submodule(root) if root in task.trainable else None
     return component.weights_from if isinstance(component, SupportsWeightsFrom) else None
-
-
-def start_at(
-    key: str, init: InitFromSection, task: TaskModule, config: RunConfig, state: Mapping[str, Tensor]
-) -> WeightMatch:
-    """Matches one of `starts_of` with a task. Call it on all ranks.
-
-    Args:
-        key: config key of the source.
-        init: its section.
-        task: on the meta device or not; weight formats inspect its components.
-        config: the run's config.
-        state: the task's parameters and buffers, by path.
-    """
-    roots = task.trainable if key == "init_from" else (key.removeprefix("task."),)
-    parts = {root: task.get_submodule(root) for root in roots}
-    formats: Formats = formats_of(config.registry, init.format)
-    for root, component in parts.items() if key != "init_from" else ():
-        if (given := _given(task, root)) is not None and given.part:
-            formats = {name: FormatOfPart(one, root, component) for name, one in formats.items()}
-    open_run = partial(source_of_run, allow_code=config.allow_code)
-    return WeightMatch(init, state, parts, formats, key, open_run)

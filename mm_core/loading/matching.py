@@ -53,6 +53,7 @@ class WeightMatch:
         source_of_run: opens a checkpoint of mm_core.
 
     Attributes:
+        ranks: those that read the files together.
         names: paths in the task that are filled.
         loaded: the same, without adapters: adapted layers have their plain names in files.
         missing: paths in the task without a stored tensor; they keep their random initialisation.
@@ -98,7 +99,8 @@ class WeightMatch:
             )
         self._chosen = chosen
         self.skipped = tuple(name for name in names if name not in chosen)
-        Ranks.current().agree(f"reading {init.path}", lambda: self._find(parts or {}, formats or {}))
+        self.ranks = Ranks.current()
+        self.ranks.agree(f"reading {init.path}", lambda: self._find(parts or {}, formats or {}))
         self.names = [names[name] for name in self.loaded]
 
     @property
@@ -126,8 +128,7 @@ class WeightMatch:
         Raises:
             CheckpointError: on all ranks, if one of them cannot read.
         """
-        ranks = Ranks.current()
-        doing = f"reading {self.init.path}"
+        ranks, doing = self.ranks, f"reading {self.init.path}"
         own = {base_name(name): tensor for name, tensor in state.items()}
         targets = {name: own[name] for name in self.loaded if name in own}
         if self._run is not None:
@@ -234,7 +235,7 @@ class WeightMatch:
         self._pieces = sorted(pieces, key=lambda piece: (str(piece[1].where), piece[0].stored))
         places = (" in ".join(filter(None, (way.format, _folders(way)))) for way in fits.values())
         self.formats = tuple(dict.fromkeys(places))
-        if Ranks.current().rank == 0:
+        if self.ranks.rank == 0:
             self.conflicting_aliases = tuple(
                 pair for way in fits.values() for pair in conflicting_aliases(way)
             )

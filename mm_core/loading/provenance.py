@@ -10,21 +10,21 @@ from torch import nn
 
 from mm_core.checkpoint.reading import open_checkpoint
 from mm_core.config.load import load_config
-from mm_core.config.sections import RunConfig
+from mm_core.config.sections import InitFromSection
 from mm_core.contracts import SupportsWeightsFrom, TaskModule
 from mm_core.errors import MMError, TrustError
-from mm_core.loading.run_adapters import task_of
+from mm_core.plan import build_task
 
 _RUNS = 8
 """Maximum number of earlier runs that are followed."""
 
 
-def given_weights(config: RunConfig, facts: Mapping[str, Any]) -> str | None:
+def given_weights(init_from: InitFromSection | None, facts: Mapping[str, Any]) -> str | None:
     """The path of a run's initial weights, from `mm import` or `init_from`; None for none."""
     imported = facts.get("imported")
     if isinstance(imported, Mapping):
         return str(imported.get("path"))
-    return config.init_from.path if config.init_from is not None else None
+    return init_from.path if init_from is not None else None
 
 
 def own_weights(component: nn.Module) -> str | None:
@@ -34,9 +34,9 @@ def own_weights(component: nn.Module) -> str | None:
 
 
 def sources_of(
-    config: RunConfig,
-    facts: Mapping[str, Any],
+    given: str | None,
     task: TaskModule,
+    allow_code: bool,
     note: Callable[[str], None] = lambda sentence: None,
     runs: int = _RUNS,
 ) -> dict[str, tuple[Path, ...]]:
@@ -45,16 +45,15 @@ def sources_of(
     Some paths may no longer exist.
 
     Args:
-        config: config of a checkpoint.
-        facts: facts of the checkpoint.
-        task: built from that config.
+        given: from `given_weights` of a checkpoint.
+        task: built from its config.
+        allow_code: run code of earlier runs even if this user has not trained with it.
         note: called with a message about a run that is not followed because its code is unknown.
         runs: how many earlier runs to follow.
     """
-    given = given_weights(config, facts)
     before: Mapping[str, tuple[Path, ...]] = {}
     if given is not None and runs > 0:
-        before = _earlier_runs(Path(given), config.allow_code, note, runs - 1)
+        before = _earlier_runs(Path(given), allow_code, note, runs - 1)
     found: dict[str, tuple[Path, ...]] = {}
     for root in task.trainable:
         named = (given, own_weights(task.get_submodule(root)))
@@ -71,7 +70,11 @@ def _earlier_runs(
     try:
         checkpoint = open_checkpoint(path)
         config = load_config(checkpoint.folder / "config.yaml", stored=True, allow_code=allow_code)
-        return sources_of(config, checkpoint.facts, task_of(config, checkpoint), note, runs)
+        task, given = (
+            build_task(config, checkpoint.adapters),
+            given_weights(config.init_from, checkpoint.facts),
+        )
+        return sources_of(given, task, config.allow_code, note, runs)
     except TrustError as fault:
         note(f"the initial weights of the run at {path} are unknown: {fault.render()}")
         return {}

@@ -13,7 +13,7 @@ from mm_core.modules.adapter_layers import adapted_layers
 from mm_core.modules.patterns import above
 
 
-def products_of(module: SupportsModuleFlops, shapes: Mapping[str, object]) -> Sequence[ModuleFlops]:
+def products_of(module: SupportsModuleFlops, shapes: Mapping[str, Any]) -> Sequence[ModuleFlops]:
     """The products of a forward with arguments of these shapes, of which `module_flops` gets those it names:
     one that a predictor inherits does not know the inputs that it adds."""
     named = inspect.signature(module.module_flops).parameters

@@ -47,7 +47,7 @@ def open_cache(
         PlanError: the task or a dataset cannot be cached, or an encoder is trained.
         CacheError: the cache cannot be opened, or files of an encoder cannot be read.
     """
-    section = config.data.cache or CacheSection()
+    section, ranks = config.data.cache or CacheSection(), Ranks.current()
     parts = _parts(config, task)
     rows = {}
     for split, dataset in datasets.items():
@@ -62,7 +62,7 @@ def open_cache(
         rows[split] = rows_of_dataset(dataset, own, variants, config.run.seed, f"data.{split}")
     folder = Path(section.dir)
     tables, (facts, keyed) = read_once(partial(_begin_tables, config, task, parts, rows, folder, create))
-    _fill_tables(rows, keyed, folder, tables)
+    _fill_tables(rows, keyed, folder, tables, ranks)
     splits = {
         name: CachedSplit(rows[name], path := tables / f"{name}.npy", np.load(path, mmap_mode="r"))
         for name in rows
@@ -71,7 +71,7 @@ def open_cache(
     keys = {
         text: keys_of_texts(part, [text]) for part in keyed if part.of_text for text in dict.fromkeys(texts)
     }
-    return RunCache(Store(folder), parts, tuple(keyed), facts, splits, keys, section)
+    return RunCache(Store(folder), parts, tuple(keyed), facts, splits, keys, section, ranks)
 
 
 def _parts(config: RunConfig, task: TaskModule) -> tuple[CachePart, ...]:
@@ -143,9 +143,10 @@ def _begin_tables(
     return facts, [PartKey(p.name, p.of == "text", digest_of(f), p.fields) for p, f in keyed]
 
 
-def _fill_tables(rows: Mapping[str, CacheRows], keyed: Sequence[PartKey], folder: Path, tables: Path) -> None:
+def _fill_tables(
+    rows: Mapping[str, CacheRows], keyed: Sequence[PartKey], folder: Path, tables: Path, ranks: Ranks
+) -> None:
     """Fills in the keys: the ranks share the files to be hashed, then those of a host its table."""
-    ranks = Ranks.current()
     mates = [rank for rank, place in enumerate(ranks.gather(str(tables))) if place == str(tables)]
     shares = [(ranks.rank, ranks.count), (mates.index(ranks.rank), len(mates))]
     for share in dict.fromkeys(shares):
@@ -181,7 +182,7 @@ def in_cache(
     fills = config.data.cache.missing == "encode"
     cache = open_cache(config, task, datasets, create=fills)
     mine = {name: cache.lacking(name) for name in ("texts", *cache.splits)}
-    everyone = Ranks.current().gather((mine, cache.survey()[1] if any(mine.values()) else []))
+    everyone = cache.ranks.gather((mine, cache.survey()[1] if any(mine.values()) else []))
     lacking = {name: set().union(*(each[name] for each, _ in everyone)) for name in mine}
     if any(lacking.values()) and not fills:
         raise _incomplete(cache, next(lines for _, lines in everyone if lines))

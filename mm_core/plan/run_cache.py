@@ -22,6 +22,7 @@ from mm_core.data.cache.shards import DAMAGED, FAULTY, NOT_FINITE, Keys
 from mm_core.data.cache.store import Store
 from mm_core.errors import CacheError, DataError
 from mm_core.files import os_reason, read_plain, replace_text
+from mm_core.runtime.ranks import Ranks
 
 _SHOWN = 5
 """How many samples of each reason are named."""
@@ -69,6 +70,7 @@ class RunCache:
         splits: by split.
         texts: keys of the texts that are needed beside captions: the empty one, prompts.
         section: of the config.
+        ranks: that have opened it together.
     """
 
     store: Store
@@ -78,6 +80,7 @@ class RunCache:
     splits: dict[str, CachedSplit]
     texts: dict[str, Keys]
     section: CacheSection
+    ranks: Ranks
 
     @property
     def text_part(self) -> int | None:

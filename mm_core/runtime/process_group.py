@@ -24,13 +24,15 @@ def process_group(stuck_after: float | None = RunSection.stuck_after) -> Iterato
         This process as one of the ranks.
     """
     set_patience(stuck_after)
-    if dist.is_initialized():
-        yield Ranks.current()
+    if not (joined := dist.is_initialized()):
+        with leaving_at_signals("waiting for the other ranks to connect", patience=1.0, noted=True):
+            start_process_group()
+    ranks = Ranks.current()
+    if joined:
+        yield ranks
         return
-    with leaving_at_signals("waiting for the other ranks to connect", patience=1.0, noted=True):
-        start_process_group()
     try:
-        yield Ranks.current()
+        yield ranks
         with leaving_at_signals("waiting for the other ranks to end", patience=5.0):
             held = wait_for_ranks()
     except BaseException:

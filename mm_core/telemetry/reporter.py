@@ -9,17 +9,19 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
-from mm_core.config.sections import RunConfig
+from mm_core.config.sections import LogSection
 from mm_core.contracts import Bins, Clip, Ending, Loss
 from mm_core.device import peak_flops, peak_memory_bytes
 from mm_core.errors import ConfigError, MMError, plural
 from mm_core.files import replace_text
+from mm_core.plan import RunPlan
+from mm_core.plugin.registry import Registry
 from mm_core.runtime.ranks import Ranks
 from mm_core.telemetry.flop_counter import ForwardFlops
 from mm_core.telemetry.loss_curve import write_loss_curve
 from mm_core.telemetry.phase_clock import PhaseClock
 from mm_core.telemetry.progress import make_progress
-from mm_core.telemetry.trackers.local import TrackerSet, open_trackers
+from mm_core.telemetry.trackers.local import TrackerSet, open_trackers, read_metrics
 from mm_core.telemetry.window import MetricsWindow
 
 _logger = logging.getLogger(__name__)
@@ -31,9 +33,11 @@ class RunReporter:
     Rank 0 writes; the other ranks contribute to the means.
 
     Args:
-        config: the run's config.
-        steps: of the run.
-        accumulation: micro-batches of a step.
+        run_dir: the run's folder.
+        log: the config's `log`.
+        registry: builds the trackers.
+        ranks: of the run.
+        plan: of the run: its steps, and the micro-batches of a step.
         start: steps already taken; lines of metrics.jsonl after this step are dropped.
         samples_seen: samples trained on in those steps.
         bins: the scale along which the loss is also reported, such as the noise level.
@@ -45,27 +49,28 @@ class RunReporter:
 
     def __init__(
         self,
-        config: RunConfig,
-        steps: int,
-        accumulation: int,
+        run_dir: Path,
+        log: LogSection,
+        registry: Registry,
+        ranks: Ranks,
+        plan: RunPlan,
         start: int,
         samples_seen: float = 0.0,
         *,
         bins: Bins | None = None,
         watch: Callable[[str], None] | None = None,
     ) -> None:
-        self.run_dir, self.last_step = config.run.folder, steps
-        self.every, self.detail_every = config.log.every, config.log.detail_every
+        self.run_dir, self.last_step = run_dir, plan.steps
+        self.every, self.detail_every = log.every, log.detail_every
         self.phases = PhaseClock(watch=watch)
         self.window = MetricsWindow(
             peak_memory_bytes, samples_seen=samples_seen, bins=bins, phases=self.phases, peak=peak_flops()
         )
-        self._flops, self._accumulation = ForwardFlops(), accumulation
+        self._flops, self._accumulation = ForwardFlops(), plan.accumulation
         self._steps = 0
-        ranks = Ranks.current()
-        self.leads = ranks.rank == 0
-        self.progress = make_progress(steps, ranks.rank, start)
-        types = [component.type for component in config.log.trackers]
+        self._ranks, self.leads = ranks, ranks.rank == 0
+        self.progress = make_progress(plan.steps, ranks.rank, start)
+        types = [component.type for component in log.trackers]
         if twice := sorted({name for name in types if types.count(name) > 1}):
             raise ConfigError(
                 f"{twice[0]} is listed twice", where="log.trackers", accepted="each tracker once"
@@ -74,8 +79,7 @@ class RunReporter:
 
         def open_files() -> None:
             write_telemetry(self.run_dir, bins)
-            trackers = config.log.trackers
-            self.trackers = open_trackers(self.run_dir, trackers, start, self.note, config.registry)
+            self.trackers = open_trackers(self.run_dir, log.trackers, start, self.note, registry)
 
         ranks.on_first("opening metrics.jsonl", open_files)
 
@@ -129,6 +133,17 @@ class RunReporter:
             self.trackers.log(step, metrics)
             shown = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items() if "_at/" not in name)
             self.note(f"step {step}: {shown}")
+
+    def logged(self, step: int, name: str) -> dict[str, float]:
+        """The metrics that an earlier process has logged with `name` for a step; {} if none has. A collective
+        call."""
+
+        def read() -> dict[str, float]:
+            rows = read_metrics(self.run_dir)
+            found = next((row for row in rows if row["step"] == step and name in row), {})
+            return {key: float(value) for key, value in found.items() if key != "step"}
+
+        return self._ranks.on_first("reading metrics.jsonl", read)
 
     def clips(self, step: int, clips: Sequence[Clip], folder: Path) -> None:
         """Sends sampled clips to the trackers and notes their folder in the progress display, on rank 0."""

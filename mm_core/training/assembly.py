@@ -10,7 +10,7 @@ from functools import partial
 
 from mm_core.checkpoint.files.host_copies import State
 from mm_core.checkpoint.files.layout import Document
-from mm_core.checkpoint.run_manifest import check_plugins, run_manifest
+from mm_core.checkpoint.run_manifest import check_plugins, fingerprints, run_manifest
 from mm_core.checkpoint.store import CheckpointStore
 from mm_core.config.dump import to_yaml
 from mm_core.config.sections import RunConfig
@@ -26,11 +26,11 @@ from mm_core.evaluation.validator import Validator, build_metrics, default_setti
 from mm_core.files import replace_text
 from mm_core.loading.frozen import load_frozen_of
 from mm_core.loading.initial_weights import FileWeights, ResumedWeights
-from mm_core.loading.run_adapters import task_of
+from mm_core.loading.left_out import WeightSources
 from mm_core.modules.quantised import check_in_files
 from mm_core.optim.configured import make_lr_schedule, make_optimizer
 from mm_core.optim.ema import EMA
-from mm_core.plan import RunPlan, in_cache, make_plan, open_datasets
+from mm_core.plan import RunPlan, build_task, in_cache, make_plan, open_datasets
 from mm_core.runtime.launch.rank_logs import current_log
 from mm_core.runtime.launch.signals import StopFlag
 from mm_core.runtime.launch.watchdog import Watchdog
@@ -63,26 +63,26 @@ def assemble(
         stop: records signals; None if signals do not stop the run.
         allow: as for `train`.
     """
-    store = make_store(config)
+    ranks, store = Ranks.current(), make_store(config)
     with ExitStack() as undo:
         undo.callback(store.close, after_fault=True)  # so that the run's folder is unlocked for another call
-        parts = build_parts(config, store, resume)
+        parts = build_parts(config, ranks, store, resume)
         manifest, restored = restore_parts(parts, allow)
         ready = equip(parts, manifest, restored, stop or StopFlag(), undo)
         undo.pop_all()
         return ready
 
 
-def build_parts(config: RunConfig, store: CheckpointStore, resume: str) -> RunParts:
+def build_parts(config: RunConfig, ranks: Ranks, store: CheckpointStore, resume: str) -> RunParts:
     """Opens the checkpoint to resume from, and builds task, engine, data and plan of a training run, with
     weights from files or drawn at random. All ranks must have the same code."""
-    check_plugins(config)
+    check_plugins(config.registry, ranks)
     check_commands(config)
     source, refused = store.open(resume)
-    task = task_of(config, source)
+    task = build_task(config, source.adapters if source is not None else {})
     engine: Engine = config.registry.build("engine", config.engine)
     datasets, cached, filled = in_cache(config, task, open_datasets(config, task))
-    plan = make_plan(config, Ranks.current().count, task, engine, datasets["train"])
+    plan = make_plan(config, ranks.count, task, engine, datasets["train"])
     plan = replace(plan, notes=(*plan.notes, *cached))
     if missing := [file for file in plan.missing if file.needed == "to train"]:
         of_data = missing[0].of_data  # those of components come first
@@ -94,26 +94,33 @@ def build_parts(config: RunConfig, store: CheckpointStore, resume: str) -> RunPa
             if of_data
             else "download them, or set from_pretrained to the folder that contains them",
         )
-    load_frozen_of(task, engine, plan.engine, config)
-    weights = ResumedWeights(source, config, task) if source is not None else FileWeights(config, task)
+    load_frozen_of(task, engine, plan.engine, config.registry)
+    sources = WeightSources(task, config.init_from, config.registry, config.allow_code)
+    frozen = config.checkpoint.frozen
+    weights: ResumedWeights | FileWeights
+    if source is not None:
+        weights = ResumedWeights(source, sources, frozen)
+    else:
+        weights = FileWeights(sources, config.train.adapters, frozen)
     external = weights.left_out()
     check_in_files(task, external.names)
-    engine.prepare(task, plan.engine, partial(make_optimizer, config), Randomness(config.run.seed), weights)
+    optimizer = partial(make_optimizer, config.registry, config.optimizer, config.train)
+    engine.prepare(task, plan.engine, optimizer, Randomness(config.run.seed), weights)
     ema = EMA(engine.shards, config.ema) if config.ema is not None else None
     return RunParts(
-        config, store, source, refused, task, engine, datasets, plan, weights, external, ema, filled
+        config, ranks, store, source, refused, task, engine, datasets, plan, weights, external, ema, filled
     )
 
 
 def restore_parts(parts: RunParts, allow: Sequence[str]) -> tuple[Document, Restored]:
     """Restores a training run's parts from its checkpoint, if any; writes and returns its manifest."""
-    config, plan = parts.config, parts.plan
+    config, ranks, plan = parts.config, parts.ranks, parts.plan
     adapters = record_of(parts.task, config.train.adapters)
     external = parts.external.rows(config.literals)
-    manifest = run_manifest(config, plan, parts.datasets, adapters, external)
+    data = fingerprints(config.data.splits, parts.datasets, ranks)
+    manifest = run_manifest(config, plan, data, adapters, external)
     restored = restore(parts, manifest, allow)
     restored.notes += [*parts.weights.notes(), *plan.notes, *promise_of(parts.datasets["train"])]
-    ranks = Ranks.current()
     ranks.on_first("writing config.yaml and manifest.json", lambda: write_run_files(config, plan, manifest))
     if ranks.rank == 0 and (note := remember(config)) is not None:
         restored.notes.append(note)
@@ -133,7 +140,7 @@ def equip(
         undo: gets what closes the reporter if this function or its caller fails.
     """
     config, plan, task, engine = parts.config, parts.plan, parts.task, parts.engine
-    folder, ranks, log = config.run.folder, Ranks.current(), current_log()
+    folder, ranks, log = config.run.folder, parts.ranks, current_log()
     watchdog = Watchdog(folder, ranks.rank, plan.engine.world, config.run.stuck_after, log=log)
     reporter = make_reporter(parts, restored, watchdog)
     undo.callback(reporter.close, "failed")
@@ -141,11 +148,12 @@ def equip(
     ledger = SkipLedger(folder, config.data.loader.max_failed_share)
     guard = make_guard(parts, restored, reporter)
     read = iter(loader) if isinstance(loader, TrainingStream) else ledger.watch(loader)
-    cut, filling = CutCaptions(), None
+    cut, named = CutCaptions(), [(c.type, config.registry.build("callback", c)) for c in config.callbacks]
     read = cut.watch(read, reporter.note)
     if parts.filled is not None:
-        filling = FilledBatches(read, task, parts.filled, plan.engine, engine.device, reporter.note)
-    callbacks = CallbackList.of(config, [("the feature cache", filling)] if filling is not None else [])
+        read = filled = FilledBatches(read, task, parts.filled, plan.engine, engine.device, reporter.note)
+        named.append(("the feature cache", filled))
+    callbacks = CallbackList(named)
     between = BetweenSteps(
         config=config,
         steps=plan.steps,
@@ -167,8 +175,8 @@ def equip(
         plan=plan,
         task=task,
         engine=engine,
-        batches=read if filling is None else filling,
-        lr_schedule=make_lr_schedule(config, plan.steps, engine.base_lr),
+        batches=read,
+        lr_schedule=make_lr_schedule(config.registry, config.lr_schedule, plan.steps, engine.base_lr),
         rng=Randomness(config.run.seed),
         guard=guard,
         reporter=reporter,
@@ -190,10 +198,10 @@ def make_reporter(parts: RunParts, restored: Restored, watchdog: Watchdog) -> Ru
         watchdog: is notified of each phase that the reporter enters.
     """
     seen = restored.facts.get("samples", 0.0)
-    bins, watch = parts.task.bins, watchdog.enter
-    plan = parts.plan
+    config, plan, bins, watch = parts.config, parts.plan, parts.task.bins, watchdog.enter
+    folder, start = config.run.folder, restored.step
     reporter = RunReporter(
-        parts.config, plan.steps, plan.accumulation, restored.step, seen, bins=bins, watch=watch
+        folder, config.log, config.registry, parts.ranks, plan, start, seen, bins=bins, watch=watch
     )
     reporter.window.counts = parts.engine.data_ranks.leads
     for sentence in restored.notes:
@@ -238,12 +246,13 @@ def make_evaluating(
             return None
         made = Validator(
             config,
+            parts.ranks,
             parts.task,
             parts.engine,
             held_out,
             run_dir=config.run.folder,
             split=split,
-            metrics=build_metrics(config.registry, default_settings(config, split)),
+            metrics=build_metrics(config.registry, default_settings(config.validation, split)),
             ema=parts.ema,
             stop=lambda: stop.requested is not None,
             enter=reporter.enter,
@@ -255,7 +264,9 @@ def make_evaluating(
             made.check_samples()
         return made
 
-    return Evaluating(config, reporter, callbacks, validator("validation"), validator("test"))
+    best, averaged = config.checkpoint.best, config.ema is not None
+    held_out, test = validator("validation"), validator("test")
+    return Evaluating(config.validation, best, averaged, reporter, callbacks, held_out, test)
 
 
 def make_store(config: RunConfig) -> CheckpointStore:
@@ -265,7 +276,7 @@ def make_store(config: RunConfig) -> CheckpointStore:
         config.run.folder,
         section.keep,
         keep_every=section.keep_every,
-        best=best_metric(config),
+        best=best_metric(section.best, config.ema is not None),
         mode=section.mode,
         asynchronous=section.async_,
     )

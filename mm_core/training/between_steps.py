@@ -16,7 +16,6 @@ from mm_core.files import json_numbers
 from mm_core.optim.ema import EMA
 from mm_core.runtime.launch.signals import StopFlag
 from mm_core.runtime.launch.watchdog import Watchdog
-from mm_core.runtime.ranks import Ranks
 from mm_core.telemetry.profiler import ProfileWindow
 from mm_core.telemetry.reporter import RunReporter
 from mm_core.training.callback_list import CallbackList
@@ -239,7 +238,7 @@ class BetweenSteps:
 
     def _remember_code(self) -> None:
         """Records modules that plugins imported during training as trusted code of the run."""
-        if Ranks.current().rank == 0:
+        if self.reporter.leads:
             remember_imports(self.config)
 
     def _close_store(self, error: BaseException | None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mm_core.config.sections import RunConfig
 from mm_core.contracts import Callback
 from mm_core.errors import MMError
 from mm_core.plugin.authors import author_line
@@ -19,11 +18,6 @@ class CallbackList:
 
     def __init__(self, callbacks: Sequence[tuple[str, Callback]] = ()) -> None:
         self._callbacks = tuple(callbacks)
-
-    @classmethod
-    def of(cls, config: RunConfig, more: Sequence[tuple[str, Callback]]) -> CallbackList:
-        """The callbacks that a run's config names, built, and `more` after them."""
-        return cls([*((c.type, config.registry.build("callback", c)) for c in config.callbacks), *more])
 
     def __len__(self) -> int:
         return len(self._callbacks)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mm_core.config.sections import RunConfig
+from mm_core.config.sections import ValidationSection
 from mm_core.errors import ConfigError, did_you_mean
 from mm_core.evaluation.validator import Validator
-from mm_core.runtime.ranks import Ranks
 from mm_core.telemetry.reporter import RunReporter
-from mm_core.telemetry.trackers.local import read_metrics
 from mm_core.training.callback_list import CallbackList
 
 
@@ -19,14 +17,18 @@ class Evaluating:
     """Validates and samples between training steps, and tests after the last one.
 
     Attributes:
-        config: the checked config.
+        settings: the config's `validation`.
+        best: the config's `checkpoint.best`.
+        averaged: whether the run keeps an average of its weights.
         reporter: logs the metrics.
         callbacks: are called after each evaluation.
         validator: validates and samples; None if neither is configured.
         test: evaluates `data.test` after the last step; None without one.
     """
 
-    config: RunConfig
+    settings: ValidationSection | None
+    best: str | None
+    averaged: bool
     reporter: RunReporter
     callbacks: CallbackList
     validator: Validator | None = None
@@ -34,11 +36,10 @@ class Evaluating:
 
     def start(self) -> None:
         """Checks the metric name in `checkpoint.best` before training, unless metric plugins may add it."""
-        settings = self.config.validation
-        if settings is None or settings.metrics or self.config.checkpoint.best is None:
+        if self.settings is None or self.settings.metrics:
             return
-        prefix = "validation" if self.config.ema is None else "validation_ema"
-        names = ["loss", *(f"loss_at/{quantile:g}" for quantile in settings.quantiles)]
+        prefix = f"validation{'_ema' * self.averaged}"
+        names = ["loss", *(f"loss_at/{quantile:g}" for quantile in self.settings.quantiles)]
         self._check_best({f"{prefix}/{name}": 0.0 for name in names})
 
     @property
@@ -68,7 +69,8 @@ class Evaluating:
             return {}, False
         metrics: Mapping[str, float] = {}
         if self._validation_due(step, always):
-            found = (again and self._logged(step, "validation")) or self._evaluate(validator, step)
+            earlier = again and self.reporter.logged(step, "validation/loss")
+            found = earlier or self._evaluate(validator, step)
             if found is None:
                 return {}, True
             self._check_best(found)
@@ -88,18 +90,17 @@ class Evaluating:
             step: steps taken.
             unless_logged: skip it if an earlier process has logged the test of this step.
         """
-        if self.test is None or (unless_logged and self._logged(step, "test")):
+        if self.test is None or (unless_logged and self.reporter.logged(step, "test/loss")):
             return True
         return self._evaluate(self.test, step) is not None
 
     def _validation_due(self, step: int, always: bool) -> bool:
-        settings = self.config.validation
-        if settings is None or self.validator is None or self.config.data.validation is None:
+        if self.settings is None or self.validator is None or not self.validator.has_rows:
             return False
-        return always or step % settings.every == 0
+        return always or step % self.settings.every == 0
 
     def _samples_due(self, step: int, always: bool) -> bool:
-        settings = self.config.validation
+        settings = self.settings
         if settings is None or self.validator is None or settings.samples is None:
             return False
         return always or step % (settings.samples.every or settings.every) == 0
@@ -112,30 +113,17 @@ class Evaluating:
             self.callbacks.call("validated", step, metrics)
         return metrics
 
-    def _logged(self, step: int, split: str) -> dict[str, float]:
-        """The metrics of an evaluation that an earlier process has logged; {} if none has."""
-
-        def read() -> dict[str, float]:
-            rows = [row for row in read_metrics(self.config.run.folder) if row["step"] == step]
-            found = next((row for row in rows if f"{split}/loss" in row), {})
-            return {name: float(value) for name, value in found.items() if name != "step"}
-
-        return Ranks.current().on_first("reading metrics.jsonl", read)
-
     def _check_best(self, metrics: Mapping[str, float]) -> None:
-        best = best_metric(self.config)
+        best = best_metric(self.best, self.averaged)
         if best is not None and best not in metrics:
             raise ConfigError(
-                f"the validation computes no metric {self.config.checkpoint.best!r}",
+                f"the validation computes no metric {self.best!r}",
                 where="checkpoint.best",
                 accepted=", ".join(metrics),
                 hint=did_you_mean(best, metrics),
             )
 
 
-def best_metric(config: RunConfig) -> str | None:
+def best_metric(best: str | None, averaged: bool) -> str | None:
     """The full metric name of `checkpoint.best`: that of the weight average, if the run keeps one."""
-    best = config.checkpoint.best
-    if best is None or "/" in best:
-        return best
-    return f"{'validation' if config.ema is None else 'validation_ema'}/{best}"
+    return best if best is None or "/" in best else f"validation{'_ema' * averaged}/{best}"

@@ -10,7 +10,7 @@ from mm_core.checkpoint.files.layout import Document
 from mm_core.config.sections import TrainSection
 from mm_core.contracts import Batch, Loss
 from mm_core.errors import PeerError, TrainingError, plural
-from mm_core.runtime.ranks import Ranks, gather_rows
+from mm_core.runtime.ranks import gather_rows
 
 Forwards = Sequence[Callable[[], Loss]]
 _HINT = "lower the learning rate, check the samples of this step, or train in fp32"
@@ -98,7 +98,7 @@ class UpdateGuard:
         limit = self._limit()
         if self.settings.non_finite.policy == "skip" and limit is None:
             return f"{what}{f' on rank {culprits[0]}' if culprits else ''}; no parameter was changed"
-        if culprits and Ranks.current().rank not in culprits:
+        if culprits and mine < worst:
             raise PeerError(f"the loss or a gradient of rank {culprits[0]} is not finite")
         named = [
             name

@@ -28,6 +28,7 @@ class RunParts:
 
     Attributes:
         config: the checked config.
+        ranks: of the run.
         store: the run's checkpoints.
         source: the checkpoint to resume from; None for a new run.
         refused: errors about damaged checkpoints that were skipped for an older one.
@@ -42,6 +43,7 @@ class RunParts:
     """
 
     config: RunConfig
+    ranks: Ranks
     store: CheckpointStore
     source: OpenedCheckpoint | None
     refused: Sequence[CheckpointError]
@@ -88,8 +90,7 @@ def restore(parts: RunParts, manifest: Document, allow: Sequence[str]) -> Restor
         restored.facts = source.facts
         restored.step = int(source.facts["step"])
         restored.notes.append(f"resumed {source.folder} at step {restored.step} of {parts.plan.steps}")
-        first = Ranks.current().rank == 0
-        marks = resume_marks(parts.config)
+        first, marks = parts.ranks.rank == 0, resume_marks(parts.config)
         restored.notes += check_resume(source.manifest, manifest, allow, marks=marks, report=first)
         state = parts.engine.state_template({name.rpartition(".")[0] for name in source.names("optimizer")})
         absent = parts.weights.absent.names if isinstance(parts.weights, ResumedWeights) else ()

@@ -91,7 +91,7 @@ def train(
 def running(run: Training) -> Iterator[None]:
     """Starts the work around training steps, and closes files, trackers and callbacks after the block."""
     between = run.between
-    config, skipped = between.config, between.config.run.folder / SKIPPED
+    skipped = between.config.run.folder / SKIPPED
     error: BaseException | None = None
     try:
         between.start(run.start)
@@ -103,7 +103,7 @@ def running(run: Training) -> Iterator[None]:
             run.reporter.note(f"{what}; see {skipped} for the list")
     except BaseException as raised:
         error = raised
-        advise(error, config, run.plan)
+        advise(error, between.config.engine, run.plan)
         raise
     finally:
         try:

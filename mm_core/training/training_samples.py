@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from mm_core.config.sections import RunConfig
-from mm_core.contracts import Batch, Dataset, Engine, Randomness, SupportsLengths, Task, TaskModule, seeded
+from mm_core.config.sections import LoaderSection, RunConfig
+from mm_core.contracts import Dataset, Engine, Randomness, SupportsLengths, Task, TaskModule, seeded
 from mm_core.data.loading.bucketed import BucketedSamples
 from mm_core.data.loading.loader import MicroBatchLoader
 from mm_core.data.loading.plain import AnyDataset, PlainBatches
@@ -20,9 +20,9 @@ from mm_core.plugin.checks.values import returned
 from mm_core.training.parts import Restored
 
 
-def sample_lengths(config: RunConfig, dataset: Dataset) -> Tensor | None:
+def sample_lengths(loader: LoaderSection, seed: int, dataset: Dataset) -> Tensor | None:
     """Lengths of the training samples, for batches grouped by length; None if batches are not grouped."""
-    if not config.data.loader.group_by_length:
+    if not loader.group_by_length:
         return None
     if not isinstance(dataset, SupportsLengths):
         raise PlanError(
@@ -31,7 +31,7 @@ def sample_lengths(config: RunConfig, dataset: Dataset) -> Tensor | None:
             accepted="datasets with a method lengths(), such as text_rows",
             hint="remove group_by_length: it has no benefit if all samples have the same size",
         )
-    with seeded(Randomness(config.run.seed).at("lengths")):  # all ranks must sort by the same lengths
+    with seeded(Randomness(seed).at("lengths")):  # all ranks must sort by the same lengths
         lengths = returned(SupportsLengths.lengths, dataset.lengths(), dataset)
     if lengths.shape != (len(dataset),):
         raise ContractError(
@@ -63,29 +63,39 @@ def make_loader(
         restored: the first step, and the facts of its checkpoint.
         note: receives messages for the user.
     """
-    section, shares = config.data.loader, engine.data_ranks
-    if shares.count != plan.engine.data_parallel:
-        raise ContractError(
-            f"the engine's data_ranks have {plural(shares.count, 'share')}, but its plan has data_parallel"
-            f" {plan.engine.data_parallel}",
-            where=f"engine.type, {place_of_object(engine)}",
-            hint="set `self.data_ranks = DataRanks(rank, plan.data_parallel)` in `prepare`",
-        )
+    section, shares, rng = config.data.loader, engine.data_ranks, Randomness(config.run.seed)
+    steps = range(restored.step, plan.steps)
+    _check_shares(engine, plan)
     transform = returned(Task.batch_transform, task.batch_transform(), task)
     if isinstance(dataset, PlainBatches):
-        return _streamed(config, plan, dataset, transform, engine, restored, note)
+        stream = BatchStream(
+            dataset,
+            transform=transform,
+            rng=rng,
+            share=shares,
+            rows=plan.micro_batch_size,
+            whole=True,
+            workers=section.workers,
+            pin_memory=section.pin_memory and engine.device.type != "cpu",
+            ranks=plan.engine.world,
+            note=note,
+        )
+        position, repeat_first = restored.facts.get("order", {}), config.train.overfit_one_batch
+        streamed = TrainingStream(stream, plan.accumulation, steps, position, repeat_first)
+        return streamed, streamed
     order: Order
     if isinstance(dataset, BucketedSamples):
         order = bucket_order(config, plan.global_batch_size, dataset)
     else:
-        order = sample_order(config, plan.global_batch_size, len(dataset), sample_lengths(config, dataset))
+        lengths = sample_lengths(section, config.run.seed, dataset)
+        order = sample_order(config, plan.global_batch_size, len(dataset), lengths)
     return order, MicroBatchLoader(
         dataset,
         order,
         batch_transform=transform,
-        rng=Randomness(config.run.seed),
+        rng=rng,
         share=shares,
-        steps=range(restored.step, plan.steps),
+        steps=steps,
         workers=section.workers,
         prefetch=section.prefetch,
         pin_memory=section.pin_memory,
@@ -94,27 +104,11 @@ def make_loader(
     )
 
 
-def _streamed(
-    config: RunConfig,
-    plan: RunPlan,
-    source: PlainBatches,
-    transform: Callable[[Batch], Batch] | None,
-    engine: Engine,
-    restored: Restored,
-    note: Callable[[str], None],
-) -> tuple[TrainingStream, TrainingStream]:
-    section = config.data.loader
-    stream = BatchStream(
-        source,
-        transform=transform,
-        rng=Randomness(config.run.seed),
-        share=engine.data_ranks,
-        rows=plan.micro_batch_size,
-        whole=True,
-        workers=section.workers,
-        pin_memory=section.pin_memory and engine.device.type != "cpu",
-        note=note,
-    )
-    steps, position = range(restored.step, plan.steps), restored.facts.get("order", {})
-    streamed = TrainingStream(stream, plan.accumulation, steps, position, config.train.overfit_one_batch)
-    return streamed, streamed
+def _check_shares(engine: Engine, plan: RunPlan) -> None:
+    if (count := engine.data_ranks.count) != plan.engine.data_parallel:
+        raise ContractError(
+            f"the engine's data_ranks have {plural(count, 'share')}, but its plan has data_parallel"
+            f" {plan.engine.data_parallel}",
+            where=f"engine.type, {place_of_object(engine)}",
+            hint="set `self.data_ranks = DataRanks(rank, plan.data_parallel)` in `prepare`",
+        )

@@ -6,7 +6,6 @@ usage: library_ranks.py FOLDER
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
 
 import torch.distributed as dist
 
@@ -15,12 +14,13 @@ from mm_core.errors import PluginError
 from mm_core.plugin.registry import get_registry
 from mm_core.runtime.groups import start_process_group
 from mm_core.runtime.launch.rank_process import leave
+from mm_core.runtime.ranks import Ranks
 
 start_process_group()
 if dist.get_rank() == 1:
     sys.path.insert(0, sys.argv[1])
 try:
-    check_plugins(SimpleNamespace(registry=get_registry()))
+    check_plugins(get_registry(), Ranks.current())
 except PluginError as error:
     print(error)
 dist.barrier()

@@ -20,6 +20,7 @@ from mm_core.checkpoint.retention import complete_steps
 from mm_core.checkpoint.store import CheckpointStore
 from mm_core.errors import CheckpointError
 from mm_core.runtime.background import BackgroundQueue
+from mm_core.runtime.ranks import Ranks
 from support.checkpoints import chosen, staged
 
 CONFIG = "run: {name: test}\n"
@@ -171,7 +172,7 @@ def test_figures_join_the_checkpoint_that_they_judge(early, tmp_path, state, mon
         assert facts["metrics"] == {"loss": loss} and facts["evaluated"] is True
         assert (store.folder / "BEST").read_text() == "step_00000001\n"
     assert complete_steps(store.folder).keys() == {1, 3}
-    verify(final)
+    verify(final, Ranks.current())
     store.close()
 
 

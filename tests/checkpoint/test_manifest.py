@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -12,12 +13,20 @@ import torch
 
 from mm_core.builtin.configs.data import MediaSource
 from mm_core.checkpoint.resume_check import check_resume, differences_of
-from mm_core.checkpoint.run_manifest import environment_traces, fingerprint, library_versions, run_manifest
+from mm_core.checkpoint.run_manifest import (
+    environment_traces,
+    fingerprint,
+    fingerprints,
+    library_versions,
+    run_manifest,
+)
+from mm_core.config.dump import to_mapping
 from mm_core.config.load import load_config
 from mm_core.data.datasets.media_text import MediaTextDataset
 from mm_core.data.loading.bucketed import BucketedSamples
 from mm_core.errors import CheckpointError
 from mm_core.plan import make_plan
+from mm_core.runtime.ranks import Ranks
 from mm_core.schema.fields import ComponentConfig
 from support.archives import archive
 from support.ranks import run_ranks
@@ -53,7 +62,8 @@ def yaml(tmp_path, monkeypatch) -> Path:
 def manifest_of(yaml: Path) -> dict:
     config = load_config(yaml)
     dataset = config.registry.build("dataset", config.data.train)
-    return run_manifest(config, make_plan(config, 1, train=dataset), {"train": dataset})
+    data = fingerprints(config.data.splits, {"train": dataset}, Ranks.current())
+    return run_manifest(config, make_plan(config, 1, train=dataset), data)
 
 
 def test_the_manifest_lists_what_the_run_is_made_of(yaml):
@@ -90,7 +100,8 @@ def test_a_place_in_a_list_has_a_trace_of_its_own(yaml, monkeypatch):
     traces = []
     for module in ("predictor.blocks.0", "predictor.blocks.1"):
         monkeypatch.setenv("MODULE", module)
-        traces.append(environment_traces(load_config(yaml, [freeze])))
+        config = load_config(yaml, [freeze])
+        traces.append(environment_traces(to_mapping(replace(config, literals={})), config.literals))
     assert [key for key in traces[0] if traces[0][key] != traces[1][key]] == ["train.freeze.1"]
 
 
@@ -99,7 +110,7 @@ def test_other_captions_are_another_fingerprint_and_a_moved_file_is_the_same(yam
 
     def of(path: Path) -> dict:
         options = {"annotations": str(path), "folder": str(tmp_path), "num_frames": 8}
-        return fingerprint(ComponentConfig("dataset", "core/video_text", options), dataset)
+        return fingerprint(ComponentConfig("dataset", "core/video_text", options), dataset, Ranks.current())
 
     moved = tmp_path / "moved.json"
     moved.write_text(CAPTION)
@@ -116,7 +127,7 @@ def test_files_that_stand_deeper_in_the_options_are_in_the_fingerprint(yaml, tmp
         {"file": str(tmp_path / "none.json")},
     )
     options = {"sources": (first, second), "reader": ComponentConfig("video_reader", "core/pyav", {})}
-    found = fingerprint(ComponentConfig("dataset", "core/video_text", options), [0])["files"]
+    found = fingerprint(ComponentConfig("dataset", "core/video_text", options), [0], Ranks.current())["files"]
     assert list(found) == ["sources.0.file"]
 
 
@@ -134,7 +145,7 @@ def test_other_captions_or_names_in_a_folder_are_noticed_at_a_resume(tmp_path, p
         (tmp_path / "rows.jsonl").write_text('{"path": "x.png", "cap": "x"}')
         section = ComponentConfig("dataset", "core/media_text", {"sources": sources})
         dataset = BucketedSamples(MediaTextDataset(sources), (), torch.zeros(3))
-        return {"data": {"train": fingerprint(section, dataset)}}
+        return {"data": {"train": fingerprint(section, dataset, Ranks.current())}}
 
     before = of("before", a="a cat", b="a dog")
     assert [*before["data"]["train"]["files"]] == ["sources.1.annotations", "sources.0.annotations"]
@@ -153,7 +164,8 @@ def test_a_tokenizer_that_was_changed_in_place_is_noticed_at_a_resume(tmp_path):
 
     def of() -> dict:
         options = {"file": str(tmp_path / "absent.csv"), "tokenizer": str(words), "folder": str(tmp_path)}
-        return {"data": {"train": fingerprint(ComponentConfig("dataset", "core/text_rows", options), [0])}}
+        section = ComponentConfig("dataset", "core/text_rows", options)
+        return {"data": {"train": fingerprint(section, [0], Ranks.current())}}
 
     before = of()
     assert before["data"]["train"]["files"].keys() == {"tokenizer"}, "a folder without words is not read"

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from mm_core.config.sections import LoaderSection
 from mm_core.contracts import Batch, DataRanks, Randomness, seeded
 from mm_core.data.loading.loader import CodeError, MicroBatchLoader
 from mm_core.data.loading.sampler import BatchPlan
@@ -249,9 +249,8 @@ def test_lengths_are_the_same_on_every_rank() -> None:
     dataset = Measured()
 
     def lengths(seed: int) -> list[int]:
-        loader = SimpleNamespace(group_by_length=True)
-        config: Any = SimpleNamespace(run=SimpleNamespace(seed=seed), data=SimpleNamespace(loader=loader))
-        found = sample_lengths(config, dataset)
+        loader = LoaderSection(group_by_length=True)
+        found = sample_lengths(loader, seed, dataset)
         assert found is not None
         return found.tolist()
 

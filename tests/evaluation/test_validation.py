@@ -279,7 +279,8 @@ def test_clips_are_those_of_the_averaged_weights_and_lie_in_the_steps_folder(par
     assert [row["cap"] for row in rows] == validation.PROMPTS
     assert rows[0]["path"] == "000-a-red-circle-moves-left.mp4"
     assert all((folder / row["path"]).exists() for row in rows) and (folder / "contact_sheet.png").exists()
-    request = with_trained_size(SampleRequest(tuple(validation.PROMPTS), seed=5), parts.config)
+    request = SampleRequest(tuple(validation.PROMPTS), seed=5)
+    request = with_trained_size(request, parts.config.task, parts.config.data.train)
     with parts.ema.applied(), parts.engine.evaluating():
         expected = parts.task.sample(request)
     ((step, shown, where),) = parts.shown

@@ -25,7 +25,6 @@ from mm_core.errors import CheckpointError, DataError, MMError
 from mm_core.inference import sample as sampling
 from mm_core.inference.sample import cast_parameters, sample
 from mm_core.loading import initial_weights
-from mm_core.loading.run_adapters import task_of
 from mm_core.modules.casting import cast_as_planned
 from mm_core.modules.initialise import initialise
 from mm_core.plan import build_task
@@ -391,11 +390,11 @@ def without(monkeypatch, *names: str, **methods) -> None:
     kind = type("Quiet", (torch.nn.Module,), body | methods)
 
     def building(*given) -> torch.nn.Module:
-        task = task_of(*given)
+        task = build_task(*given)
         task.__class__ = kind
         return task
 
-    monkeypatch.setattr(sampling, "task_of", building)
+    monkeypatch.setattr(sampling, "build_task", building)
 
 
 @pytest.mark.parametrize("answer", [[], None])

@@ -16,6 +16,7 @@ from mm_core.interchange.export import export
 from mm_core.interchange.import_weights import import_weights
 from mm_core.loading.checkpoint_source import CheckpointSource
 from mm_core.loading.initial_weights import FileWeights
+from mm_core.loading.left_out import WeightSources
 from mm_core.modules.initialise import initialise
 from mm_core.plan import build_task
 from support.out_parts import model_of
@@ -131,7 +132,7 @@ def test_a_dora_that_init_from_brings_is_as_it_was_trained(tmp_path):
         tmp_path, "qwen3", "begun", train=section, init_from={"path": str(tmp_path / "runs/tuned")}
     )
     task = build_task(begun)
-    start = FileWeights(begun, task)
+    start = FileWeights(WeightSources(task, begun.init_from, begun.registry), begun.train.adapters)
     task.lm.to_empty(device="cpu")
     initialise(task.lm, "lm", Randomness(0), start.names)
     start.fill(task.state_dict())

@@ -19,6 +19,7 @@ from mm_core.config.sections import DataSection, RunConfig, RunSection, TrainSec
 from mm_core.contracts import Loss, Randomness, WeightsFrom
 from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.loading.initial_weights import FileWeights
+from mm_core.loading.left_out import WeightSources
 from mm_core.optim.adamw import adamw
 from mm_core.runtime.groups import start_process_group
 from mm_core.runtime.launch.rank_process import leave
@@ -58,7 +59,7 @@ def main() -> None:
         DataSection(ComponentConfig("dataset", "core/video_text")),
         TrainSection(steps=2),
     )
-    weights = FileWeights(config, task)
+    weights = FileWeights(WeightSources(task, config.init_from, config.registry), config.train.adapters)
     plan = engine.plan(task, dist.get_world_size(), 2)
     names: list[str] = []
 

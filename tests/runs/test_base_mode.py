@@ -55,6 +55,7 @@ def stream_of(
         whole=whole,
         workers=workers,
         pin_memory=False,
+        ranks=1,
         **settings,
     )
 
@@ -269,10 +270,10 @@ def test_an_epoch_without_a_step_is_refused():
 
 
 def test_only_all_ranks_may_reach_their_end():
-    assert ended([2, 2], 2, "data.train", 4) is False and ended([1, 0], 2, "data.train", 4) is True
-    assert ended([2, -1], 2, "data.train", 4) is False, "the failed rank raises its own error"
+    assert ended([2, 2], 2, 2, "data.train", 4) is False and ended([1, 0], 1, 2, "data.train", 4) is True
+    assert ended([2, -1], 2, 2, "data.train", 4) is False, "the failed rank raises its own error"
     with pytest.raises(DataError, match="the loader of rank 0 has no rows for step 4, but others have"):
-        ended([1, 2], 2, "data.train", 4)
+        ended([1, 2], 1, 2, "data.train", 4)
 
 
 def test_ranks_that_read_the_same_rows_are_a_warning_and_shares_that_differ_an_error():

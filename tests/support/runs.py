@@ -17,7 +17,8 @@ from mm_core.contracts import TaskModule
 from mm_core.inference.sample import load_as_rank
 from mm_core.interchange.export_plan import own_state
 from mm_core.interchange.import_weights import import_weights
-from mm_core.loading.run_adapters import task_of
+from mm_core.plan import build_task
+from mm_core.runtime.ranks import Ranks
 from support import out_parts
 
 DIT = {"num_layers": 2, "num_heads": 2, "head_dim": 12, "in_channels": 12, "out_channels": 12}
@@ -90,8 +91,8 @@ def published(folder: Path, kind: str, dtype: torch.dtype = torch.float32) -> Pa
 def load_task(config: RunConfig, checkpoint: Path, weights: Weights = "auto") -> TaskModule:
     """The complete task of a run with the weights of a checkpoint, on this process's device."""
     opened = open_checkpoint(checkpoint)
-    task = task_of(config, opened)
-    load_as_rank(task, config, opened, weights)
+    task = build_task(config, opened.adapters)
+    load_as_rank(task, config, Ranks.current(), opened, weights)
     return task
 
 

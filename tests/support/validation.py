@@ -16,6 +16,7 @@ from mm_core.evaluation.validator import Validator
 from mm_core.optim.ema import EMA
 from mm_core.plan import build_task
 from mm_core.plugin.registry import build
+from mm_core.runtime.ranks import Ranks
 from support.tiny_models import ONE_BLOCK
 
 PROMPTS = ["a red circle moves left", "a blue square", "up"]
@@ -112,6 +113,7 @@ class Parts:
     def validator(self, dataset, metrics=("latent_psnr", "frame_change"), **fields) -> Validator:
         return Validator(
             self.config,
+            Ranks.current(),
             self.task,
             self.engine,
             dataset,

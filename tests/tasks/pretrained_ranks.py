@@ -15,6 +15,7 @@ import mm_core
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import Randomness
 from mm_core.loading.initial_weights import FileWeights
+from mm_core.loading.left_out import WeightSources
 from mm_core.plan import build_task
 from support.pretrained_models import ROWS, batch_of
 from support.rank_program import run_as_rank
@@ -32,7 +33,13 @@ def one_step(config: RunConfig) -> dict[str, object]:
     def optimizer(parameters):
         return torch.optim.SGD(parameters.values(), lr=0.1)
 
-    engine.prepare(task, plan, optimizer, Randomness(7), FileWeights(config, task))
+    engine.prepare(
+        task,
+        plan,
+        optimizer,
+        Randomness(7),
+        FileWeights(WeightSources(task, config.init_from, config.registry), config.train.adapters),
+    )
     dataset = config.registry.build("dataset", config.data.train)
     world, rank = dist.get_world_size(), dist.get_rank()
     mine = [range(first, first + MICRO) for first in range(rank * MICRO, ROWS, MICRO * world)]

@@ -23,7 +23,7 @@ def test_each_override_is_one_that_a_run_takes_until_none_is_left(tiny):
     taken: list[str] = []
     while True:
         config = load_config(tiny, [*DEAR, *taken])
-        left = [override for override, _ in rungs(config, make_plan(config, 4), offloads=True)]
+        left = [override for override, _ in rungs(config.engine, make_plan(config, 4), offloads=True)]
         if not left:
             break
         assert left[0] not in taken
@@ -43,7 +43,7 @@ def test_each_override_is_one_that_a_run_takes_until_none_is_left(tiny):
 
 
 def advice(config, error: BaseException, world: int = 4) -> str | None:
-    advise(error, config, make_plan(config, world))
+    advise(error, config.engine, make_plan(config, world))
     found = out_of_memory(error)
     return found.hint if found is not None else None
 
@@ -66,7 +66,9 @@ def test_what_is_named_fits_the_memory_that_is_full(tiny, monkeypatch):
     fault = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
     assert advice(config, fault) is None and not hasattr(fault, "__notes__")
     plan = make_plan(config, 1)
-    alone = [override for override, _ in rungs(config, replace(plan, buckets=("any",)), offloads=False)]
+    alone = [
+        override for override, _ in rungs(config.engine, replace(plan, buckets=("any",)), offloads=False)
+    ]
     assert alone == ["engine.param_dtype=bf16"]
 
 

@@ -24,7 +24,7 @@ from mm_core.errors import ConfigError, TrustError
 from mm_core.inference.evaluate import choose, evaluate
 from mm_core.interchange.export import export
 from mm_core.loading.left_out import source_of_run
-from mm_core.loading.provenance import sources_of
+from mm_core.loading.provenance import given_weights, sources_of
 from mm_core.plugin import local
 from mm_core.plugin.trust.known import KnownCode, digest_of
 from mm_core.runtime.launch.signals import StopFlag
@@ -442,7 +442,8 @@ def test_weights_to_begin_with_bring_no_code(stranger, monkeypatch):
     task = build_task(own)
     stranger.forget()
     notes: list[str] = []
-    assert sources_of(own, {}, task, notes.append)["predictor"] == (run,)
+    given = given_weights(own.init_from, {})
+    assert sources_of(given, task, own.allow_code, notes.append)["predictor"] == (run,)
     assert not stranger.ran
     (note,) = notes
     assert str(stranger.plugin) in note
@@ -556,7 +557,7 @@ def test_what_a_plugin_imports_between_saves_is_recorded(stranger, monkeypatch):
     (plugin,) = (m for n, m in sys.modules.items() if n.startswith("mm_local_") and n.endswith("_theirs"))
     plugin.later()  # in the first step
     saved = SimpleNamespace(poll=list, save=lambda *given, **more: None, close=lambda **more: None)
-    reporter = SimpleNamespace(enter=lambda phase: None)
+    reporter = SimpleNamespace(enter=lambda phase: None, leads=True)
     callbacks, quiet = CallbackList(), SimpleNamespace(close=lambda: None)
     between = BetweenSteps(
         config,
@@ -566,7 +567,7 @@ def test_what_a_plugin_imports_between_saves_is_recorded(stranger, monkeypatch):
         facts=dict,
         manifest={},
         config_yaml="",
-        evaluating=Evaluating(config, reporter, callbacks),
+        evaluating=Evaluating(None, None, False, reporter, callbacks),
         flag=StopFlag(),
         reporter=reporter,
         callbacks=callbacks,

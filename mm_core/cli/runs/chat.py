@@ -72,7 +72,8 @@ def _choose(args: argparse.Namespace) -> None:
     from mm_core.inference.answer import check_words
 
     decoding_of(args)
-    check_words(open_stored(args).config)
+    config = open_stored(args).config
+    check_words(config.registry, config.task)
 
 
 def _chat(args: argparse.Namespace) -> int:

@@ -108,7 +108,7 @@ def _sample(args: argparse.Namespace) -> int:
 
     stored = open_stored(args)
     root = root_of(stored.checkpoint.folder)
-    if makes_words(stored.config):
+    if makes_words(stored.config.registry, stored.config.task):
         return print_answers(args, stored, root / "samples")
     refuse_words(args, stored.config.task.type)
     return _sample_clips(args, stored, root)
@@ -117,13 +117,12 @@ def _sample(args: argparse.Namespace) -> int:
 def _sample_clips(args: argparse.Namespace, stored: StoredRun, root: Path) -> int:
     from mm_core.data.rows.prompts import read_prompts
     from mm_core.inference.sample import among_ranks, sample
-    from mm_core.runtime.ranks import Ranks
 
     prompts, inputs = list(args.prompt), _inputs(args.input)
     if args.prompts:
         prompts += read_prompts(Path(args.prompts))
-    with among_ranks():
-        ranks, folder = Ranks.current(), root / "samples" / f"seed_{args.seed}"
+    folder = root / "samples" / f"seed_{args.seed}"
+    with among_ranks() as ranks:
         out = Path(args.out) if args.out else ranks.on_first("choosing a folder", lambda: unused(folder))
         sample(
             stored,

@@ -169,7 +169,7 @@ def _verify_resume(args: argparse.Namespace, config: RunConfig, nproc: int, host
 
 
 def _dry_run(config: RunConfig, world: int, args: argparse.Namespace) -> int:
-    from mm_core.loading.run_adapters import adapters_begun
+    from mm_core.checkpoint.reading import adapters_begun
     from mm_core.plan import (
         base_choices,
         build_task,
@@ -178,7 +178,7 @@ def _dry_run(config: RunConfig, world: int, args: argparse.Namespace) -> int:
         table_of,
     )
 
-    adapters = adapters_begun(config)
+    adapters = adapters_begun(config.train.adapters, config.run.folder)
     task = build_task(config, adapters)
     plan = plan_shown(config, world, task)
     rows, spec = config.train.micro_batch_size, config.data.train.options
@@ -205,9 +205,9 @@ def _dry_run(config: RunConfig, world: int, args: argparse.Namespace) -> int:
 
 def _operators(config: RunConfig, device: str | None) -> list[Operator]:
     from mm_core.telemetry.operators import listed
-    from mm_core.training.optional.operators import operators_of
+    from mm_core.training.optional.operators import first_forward, operators_of
 
-    return listed(operators_of(config), device)
+    return listed(operators_of(first_forward(config)), device)
 
 
 def _dry_run_of_rank(args: argparse.Namespace) -> int:

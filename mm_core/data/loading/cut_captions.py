@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mm_core.contracts import Batch, CountingTokenizer, VideoTextBatch
 from mm_core.errors import plural
-from mm_core.runtime.ranks import Ranks
+from mm_core.runtime.ranks import gather_rows
 
 
 @dataclass
@@ -46,12 +46,9 @@ class CutCaptions:
 
     def of_ranks(self, leads: bool) -> CutCaptions:
         """The sum over the ranks that lead their share of the data (`leads`). A collective call."""
-        found = CutCaptions()
-        for each in Ranks.current().gather(self if leads else CutCaptions()):
-            found.add(each.seen, [], 0)
-            found.cut += each.cut
-            found.longest, found.limit = max(found.longest, each.longest), max(found.limit, each.limit)
-        return found
+        own = [self.seen, self.cut, self.longest, self.limit]
+        rows = gather_rows(own if leads else [0.0] * len(own)).long()
+        return CutCaptions(*rows[:, :2].sum(0).tolist(), *rows[:, 2:].amax(0).tolist())
 
     def described(self) -> str:
         """What was cut, in words; "" for nothing."""

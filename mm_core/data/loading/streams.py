@@ -26,7 +26,7 @@ from mm_core.data.loading.loader import AuthorCode, CodeError, Fault, PixelRange
 from mm_core.data.loading.plain import PlainBatches, PlainSamples
 from mm_core.data.loading.workers import StartWorker, deaths_explained, read_by_workers, start_server
 from mm_core.errors import DataError, MMError, PeerError, plural
-from mm_core.runtime.ranks import Ranks, gather_rows
+from mm_core.runtime.ranks import gather_rows
 
 _DICT = "a dict of tensors [B,...] and lists of B values, or a Batch"
 
@@ -47,6 +47,7 @@ class BatchStream:
         whole: whether every batch must have that many.
         workers: number of worker processes for an IterableDataset.
         pin_memory: whether its batches are page-locked.
+        ranks: number of ranks; several compare their first batches.
         note: receives a message for the user.
 
     Raises:
@@ -64,6 +65,7 @@ class BatchStream:
         whole: bool,
         workers: int,
         pin_memory: bool,
+        ranks: int,
         note: Callable[[str], None],
     ) -> None:
         self.where, self.share, self.rows, self._whole, self._note = source.where, share, rows, whole, note
@@ -83,7 +85,7 @@ class BatchStream:
                 worker_init_fn=StartWorker() if workers else None,
                 multiprocessing_context=start_server([__name__]) if workers else None,
             )
-        self._compared = Ranks.current().count == 1
+        self._compared = ranks == 1
 
     def epoch(self, number: int) -> Iterator[Batch]:
         """The batches of an epoch, from 0. Workers end with the iterator."""
@@ -248,7 +250,7 @@ class TrainingStream:
                 except MMError as error:
                     fault = error
                 skipped, found = 0, self.stream.agree(batches, fault)
-                if not ended(found, self.per_step, self.stream.where, step + 1):
+                if not ended(found, len(batches), self.per_step, self.stream.where, step + 1):
                     taken += self.per_step
                     break
                 if not taken:
@@ -292,11 +294,12 @@ def held_out(stream: BatchStream, most: int | None) -> Iterator[Batch]:
         yield last if batch is not None else replace(last, sample_weights=last.sample_weights * 0)
 
 
-def ended(found: Sequence[int], wanted: int, where: str, step: int) -> bool:
+def ended(found: Sequence[int], own: int, wanted: int, where: str, step: int) -> bool:
     """Whether all ranks have reached the end of their epoch.
 
     Args:
         found: each rank's number of micro-batches for the step; -1: reading them failed.
+        own: this rank's.
         wanted: number in a step.
         where: key of the data.
         step: from 1.
@@ -306,7 +309,7 @@ def ended(found: Sequence[int], wanted: int, where: str, step: int) -> bool:
     """
     short = [rank for rank, own in enumerate(found) if 0 <= own < wanted]
     if short and len(short) < len(found):
-        kind = DataError if Ranks.current().rank in short else PeerError  # one rank's sentence is shown
+        kind = DataError if own < wanted else PeerError  # one rank's sentence is shown
         raise kind(
             f"the loader of rank {', '.join(map(str, short))} has no rows for step {step}, but others have",
             where=where,

@@ -146,22 +146,22 @@ class Answers:
         groups: dict[int, list[int]] = {}
         for row, length in enumerate(lengths):
             groups.setdefault(min(max_new_tokens, self._room(length)), []).append(row)
-        found = [""] * len(lengths)
-        for room in self._rooms(groups):
+        found, ranks = [""] * len(lengths), Ranks.current()
+        for room in self._rooms(groups, ranks):
             if (rows := groups.get(room)) is None:
-                self._generate(_briefest(taken([lengths.index(min(lengths))])), 1)
+                self._generate(_briefest(taken([lengths.index(min(lengths))])), 1, ranks.count > 1)
                 continue
-            answers = self._generate(taken(rows), room, **listening(rows))
+            answers = self._generate(taken(rows), room, ranks.count > 1, **listening(rows))
             for row, tokens in zip(rows, answers, strict=True):
                 found[row] = self.text(tokens.tolist())
         return found
 
-    def _rooms(self, own: Collection[int]) -> list[int]:
+    def _rooms(self, own: Collection[int], ranks: Ranks) -> list[int]:
         """The answer lengths of all ranks. Every rank takes part in every generation, with the same number of
         forwards: a rank whose answers end earlier continues, so its prompts need as much room."""
-        if self._positions is None or self._composite or Ranks.current().count == 1:
+        if self._positions is None or self._composite or ranks.count == 1:
             return list(own)
-        return sorted(set().union(*Ranks.current().gather(set(own))))
+        return sorted(set().union(*ranks.gather(set(own))))
 
     def check(self, question: Mapping[str, Tensor]) -> None:
         """Checks that a prompt leaves the model room for an answer.
@@ -171,19 +171,19 @@ class Answers:
         """
         self._room(question["input_ids"].shape[1])
 
-    def _generate(self, given: Mapping[str, Tensor], max_new_tokens: int, **listening: object) -> Tensor:
-        """Generated tokens [B, up to max_new_tokens], without the prompts."""
+    def _generate(self, given: Mapping[str, Tensor], room: int, several: bool, **listening: object) -> Tensor:
+        """Generated tokens [B, up to `room`], without the prompts; `several` ranks generate together."""
         sharded = isinstance(self.model, FSDPModule)
         if sharded and not self._gathers:
             # FSDP2 gathers parameters for `forward` alone, and `generate` runs a vision tower before it.
             register_fsdp_forward_method(self.model, "generate")
             self._gathers = True
         settings = copy.deepcopy(self._settings)
-        settings.max_new_tokens = max_new_tokens
+        settings.max_new_tokens = room
         # As an argument, settings equal to the library's defaults would be replaced by the folder's.
         own, self.model.generation_config = self.model.generation_config, settings
         try:
-            found: Tensor = self.model.generate(**given, **listening, synced_gpus=Ranks.current().count > 1)
+            found: Tensor = self.model.generate(**given, **listening, synced_gpus=several)
         finally:
             self.model.generation_config = own
         # A separate decoder begins with one token, which some models also use as the end.

@@ -4,41 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mm_core.config.dump import to_mapping
-from mm_core.config.sections import RunConfig
+from mm_core.config.dump import plain
 from mm_core.device import device_type
 from mm_core.plan import RunPlan
 from mm_core.runtime.launch.rank_process import out_of_memory
+from mm_core.schema.fields import ComponentConfig
 
 _LAST = (
     "shard over more ranks, spread the tokens of a sample (engine.context_parallel), or train smaller samples"
 )
 
 
-def advise(error: BaseException, config: RunConfig, plan: RunPlan) -> None:
+def advise(error: BaseException, engine: ComponentConfig, plan: RunPlan) -> None:
     """Adds to an error about memory, as a note, the override to try next; leaves other errors as they are.
 
     Args:
         error: what ended the run.
-        config: the run's.
+        engine: the run's config of it.
         plan: the run's.
     """
     if out_of_memory(error) is None:
         return
     of_host = isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
-    found = next(rungs(config, plan, offloads=not of_host and device_type() != "cpu"), None)
+    found = next(rungs(engine, plan, offloads=not of_host and device_type() != "cpu"), None)
     error.add_note(f"add {found[0]} to the command: {found[1]}" if found is not None else _LAST)
 
 
-def rungs(config: RunConfig, plan: RunPlan, *, offloads: bool) -> Iterator[tuple[str, str]]:
+def rungs(section: ComponentConfig, plan: RunPlan, *, offloads: bool) -> Iterator[tuple[str, str]]:
     """Overrides that need less memory than a run, what costs least first, each with what it does.
 
     Args:
-        config: the run's.
+        section: the run's config of its engine.
         plan: the run's.
         offloads: whether host memory may be used in place of the device's.
     """
-    engine, micro, world = to_mapping(config)["engine"], config.train.micro_batch_size, plan.engine.world
+    engine, micro, world = plain(section), plan.micro_batch_size, plan.engine.world
+    assert isinstance(engine, dict)
     if micro > 1 and not plan.buckets:
         fewer = max(count for count in range(1, micro) if micro % count == 0)
         yield f"train.micro_batch_size={fewer}", "the same step in more micro-batches"

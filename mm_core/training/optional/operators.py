@@ -29,11 +29,10 @@ from mm_core.device.torch_private import (
     FakeTensorMode,
 )
 from mm_core.errors import MMError
-from mm_core.loading.run_adapters import task_of
 from mm_core.modules.casting import cast_as_planned
 from mm_core.parallel import recompute
 from mm_core.parallel.layout import ShardedPlan
-from mm_core.plan import build_frozen, check_data, in_buckets, in_cache, make_plan
+from mm_core.plan import build_frozen, build_task, check_data, in_buckets, in_cache, make_plan
 from mm_core.telemetry.operators import Calls, Operators, Signature, make_fake
 from mm_core.training.parts import Restored
 from mm_core.training.training_samples import make_loader
@@ -68,7 +67,7 @@ def first_forward(config: RunConfig) -> Forward:
     """
     loader = replace(config.data.loader, workers=0)
     config = replace(config, data=replace(config.data, loader=loader))
-    task = task_of(config, None)
+    task = build_task(config, {})
     engine: Engine = config.registry.build("engine", config.engine)
     check_data(config, task)
     train = build_split(config.registry, config.data.train, config.run.seed, loader.mode, "train")
@@ -101,15 +100,14 @@ def _as_engine(task: TaskModule, plan: EnginePlan) -> Callable[[str, Tensor], to
     return dtype
 
 
-def operators_of(config: RunConfig) -> dict[Signature, Calls]:
+def operators_of(forward: Forward) -> dict[Signature, Calls]:
     """The operators of a forward and backward of a run's first micro-batch, as the CPU would run them.
 
     Nothing of the size of the model is allocated. Encoders count too, unless their features are cached.
 
     Raises:
-        MMError: as for `first_forward`; and the model decides by values that are not known without weights.
+        MMError: the model decides by values that are not known without weights.
     """
-    forward = first_forward(config)
     calls: dict[Signature, Calls] = {}
     with FakeTensorMode(allow_non_fake_inputs=True):
         make_fake(forward.task, forward.dtypes)

@@ -20,6 +20,7 @@ from mm_core.diffusion.encoders.pixel import PixelAutoencoder
 from mm_core.diffusion.encoders.text import ByteTextEncoder
 from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.loading.initial_weights import FileWeights
+from mm_core.loading.left_out import WeightSources
 from mm_core.optim.adamw import adamw
 from mm_core.optim.ema import EMA
 from mm_core.plugin.registry import get_registry
@@ -72,7 +73,7 @@ def started(folder: str) -> tuple[TextToVideo, FSDP2Engine, EMA]:
         engine.plan(task, dist.get_world_size(), 2),
         lambda parameters: adamw([{"params": list(parameters.values())}], **ADAMW),
         Randomness(0),
-        FileWeights(config, task),
+        FileWeights(WeightSources(task, config.init_from, config.registry), config.train.adapters),
     )
     return task, engine, EMA(engine.shards, AVERAGE)
 

@@ -18,6 +18,7 @@ from mm_core.contracts.engine import _DTYPES
 from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.loading.frozen import load_frozen_of
 from mm_core.loading.initial_weights import FileWeights
+from mm_core.loading.left_out import WeightSources
 from mm_core.plan import build_frozen, build_task
 from mm_core.runtime.groups import start_process_group
 from mm_core.runtime.launch.rank_process import leave
@@ -44,7 +45,7 @@ def main() -> None:
     config = config_at(place, Path(folder), variant)
     task = build_task(config)
     build_frozen(task)
-    load_frozen_of(task, FSDP2Engine(), FSDP2Engine().plan(task, 1, 0), config)
+    load_frozen_of(task, FSDP2Engine(), FSDP2Engine().plan(task, 1, 0), config.registry)
     pair = variant.endswith("high_low")
     blocks = ("predictor.{*}.blocks.{*}",) if pair else BLOCKS
     wrapped = (*blocks, "predictor.{*}") if pair else blocks
@@ -58,7 +59,7 @@ def main() -> None:
         engine.plan(task, world, 2),
         lambda p: torch.optim.SGD(p.values(), lr=1e-2),
         Randomness(0),
-        FileWeights(config, task),
+        FileWeights(WeightSources(task, config.init_from, config.registry), config.train.adapters),
     )
     seen = {"begun": all_whole(engine.state_dict()["model"]), "losses": [], "experts": []}
     for step in range(3):

@@ -21,6 +21,7 @@ from mm_core.contracts import Loss, PredictorInputs, Randomness, torch_dtype
 from mm_core.device.torch_private import shards_mixed
 from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.loading.initial_weights import FileWeights
+from mm_core.loading.left_out import WeightSources
 from mm_core.modules.shards import local
 from mm_core.plan import build_task
 from mm_core.runtime.process_group import process_group
@@ -80,7 +81,7 @@ def ours(config, engine: FSDP2Engine, given: dict[str, Tensor]) -> tuple[float, 
     """The loss of a run's first step by the task's own call, and the adapter's values."""
     task = build_task(config)
     plan = engine.plan(task, 1, 2)
-    weights = FileWeights(config, task)
+    weights = FileWeights(WeightSources(task, config.init_from, config.registry), config.train.adapters)
     engine.prepare(task, plan, lambda p: torch.optim.SGD(p.values(), lr=0.1), Randomness(0), weights)
     adapter = {}
     for name, parameter in engine.named_parameters():

@@ -15,6 +15,7 @@ from mm_core.config.sections import InitFromSection
 from mm_core.errors import CheckpointError
 from mm_core.interchange.import_weights import import_weights
 from mm_core.loading.initial_weights import FileWeights
+from mm_core.loading.left_out import WeightSources
 from mm_core.plan import build_task
 from support.runs import load_task
 
@@ -38,7 +39,7 @@ def read(config) -> tuple[dict[str, torch.Tensor], FileWeights]:
     task = build_task(config)
     task.predictor.to_empty(device="cpu")
     state = {f"predictor.{name}": tensor for name, tensor in task.predictor.state_dict().items()}
-    files = FileWeights(config, task)
+    files = FileWeights(WeightSources(task, config.init_from, config.registry), config.train.adapters)
     assert files.names == set(state)
     files.fill(state)
     return {name.removeprefix("predictor."): tensor for name, tensor in state.items()}, files

@@ -16,6 +16,7 @@ from wan_variants import inputs
 from mm_core.contracts import Loss, Randomness
 from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.loading.initial_weights import FileWeights
+from mm_core.loading.left_out import WeightSources
 from mm_core.plugin.registry import get_registry
 from mm_core.runtime.groups import start_process_group
 from mm_core.runtime.launch.rank_process import leave
@@ -42,7 +43,11 @@ def main() -> None:
     plan = engine.plan(task, world, 2)
     # SGD: a step is as exact as its gradient, where AdamW makes a sign of a gradient near zero.
     engine.prepare(
-        task, plan, lambda p: torch.optim.SGD(p.values(), lr=1e-2), Randomness(0), FileWeights(config, task)
+        task,
+        plan,
+        lambda p: torch.optim.SGD(p.values(), lr=1e-2),
+        Randomness(0),
+        FileWeights(WeightSources(task, config.init_from, config.registry), config.train.adapters),
     )
     seen = {
         "wrapped": list(plan.wrapped),

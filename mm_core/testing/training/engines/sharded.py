@@ -14,7 +14,6 @@ from torch import Tensor
 
 from mm_core.checkpoint.store import CheckpointStore
 from mm_core.errors import MMError
-from mm_core.runtime.ranks import Ranks
 from mm_core.testing.kit import NotApplicable, sentence_of
 from mm_core.testing.ranks import ComponentBuild, ranks_of
 from mm_core.testing.tensors import differing, names
@@ -148,7 +147,7 @@ def _trained(work: Work) -> tuple[Trial, dict[str, Any]]:
         what = f"in step {step + 1} on {RANKS} ranks, grad_norm"
         _, numbers[what] = trial.step(step, ROWS, clip=CLIP)
     numbers[f"after {STEPS} steps on {RANKS} ranks, the evaluated loss"] = trial.loss(STEPS)
-    trial.backward(STEPS, ROWS, poisoned(Ranks.current().count - 1))
+    trial.backward(STEPS, ROWS, poisoned(trial.ranks.count - 1))
     norm = trial.engine.grad_norm()
     trial.engine.discard()
     return trial, {"numbers": numbers, "weights": trial.weights(), "poisoned": norm}

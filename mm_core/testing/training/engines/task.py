@@ -237,7 +237,8 @@ class Trial:
         task: Any = None,
     ) -> None:
         self.engine, self.task = engine, task_on_meta() if task is None else task
-        self.plan: EnginePlan = engine.plan(self.task, Ranks.current().count, 2.0)
+        self.ranks = Ranks.current()
+        self.plan: EnginePlan = engine.plan(self.task, self.ranks.count, 2.0)
         engine.place_frozen(self.task, self.plan, Values(drawn_values()))
         weights = None if values is None else Values(values)
         engine.prepare(self.task, self.plan, make, Randomness(seed), weights)

@@ -16,7 +16,6 @@ from mm_core.loading.frozen import load_frozen
 from mm_core.modules.shards import gathered
 from mm_core.plugin.registry import Registry
 from mm_core.runtime.process_group import process_group
-from mm_core.runtime.ranks import Ranks
 from mm_core.testing.data.reading import equal, expect_no_weights
 from mm_core.testing.kit import NotApplicable
 from mm_core.testing.ranks import ComponentBuild, on_ranks
@@ -213,9 +212,9 @@ def sharded_modules(probe: TaskProbe) -> None:
     """The loss is computed in an engine that shards the trained modules: they are called as modules."""
     task = probe.on_meta()
     expected = total_of(probe.loss(probe.batch(range(probe.data.rows)), probe.ready()))
-    with process_group():
+    with process_group() as ranks:
         try:
-            _in_engine(task, probe.probe.registry)
+            _in_engine(task, ranks.count, probe.probe.registry)
         except PlanError as fault:
             raise NotApplicable(f"the engine cannot plan it: {fault.what}") from fault
         batch = probe.batch(range(probe.data.rows), task=task)
@@ -225,10 +224,10 @@ def sharded_modules(probe: TaskProbe) -> None:
         probe.expect(near(found, expected), f"{what} is {found:.7g} instead of {expected:.7g}")
 
 
-def _in_engine(task: Any, registry: Registry | None = None) -> FSDP2Engine:
+def _in_engine(task: Any, world: int, registry: Registry | None = None) -> FSDP2Engine:
     """An engine that has sharded a task's modules, on the ranks of the process group."""
     engine = FSDP2Engine()
-    plan = engine.plan(task, Ranks.current().count, 1.0)
+    plan = engine.plan(task, world, 1.0)
     for name in task.frozen:
         load_frozen(getattr(task, name), "cpu", registry)
     engine.prepare(task, plan, lambda named: torch.optim.SGD(named.values()), Randomness(0), None)
@@ -262,11 +261,13 @@ def over_ranks(probe: TaskProbe) -> None:
 
 def _gradients_over_ranks(work: tuple[ComponentBuild, float, bytes]) -> dict[str, Tensor]:
     """Run by each rank: the gradients over all ranks, each of which has its batch."""
-    (build, weight, batches), ranks = work, Ranks.current()
+    build, weight, pickled = work
     with torch.device("meta"):
         task = build()
-    engine, batch = _in_engine(task), pickle.loads(batches)[ranks.rank]
-    engine.micro_step(lambda: loss_of_batch(task, batch), last=True, scale=ranks.count / weight)
+    batches = pickle.loads(pickled)
+    engine = _in_engine(task, len(batches))
+    batch = batches[engine.data_ranks.rank]
+    engine.micro_step(lambda: loss_of_batch(task, batch), last=True, scale=len(batches) / weight)
     return {name: gathered(p.grad) for name, p in engine.named_parameters() if p.grad is not None}
 
 
