@@ -44,7 +44,6 @@ from mm_core.contracts.components import (
     VelocityField,
     WeightsFrom,
 )
-from mm_core.contracts.conditions import CLIP_CONDITIONS, ConditionShapes, SupportsConditionShapes
 from mm_core.contracts.conversation import (
     Conversing,
     Decoding,
@@ -107,7 +106,14 @@ from mm_core.contracts.frames import (
     SupportsFrames,
     SupportsMaxFrames,
 )
-from mm_core.contracts.inputs import ClipSize, Input, SupportsInputs
+from mm_core.contracts.inputs import (
+    CLIP_CONDITIONS,
+    ClipSize,
+    ConditionShapes,
+    Input,
+    SupportsConditionShapes,
+    SupportsInputs,
+)
 from mm_core.contracts.randomness import Randomness, generators_kept, seed_generators, seeded
 from mm_core.contracts.running import (
     CachePart,

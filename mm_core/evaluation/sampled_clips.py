@@ -19,8 +19,9 @@ from mm_core.data.media.video_files import (
     write_prompts,
     write_video,
 )
-from mm_core.data.rows.prompts import Prompt, read_images, read_inputs
+from mm_core.data.rows.prompts import Prompt, read_images
 from mm_core.errors import ContractError, plural
+from mm_core.evaluation.sample_inputs import read_inputs
 from mm_core.runtime.groups import wait_for_ranks
 from mm_core.runtime.ranks import Ranks
 from mm_core.schema.fields import ComponentConfig

@@ -27,9 +27,10 @@ from mm_core.contracts import (
 )
 from mm_core.data.loading.plain import AnyDataset, PlainBatches
 from mm_core.data.loading.streams import BatchStream
-from mm_core.data.rows.prompts import Prompt, with_images, with_inputs
+from mm_core.data.rows.prompts import Prompt, with_images
 from mm_core.errors import ContractError, DataError, MMError, PeerError, plural
 from mm_core.evaluation.batches import EvaluatedEngine, EvaluationData, StreamedEvaluation
+from mm_core.evaluation.sample_inputs import with_inputs
 from mm_core.evaluation.sampled_clips import (
     gather_previews,
     no_clips,

@@ -31,11 +31,12 @@ from mm_core.contracts import (
     torch_dtype,
 )
 from mm_core.data.media.video_files import clip_name, make_folder, preview
-from mm_core.data.rows.prompts import Prompt, with_images, with_inputs
+from mm_core.data.rows.prompts import Prompt, with_images
 from mm_core.device import environment_world
 from mm_core.engines import EngineBase
 from mm_core.errors import DataError, MMError
 from mm_core.evaluation.batches import EvaluatedEngine
+from mm_core.evaluation.sample_inputs import with_inputs
 from mm_core.evaluation.sampled_clips import (
     check_made,
     gather_previews,
@@ -87,8 +88,7 @@ def sample(
     Args:
         run: a run's folder, `DIR@STEP`, or one of its checkpoints.
         prompt, prompts: the first prompt, and further ones.
-        images, last_images: files of first (and last) frames: one for all prompts, or one for each.
-        inputs: further inputs of the predictor by field: files of pictures or clips, or numbers, likewise.
+        images, last_images, inputs: files of first, of last frames, of inputs by field: one for all or each.
         negative_prompt: guidance leads away from it. seed: the noise of clip i derives from (seed, i).
         steps: solver steps.
         guidance: scale of classifier-free (1 or less: off) or embedded guidance, or one for each expert.
@@ -117,9 +117,7 @@ def sample(
         fps=fps,
     )
     with among_ranks() as ranks:
-        task = stored.config.task
-        request = with_inputs_read(with_trained_size(request, task, stored.config.data.train), task, wanted)
-        return _sample(stored, request, ranks, weights, None if out is None else Path(out), keep)
+        return _sample(stored, wanted, request, ranks, weights, None if out is None else Path(out), keep)
 
 
 def _prompts(
@@ -148,10 +146,18 @@ def among_ranks(patient: bool = False) -> Iterator[Ranks]:
 
 
 def _sample(
-    stored: StoredRun, request: SampleRequest, ranks: Ranks, weights: Weights, out: Path | None, keep: bool
+    stored: StoredRun,
+    wanted: Sequence[Prompt],
+    request: SampleRequest,
+    ranks: Ranks,
+    weights: Weights,
+    out: Path | None,
+    keep: bool,
 ) -> list[Clip]:
     """This rank's clips of a request, and all ranks' files."""
     source, config = stored.checkpoint, stored.config
+    request = with_trained_size(request, config.task, config.data.train)
+    request = with_inputs_read(request, config.task, wanted)
     task = build_task(config, source.adapters)
     if not isinstance(task, SupportsClips) and not callable(getattr(task, "sample", None)):
         raise no_clips(config.task.type)

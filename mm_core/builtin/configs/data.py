@@ -73,6 +73,11 @@ class MediaField:
         "clip"  # a path of a picture or clip, read at the times, crop and flip of the row's own; or a number
     )
 
+    @property
+    def place(self) -> str | int:
+        """The column of the field."""
+        return self.name if self.column is None else self.column
+
 
 @dataclass(frozen=True)
 class MediaColumns:

@@ -216,8 +216,7 @@ class CacheRows:
                 further = [own.get(name) for name in part.fields]
                 if part.of_text:
                     rows.append(text_key(part, source.caption or ""))
-                elif content is None or None in further:
-                    # No file: training without the cache lists it, with the reason.
+                elif content is None or None in further:  # no file: training lists it, with the reason
                     rows.append(bytes(KEY.itemsize))
                 else:
                     key = digest(part.digest, made, content, *filter(None, further), drawn)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from mm_core.builtin.configs.data import MediaTextConfig
@@ -20,14 +21,7 @@ from mm_core.data.rows.sources import OpenedSource
 
 @dataclass(frozen=True)
 class FurtherFields:
-    """Reads the further fields of rows, which all sources have alike.
-
-    Attributes:
-        wanted: the config of the dataset.
-        reader: decodes clips.
-        transform: makes pixels of frames.
-        sources: with the folders of the files.
-    """
+    """Reads the further fields of rows, which all sources have alike, as a dataset reads its clips."""
 
     wanted: MediaTextConfig
     reader: VideoReader
@@ -40,34 +34,17 @@ class FurtherFields:
         return {each.name: each.kind for each in self.wanted.sources[0].columns.fields}
 
     def of(self, row: MediaRow) -> dict[str, Path | float]:
-        """The files and numbers of a row by field.
-
-        Raises:
-            DataError: a path leaves the folder, or cannot be used.
-        """
+        """The files and numbers of a row by field. DataError if a path cannot be used."""
         folder, cells = self.sources[row.source].folder, zip(self.kinds.items(), row.fields, strict=True)
         return {name: inside(folder, cell) if kind == "clip" else float(cell) for (name, kind), cell in cells}
 
     def read(
-        self,
-        row: MediaRow,
-        times: Sequence[float],
-        size: tuple[int, int],
-        rng: Randomness | None,
-    ) -> dict[str, Tensor | float]:
-        """The fields of a sample: pixels uint8 [3,F,Y,X] with the crop and flip of its clip, and numbers.
-
-        Args:
-            row: the row.
-            times: the seconds of the clip's frames; (): the row is a picture, and its fields are too.
-            size: height and width of the pixels.
-            rng: of the sample, from which its clip was cropped.
-
-        Raises:
-            DataError: a file cannot be read, or is shorter than the clip.
-        """
+        self, row: MediaRow, times: Sequence[float], size: tuple[int, int], rng: Randomness | None
+    ) -> dict[str, Tensor]:
+        """The fields of a sample: pixels uint8 [3,F,Y,X] of a `size`, with the crop and flip of its clip, at
+        the `times` of its frames (none: it is a picture), and numbers. DataError if a file cannot be read."""
         return {
-            name: self._pixels(value, times, size, rng) if isinstance(value, Path) else value
+            name: self._pixels(value, times, size, rng) if isinstance(value, Path) else torch.tensor(value)
             for name, value in self.of(row).items()
         }
 

@@ -23,6 +23,9 @@ _THREADS = 16
 _EVERY = 10.0
 """Seconds between two messages about headers that are read."""
 
+IMAGE_FPS = 25.0
+"""Frames per second of an image, as in the video readers."""
+
 
 def sizes_of(rows: MappedRows, rate: float | None, header: Callable[[MediaRow], VideoInfo]) -> Tensor:
     """Frames at a rate, height and width of each row, int64 [R,3]; 0: its file cannot be read.
@@ -81,3 +84,8 @@ def mixed_media(size: int, what: str, where: str) -> ContractError:
         accepted="one kind of medium, num_frames: 1, or train.micro_batch_size: 1",
         hint="data.loader.mode: variable reads each kind and size in micro-batches of its own",
     )
+
+
+def of_image(height: int, width: int) -> VideoInfo:
+    """The properties of an image as a clip of one frame."""
+    return VideoInfo(width, height, IMAGE_FPS, 1, 1 / IMAGE_FPS)

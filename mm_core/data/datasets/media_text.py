@@ -18,7 +18,7 @@ from mm_core.builtin.configs.data import MediaSource, MediaTextConfig
 from mm_core.contracts import Randomness, Source, Transform, VideoInfo, VideoReader, VideoTextBatch
 from mm_core.data.datasets import Sample
 from mm_core.data.datasets.further_fields import FurtherFields
-from mm_core.data.datasets.media_sizes import mixed_media, sizes_of
+from mm_core.data.datasets.media_sizes import IMAGE_FPS, mixed_media, of_image, sizes_of
 from mm_core.data.datasets.video_text import Size, collate_clips, made_of
 from mm_core.data.media.frames import clip_times, read_frames
 from mm_core.data.media.image_headers import NoImageError, holds_clip, image_size
@@ -35,9 +35,6 @@ from mm_core.data.rows.paths import refusal
 from mm_core.data.rows.sources import OpenedSource, SourceReader, media_of
 from mm_core.errors import ContractError, DataError, MMError, RunWarning, plural
 from mm_core.files import open_plain, read_plain
-
-IMAGE_FPS = 25.0
-"""Frames per second of an image, as in the video readers."""
 
 _COMPARED = 10_000  # caption files that a resume reads to compare a folder
 _THREADS = 16
@@ -263,7 +260,7 @@ class MediaTextDataset:
         with self.opened(row) as path:
             if row.medium == "image":
                 try:
-                    return _of_image(*image_size(path, self.wanted.max_pixels))
+                    return of_image(*image_size(path, self.wanted.max_pixels))
                 except NoImageError:
                     if not holds_clip(path):
                         raise
@@ -281,7 +278,7 @@ class MediaTextDataset:
             photo = self.photo(row, path)
             if photo is not None:
                 self._try_transform(photo, row)
-                return _of_image(*photo.shape[1:3])
+                return of_image(*photo.shape[1:3])
             info = self.reader.probe(path)
             least = 1 if self.wanted.height is None else self.wanted.num_frames
             clip_times(info, path, least, self.wanted.fps, 0.0)
@@ -396,7 +393,3 @@ def _write_rows(sources: Sequence[MediaSource], folder: Path) -> list[OpenedSour
     readers = [SourceReader(number, source) for number, source in enumerate(sources)]
     MappedRows.write((rows for each in readers for rows in each.blocks()), folder)
     return [each.opened() for each in readers]
-
-
-def _of_image(height: int, width: int) -> VideoInfo:
-    return VideoInfo(width, height, IMAGE_FPS, 1, 1 / IMAGE_FPS)

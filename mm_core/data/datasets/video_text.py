@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from mm_core.builtin.configs.data import VideoTextConfig
 from mm_core.contracts import Randomness, Source, Transform, VideoInfo, VideoReader, VideoTextBatch
@@ -31,7 +32,6 @@ Size = tuple[int, int, int]
 """Frames, height and width."""
 
 _OWN = frozenset({"pixels", "caption", "id", "fps", "key", "weight"})
-"""What each sample of a clip has."""
 
 
 class VideoTextDataset:
@@ -202,15 +202,5 @@ def collate_clips(samples: Sequence[Sample], levels: Tensor | None = None) -> Vi
         captions=[sample["caption"] for sample in samples],
         fps=torch.tensor([sample["fps"] for sample in samples], dtype=torch.float32),
         levels=levels,
-        fields={
-            name: _column([sample[name] for sample in samples]) for name in samples[0] if name not in _OWN
-        },
+        fields=default_collate([{n: v for n, v in each.items() if n not in _OWN} for each in samples]),
     )
-
-
-def _column(values: Sequence[Any]) -> Tensor | list[Any]:
-    """Values of a field: stacked tensors and numbers; others as a list."""
-    if isinstance(values[0], Tensor):
-        return torch.stack([*values])
-    numbers = all(isinstance(value, int | float) for value in values)
-    return torch.tensor(values, dtype=torch.float32) if numbers else [*values]

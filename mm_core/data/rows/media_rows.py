@@ -123,9 +123,7 @@ def field_fault(name: str, kind: str, cell: object) -> str | None:
         number = number_of(cell)
         usable = isinstance(number, (int, float)) and not isinstance(number, bool) and isfinite(number)
         return None if usable else f"the field `{name}` is {cell!r}, not a number"
-    if not isinstance(cell, str) or not cell:
-        return f"the field `{name}` is {cell!r}, not a path"
-    return None
+    return None if isinstance(cell, str) and cell else f"the field `{name}` is {cell!r}, not a path"
 
 
 def _positive(value: object) -> float | None:

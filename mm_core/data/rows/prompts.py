@@ -8,19 +8,14 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mm_core.data.media.frames import clip_times, read_frames
-from mm_core.data.media.image_headers import holds_clip
 from mm_core.data.media.images import read_image
-from mm_core.data.media.limits import decoding
-from mm_core.data.media.readers import PyAVReader
 from mm_core.data.rows.json_rows import RowFile
-from mm_core.data.rows.media_rows import medium_of
 from mm_core.errors import DataError, MMError, plural
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """The prompt of one clip: its text, files of its first and last frame, and fields of the model's inputs.
+    """The prompt of one clip: its text, its first and last frame, and further inputs of the model.
 
     Attributes:
         text: description of the clip.
@@ -76,11 +71,9 @@ def _prompt_of(row: object, path: Path) -> Prompt:
 def _inputs(row: Mapping[str, object], path: Path) -> dict[str, Path | float]:
     found = row.get("inputs", {})
     if not isinstance(found, dict):
-        accepted = 'an object such as {"control": "depth.mp4"}'
-        raise DataError(f"inputs is {found!r}"[:200], where=str(path), accepted=accepted)
-    numbers = {name: float(value) for name, value in found.items() if type(value) in (int, float)}
-    files = {name: _file(found, name, path) for name in found if name not in numbers}
-    return {**numbers, **{name: file for name, file in files.items() if file is not None}}
+        raise DataError(f"inputs is {found!r}"[:200], where=str(path), accepted='{"control": "depth.mp4"}')
+    read = {n: float(v) if type(v) in (int, float) else _file(found, n, path) for n, v in found.items()}
+    return {name: value for name, value in read.items() if value is not None}
 
 
 def _file(row: Mapping[str, object], key: str, path: Path) -> Path | None:
@@ -115,78 +108,6 @@ def with_images(
     lasts = _one_each([prompt.last_image for prompt in prompts], last_images, "last image")
     rows = zip(prompts, firsts, lasts, strict=True)
     return [replace(prompt, image=first, last_image=last) for prompt, first, last in rows]
-
-
-def with_inputs(prompts: Sequence[Prompt], given: Mapping[str, Sequence[str | Path | float]]) -> list[Prompt]:
-    """Adds fields of the model's inputs to prompts: one value for all of them, or one for each.
-
-    Args:
-        prompts: the prompts; those with an own value keep it.
-        given: by field, files of pictures and clips, or numbers, also as texts.
-
-    Raises:
-        MMError: the number of values is neither one nor that of the prompts.
-    """
-    found = list(prompts)
-    for name, values in given.items():
-        if len(values) not in (1, len(found)):
-            raise MMError(
-                f"the request contains {plural(len(found), 'prompt')}, but {plural(len(values), 'value')} of"
-                f" the input `{name}`",
-                accepted=f"one value for all prompts{f', or {len(found)}' if len(found) > 1 else ''}",
-            )
-        column = [*values] * (len(found) if len(values) == 1 else 1)
-        found = [
-            replace(prompt, inputs={name: _number_or_path(value), **prompt.inputs})
-            for prompt, value in zip(found, column, strict=True)
-        ]
-    return found
-
-
-def _number_or_path(value: str | Path | float) -> Path | float:
-    try:
-        return float(value) if not isinstance(value, Path) else value
-    except ValueError:
-        return Path(str(value))
-
-
-def read_inputs(
-    prompts: Sequence[Prompt], num_frames: int, fps: float | None
-) -> dict[str, tuple[Tensor | float, ...]]:
-    """Reads the inputs of prompts, in the form of `SampleRequest.inputs`.
-
-    Args:
-        prompts: each has the same fields.
-        num_frames: frames that are read of a clip, from its beginning.
-        fps: of these frames; None: the clip's own.
-
-    Raises:
-        DataError: a file is no picture or clip, or too short, or a prompt lacks a field.
-    """
-    names = {name for prompt in prompts for name in prompt.inputs}
-    read: dict[Path, Tensor] = {}
-    for prompt in prompts:
-        for name in sorted(names - prompt.inputs.keys()):
-            raise DataError(f"the prompt {prompt.text!r} has no input `{name}`, which others have"[:200])
-        for value in prompt.inputs.values():
-            if isinstance(value, Path) and value not in read:
-                read[value] = _picture_or_clip(value, num_frames, fps)
-    return {
-        name: tuple(
-            read[value] if isinstance(value := prompt.inputs[name], Path) else value for prompt in prompts
-        )
-        for name in sorted(names)
-    }
-
-
-def _picture_or_clip(path: Path, num_frames: int, fps: float | None) -> Tensor:
-    """uint8 [3,Y,X] of a picture, or [3,F,Y,X] of a clip."""
-    if medium_of(path.name) == "image" and not (path.exists() and holds_clip(path)):
-        return read_image(path)
-    reader = PyAVReader()
-    with decoding(str(path)):
-        times = clip_times(reader.probe(path), path, num_frames, fps, 0.0)
-        return read_frames(reader, path, times).permute(3, 0, 1, 2)
 
 
 def _one_each(own: Sequence[Path | None], files: Sequence[str | Path], what: str) -> list[Path | None]:

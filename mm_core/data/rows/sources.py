@@ -104,17 +104,14 @@ class SourceReader:
         check_folder(self.folder, "the folder of the images and clips")
         named = source.columns
         if named.fields and not self.in_table:
-            what = "`columns.fields` names columns of a table, but this source is no table"
-            raise DataError(what, where=str(self.path), hint="list the clips in a JSONL file")
+            raise DataError("`columns.fields` needs a table, but this source is none", where=str(self.path))
         self.captions: tuple[Column, ...] = (
             named.caption if isinstance(named.caption, tuple) else (named.caption,)
         )
         # A table without names has only numbers.
         sizes: dict[str, Column] = {name: getattr(named, name) for name in SIZES}
         self.sizes = {k: v for k, v in sizes.items() if type(v) is type(named.path)}
-        self.fields: dict[str, Column] = {
-            each.name: each.name if each.column is None else each.column for each in named.fields
-        }
+        self.fields: dict[str, Column] = {each.name: each.place for each in named.fields}
         self._faults: dict[str, list[str]] = {}  # error -> the rows that have it
         self._met: set[str] = set()  # names in `where` that have had a value
 
