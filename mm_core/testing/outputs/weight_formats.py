@@ -19,6 +19,7 @@ from mm_core.interchange.export import write_part
 from mm_core.interchange.export_plan import Part, Planner, own_state
 from mm_core.loading.checkpoint_source import CheckpointSource
 from mm_core.plugin.checks.values import returned
+from mm_core.runtime.ranks import Ranks
 from mm_core.testing.common import KindProbe
 from mm_core.testing.kit import Kit, NotApplicable, Probe, checks_of
 from mm_core.weights.fitting import Fit, candidate_layouts, formats_of
@@ -36,6 +37,7 @@ class _Stored:
         self._tensors = {f"{_NAME}.{name}": tensor for name, tensor in tensors.items()}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
         self.dtypes = {name: tensor.dtype for name, tensor in self._tensors.items()}
+        self.ranks = Ranks.current()
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
         for name, target in targets.items():
