@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mm_core.contracts import FeatureBatch, Input, PredictorInputs, SampleRequest
+from mm_core.contracts import DictBatch, FeatureBatch, Input, PredictorInputs, SampleRequest
 from mm_core.data.cache.samples import joined
 from mm_core.errors import ContractError
 from support.text_to_video import RNG, SmallPredictor, make_batch, make_task
@@ -163,6 +163,44 @@ def test_a_row_may_read_the_clip_itself():
     batch = batch_of(task)
     wanted = task.autoencoder.encode(batch.pixels[:, :, :1]).mode()
     assert torch.equal(task.encode(batch).given["control"], wanted)
+    given = {**request().inputs, "first": (torch.zeros(3, 5, 6, dtype=torch.uint8),) * 2}
+    del given["control"]
+    clips = task.sample(SampleRequest(("a", "b"), inputs=given))
+    assert len(clips) == 2 and task.predictor.given["control"].shape == (4, 12, 1, 4, 4)
+
+
+def test_plain_dicts_keep_the_fields_of_the_table_alone():
+    task = make_task(Conditioned())
+    batch = make_batch()
+    values = {"video": batch.pixels, "caption": batch.captions, **fields_of(), "audio": torch.zeros(3, 9)}
+    clips = task.batch_transform()(DictBatch(batch.keys, batch.sample_weights, batch.ids, values))
+    assert clips.fields.keys() == {"control", "mask", "motion"}
+    one, other = task.prepare(clips, RNG), task.prepare(batch_of(task), RNG)
+    assert torch.equal(task.loss(one).total, task.loss(other).total)
+
+
+def test_a_whole_number_is_one_in_the_cache_too():
+    class Classed(SmallPredictor):
+        inputs = (Input("kind"),)
+
+        def with_inputs(self, latents, timestep, given):
+            return PredictorInputs(latents, timestep, given)
+
+        def forward(self, latents, timestep, text, text_mask, kind):
+            self.kind = kind
+            return super().forward(latents, timestep, text, text_mask)
+
+    task = make_task(Classed())
+    batch = replace(make_batch(task), fields={"kind": torch.tensor([4, 5, 6])})
+    rows = [{} for _ in range(3)]
+    for part in task.cache_parts():
+        given = batch.captions if part.of == "text" else batch
+        for row, found in zip(rows, task.features(part.name, given), strict=True):
+            row[part.name] = found
+    cached = joined(batch.keys, batch.sample_weights, batch.ids, rows, {})
+    for each in (batch, cached):
+        task.loss(task.prepare(each, RNG))
+        assert task.predictor.kind.dtype == torch.int64 and task.predictor.kind.tolist() == [4, 5, 6]
 
 
 def test_the_plan_knows_the_shapes_of_inputs():

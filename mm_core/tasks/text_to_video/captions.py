@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -32,19 +31,24 @@ Encoded = tuple[Tensor, Tensor, Mapping[str, Tensor]]
 
 _PAIR = {"ids": None, "mask": None}.keys()
 _NAMES = (("video", "pixels"), ("caption", "captions"))
-_KNOWN = frozenset({*chain(*_NAMES), "prompt_ids", "prompt_mask", "fps"})
 _CLIP = "`video` [3,F,Y,X] from -1 to 1, and `caption`, or `prompt_ids` and `prompt_mask` [L]"
 
 
 @dataclass(frozen=True)
 class TokenizeCaptions:
-    """Fills `text_ids` and `text_mask` of a batch in the data worker; one of plain dicts becomes clips."""
+    """Fills `text_ids` and `text_mask` of a batch in the data worker; one of plain dicts becomes clips.
+
+    Attributes:
+        tokenizer: of the text encoder.
+        fields: names that the predictor's inputs read; of plain dicts, nothing else is kept.
+    """
 
     tokenizer: Tokenizer
+    fields: tuple[str, ...] = ()
 
     def __call__(self, batch: Batch) -> Batch:
         if isinstance(batch, DictBatch):
-            return clips_of(batch, self.tokenizer)
+            return clips_of(batch, self.tokenizer, self.fields)
         assert isinstance(batch, VideoTextBatch)
         tokens = self.tokenizer(batch.captions)
         cut = cut_captions(self.tokenizer, batch.captions, tokens)
@@ -66,9 +70,9 @@ def cut_captions(tokenizer: Tokenizer, captions: Sequence[str], tokens: Tokens) 
     return [count for count in counts if count > tokenizer.max_length]
 
 
-def clips_of(batch: DictBatch, tokenizer: Tokenizer) -> VideoTextBatch:
+def clips_of(batch: DictBatch, tokenizer: Tokenizer, fields: Sequence[str] = ()) -> VideoTextBatch:
     """A batch of plain dicts as clips with tokens: their `video` (or `pixels`) and `caption`, or
-    `prompt_ids` and `prompt_mask`, and `fps` if they have it.
+    `prompt_ids` and `prompt_mask`, `fps` and further `fields` if they have them.
 
     Raises:
         ContractError: something is missing, or has another shape.
@@ -107,7 +111,7 @@ def clips_of(batch: DictBatch, tokenizer: Tokenizer) -> VideoTextBatch:
         text_mask=None if mask is None else mask.flatten(1).bool(),
         fps=None if fps is None else fps.float(),
         cut=cut,
-        fields={name: value for name, value in values.items() if name not in _KNOWN},
+        fields={name: values[name] for name in fields if name in values},
         tokens=dict(tokens),
     )
 

@@ -124,10 +124,10 @@ class ClipEncoder:
             if drops:
                 empty = self.captions.of_features(texts, TEXTS, device, length)
             text = self.captions.of_features(features, TEXTS, device, length)
-            given = {
-                row.name: features[f"{part.name}.values"]
-                for row, part in zip(self.inputs.rows, self.inputs.cache_parts(), strict=True)
-            }
+            parts = zip(self.inputs.rows, self.inputs.cache_parts(), strict=True)
+            found = {row.name: features[f"{part.name}.values"] for row, part in parts}
+            # Features of whole numbers are plain values.
+            given = {name: torch.as_tensor(value, device=device) for name, value in found.items()}
         else:
             assert isinstance(batch, VideoTextBatch)
             size, fps, device = batch.size, batch.fps, batch.device

@@ -75,6 +75,11 @@ class GivenInputs:
         return [name for name in read if name not in OF_CLIP]
 
     @property
+    def asked(self) -> list[str]:
+        """The fields that a request to sample gives by name; frames of image-to-video are its images."""
+        return [*dict.fromkeys(name for row in self._own for name in row.reads)]
+
+    @property
     def reads_clip(self) -> bool:
         """Whether a condition is made of the clip itself."""
         return any(name in OF_CLIP for row in self.rows for name in row.reads)
@@ -216,9 +221,9 @@ class GivenInputs:
 
 
 def _bytes(image: Tensor) -> Tensor:
-    """uint8 [3,Y,X] of an image in its own size, or of a frame [3,1,Y,X] in [-1, 1]."""
+    """uint8 [3,Y,X] of an image or the first frame of a clip [3,F,Y,X], of uint8 or from -1 to 1."""
     if image.dtype == torch.uint8:
-        return image
+        return image if image.dim() == 3 else image[:, 0]
     return ((image[:, 0] + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 

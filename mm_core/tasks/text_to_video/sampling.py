@@ -85,7 +85,7 @@ class ClipSampler:
 
     def _check_inputs(self, given: Given, prompts: int, frames: int) -> None:
         """ContractError for fields that are missing, unknown, of other clips or too short."""
-        needed = self.inputs.names
+        needed = self.inputs.asked
         for name in sorted({*needed} ^ {*given}):
             missing = name in needed
             raise ContractError(

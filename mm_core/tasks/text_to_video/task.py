@@ -143,7 +143,8 @@ class TextToVideo(TaskModule):
     def batch_transform(self) -> TokenizeCaptions:
         """The transform that data workers apply to a batch: tokenizing its captions."""
         encoder = self.text_encoder
-        return TokenizeCaptions(returned(TextEncoder.tokenizer, encoder.tokenizer(), encoder))
+        tokenizer = returned(TextEncoder.tokenizer, encoder.tokenizer(), encoder)
+        return TokenizeCaptions(tokenizer, tuple(self._inputs.names))
 
     def begin_step(self, step: int) -> None:
         """Starts a training step (from 0); the step decides which expert is trained."""
