@@ -47,6 +47,50 @@ def test_an_encoder_with_extras_passes() -> None:
 
 
 @dataclass
+class NamedTokens:
+    """Tokens of two tokenizers by name."""
+
+    faulty: bool = False
+
+    def __call__(self, captions):
+        ids, mask = ByteTokenizer(64)(captions)
+        letters = torch.tensor([[caption.count(letter) for letter in "aeiou"] for caption in captions])
+        return {"ids": ids, "own_mask": mask, "letters": letters[:-1] if self.faulty else letters}
+
+
+class Named(ByteTextEncoder):
+    """An encoder whose tokens and states have names; the states of its second stream have a mask."""
+
+    faulty_tokens = faulty_batch = False
+
+    @property
+    def condition_shapes(self):
+        return {"vowels": (5,), "second": (None, self.hidden_size), "second_mask": (None,)}
+
+    def tokenizer(self):
+        return NamedTokens(self.faulty_tokens)
+
+    def encode(self, ids, own_mask, letters):
+        hidden, mask = super().encode(ids, own_mask)
+        vowels = letters.float()
+        if self.faulty_batch:
+            vowels = vowels - vowels.mean(0)
+        return {"text": (hidden, mask), "second": (hidden * 2, mask), "vowels": vowels}
+
+
+def test_an_encoder_of_named_tokens_and_states_passes_and_faulty_ones_are_refused() -> None:
+    outcomes = examined("core/bytes", Named, ranks=False)
+    assert [o.reason for o in outcomes if o.status == "failed"] == []
+    passed = {o.check for o in outcomes if o.status == "passed"}
+    assert {"tokens", "picklable_tokenizer", "hidden_states", "captions_matter", "independence"} <= passed
+    short = type("Faulty", (Named,), {"faulty_tokens": True})
+    mixed_rows = type("Faulty", (Named,), {"faulty_batch": True})
+    assert "the tokenizer returned 'letters'" in refusal("core/bytes", "tokens", short)
+    found = refusal("core/bytes", "independence", mixed_rows)
+    assert "the extra 'vowels' of 'a red circle moves left' alone and in a batch differ" in found
+
+
+@dataclass
 class Tokens:
     """A tokenizer of bytes with one fault."""
 

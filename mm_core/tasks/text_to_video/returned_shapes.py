@@ -69,7 +69,7 @@ def expect_text(found: Any, rows: int, encoder: TextEncoder) -> tuple[Any, ...]:
         ContractError: a shape is different, or it is something else.
     """
     if isinstance(found, Mapping) and "text" in found:
-        found = _of_named(found)
+        found = of_named(found)
     if not isinstance(found, tuple) or len(found) not in (2, 3) or not isinstance(found[0], Tensor):
         raise wrong_type("text_encoder", "encode", found, _STATES, encoder)
     _expect_states(found[0], rows, "text_encoder", encoder)
@@ -79,7 +79,7 @@ def expect_text(found: Any, rows: int, encoder: TextEncoder) -> tuple[Any, ...]:
     return found
 
 
-def _of_named(found: Mapping[str, Any]) -> tuple[Any, ...]:
+def of_named(found: Mapping[str, Any]) -> tuple[Any, ...]:
     """Named states as text, mask and other tensors; a mask that is None is true everywhere."""
     flat: dict[str, Any] = {}
     for name, value in found.items():

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mm_core.contracts import Randomness
+from mm_core.contracts import Randomness, Tokens
 from mm_core.errors import plural
 from mm_core.tasks.text_to_video.conditions import check_returned
+from mm_core.tasks.text_to_video.returned_shapes import of_named
 from mm_core.testing.data.reading import expect_no_weights
 from mm_core.testing.frozen.components import FROZEN, FrozenProbe, check_pure
 from mm_core.testing.kit import Kit, NotApplicable, by_name
@@ -33,24 +34,44 @@ _HINT = "hand the mask to the model's attention"
 
 def _encoded(probe: FrozenProbe, captions: Sequence[str]) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
     """Hidden states, their mask, and extras of captions."""
-    ids, mask = probe.component.tokenizer()(captions)
-    return _states(probe, ids, mask)
+    return _states(probe, probe.component.tokenizer()(captions))
 
 
-def _states(probe: FrozenProbe, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
+def _states(probe: FrozenProbe, given: Tokens) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
+    """Those of the tokens of captions: ids and mask, or named tensors."""
+    encode = probe.component.encode
     with torch.no_grad():
-        found = probe.component.encode(ids, mask)
+        found = encode(**given) if isinstance(given, Mapping) else encode(*given)
+    if isinstance(found, Mapping) and "text" in found:
+        found = of_named(found)
     probe.expect(
         isinstance(found, tuple) and len(found) in (2, 3),
         f"encode returned a {type(found).__name__}{f' of {len(found)}' if isinstance(found, tuple) else ''}",
-        accepted="(hidden[B,L,D], mask[B,L]), and perhaps a mapping of further tensors [B,...]",
+        accepted="(hidden[B,L,D], mask[B,L]), and perhaps a mapping of further tensors [B,...]; or named"
+        " states, of which one is `text`",
     )
     return found[0], found[1], dict(found[2]) if len(found) == 3 else {}
 
 
+def _same(one: Tokens, other: Tokens) -> bool:
+    """Whether the tokens of captions are equal."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    return isinstance(one, tuple) and isinstance(other, tuple) and all(map(torch.equal, one, other))
+
+
 def tokens(probe: FrozenProbe) -> None:
-    """The tokenizer returns ids and mask of the captions, at most max_length tokens, padded no further."""
+    """The tokenizer returns ids and mask of the captions, at most max_length tokens, padded no further; or
+    named tensors, a row for each caption."""
     tokenizer, most = probe.build().tokenizer(), probe.component.max_length
+    if isinstance(given := tokenizer(_CAPTIONS), Mapping):
+        for name, tensor in given.items():
+            probe.expect(
+                isinstance(tensor, Tensor) and len(tensor) == len(_CAPTIONS),
+                f"the tokenizer returned {name!r}, {_shown(tensor)}, for {plural(len(_CAPTIONS), 'caption')}",
+                accepted=f"a tensor [{len(_CAPTIONS)},...]",
+            )
+        return
     ids, mask = tokenizer([*_CAPTIONS, "word " * 2000])
     _expect_tokens(probe, ids, mask, f"{plural(len(_CAPTIONS) + 1, 'caption')}", len(_CAPTIONS) + 1)
     probe.expect(
@@ -101,7 +122,7 @@ def picklable_tokenizer(probe: FrozenProbe) -> None:
             tokenizer,
             "give the tokenizer its own files and settings, not the encoder",
         )
-        same = all(map(torch.equal, expected, again(_CAPTIONS)))
+        same = _same(expected, again(_CAPTIONS))
         probe.expect(same, "the tokenizer gives other tokens after pickling")
 
 
@@ -110,25 +131,25 @@ def same_tokens_in_each_process(probe: FrozenProbe) -> None:
     expected = probe.build().tokenizer()(_CAPTIONS)
     (found,) = on_ranks(1, _tokens_of, ComponentBuild(probe.probe))
     probe.expect(
-        all(map(torch.equal, expected, found)),
+        _same(expected, found),
         "the tokenizer gives other tokens in another process",
         accepted="tokens that depend on the caption alone",
         hint="Python's `hash` of a string is another in each process: use zlib.crc32 or hashlib",
     )
 
 
-def _tokens_of(build: ComponentBuild) -> tuple[Tensor, Tensor]:
+def _tokens_of(build: ComponentBuild) -> Tokens:
     """Run in a process of its own."""
     with torch.device("meta"):
         tokenizer = build().tokenizer()
-    found: tuple[Tensor, Tensor] = tokenizer(_CAPTIONS)
+    found: Tokens = tokenizer(_CAPTIONS)
     return found
 
 
 def hidden_states(probe: FrozenProbe) -> None:
     """encode returns finite hidden states of hidden_size, their mask, and extras, a row for each caption."""
-    ids, given = probe.component.tokenizer()(_CAPTIONS)
-    hidden, mask, extras = _states(probe, ids, given)
+    tokens = probe.component.tokenizer()(_CAPTIONS)
+    hidden, mask, extras = _states(probe, tokens)
     rows, width = len(_CAPTIONS), probe.component.hidden_size
     probe.expect(
         hidden.dim() == 3 and hidden.shape[::2] == (rows, width) and hidden.is_floating_point(),
@@ -141,8 +162,10 @@ def hidden_states(probe: FrozenProbe) -> None:
         accepted=f"{list(hidden.shape[:2])} bool",
     )
     probe.expect(bool(hidden[mask].isfinite().all()), "encode returned NaN or infinity")
-    padding = mask & ~given if mask.shape == given.shape else mask.sum(1) > given.sum(1)
-    probe.expect(not padding.any(), "the mask that encode returns is true for padding")
+    if isinstance(tokens, tuple):
+        given = tokens[1]
+        padding = mask & ~given if mask.shape == given.shape else mask.sum(1) > given.sum(1)
+        probe.expect(not padding.any(), "the mask that encode returns is true for padding")
     filled = mask.any(1) | torch.tensor([not caption for caption in _CAPTIONS])
     probe.expect(filled.all(), "the mask that encode returns is false for all tokens of a caption")
     for name, extra in extras.items():
@@ -159,9 +182,9 @@ def captions_matter(probe: FrozenProbe) -> None:
     tokenizer = probe.component.tokenizer()
     for first, second in (("blue", "a red circle moves left"), ("a dog bakes a cake", "a cake bakes a dog")):
         rows = [tokenizer([caption]) for caption in (first, second)]
-        if torch.equal(rows[0][0], rows[1][0]):
+        if _same(*rows):
             continue  # a tiny vocabulary has one token for all unknown words
-        (one, own, _), (other, others, _) = (_states(probe, *row) for row in rows)
+        (one, own, _), (other, others, _) = (_states(probe, row) for row in rows)
         probe.expect(
             distance(one[own], other[others]) > 1e-6, f"{first!r} and {second!r} have the same hidden states"
         )
@@ -173,23 +196,35 @@ def independence(probe: FrozenProbe) -> None:
     for row, caption in enumerate(_CAPTIONS):
         alone, own, others = _encoded(probe, [caption])
         pairs = {"hidden states": (alone[own], hidden[row][mask[row]])}
-        pairs |= {f"extra {name!r}": (others[name][0], extra[row]) for name, extra in extras.items()}
+        pairs |= {
+            f"extra {name!r}": (_own(others, name, 0), _own(extras, name, row))
+            for name in extras
+            if name.removesuffix("_mask") == name or name.removesuffix("_mask") not in extras
+        }
         for what, (one, together) in pairs.items():
             words = f"the {what} of {caption!r} alone and in a batch differ"
             expect_close(probe, one, together, words, _HINT)
 
 
+def _own(extras: Mapping[str, Tensor], name: str, row: int) -> Tensor:
+    """An extra of a caption: of states with a mask, those of its own tokens."""
+    mask = extras.get(f"{name}_mask")
+    return extras[name][row] if mask is None else extras[name][row][mask[row]]
+
+
 def padding(probe: FrozenProbe) -> None:
     """Padded tokens change nothing: neither what is in them nor how many there are."""
     short, long = (probe.component.tokenizer()([caption]) for caption in _CAPTIONS[:3:2])
+    if isinstance(short, Mapping):
+        raise NotApplicable("the tokenizer returns named tensors, whose masks only `encode` knows")
     ids, mask = short[0][short[1]][None], short[1][short[1]][None]
     garbage = long[0][long[1]][None].flip(1)
     room = min(garbage.shape[1], probe.component.max_length - ids.shape[1])
     if room < 1:
         raise NotApplicable(f"max_length {probe.component.max_length} leaves no room for padding")
-    expected, own, extras = _states(probe, ids, mask)
+    expected, own, extras = _states(probe, (ids, mask))
     longer = torch.cat([mask, torch.zeros(1, room, dtype=torch.bool)], dim=1)
-    found, kept, others = _states(probe, torch.cat([ids, garbage[:, :room]], dim=1), longer)
+    found, kept, others = _states(probe, (torch.cat([ids, garbage[:, :room]], dim=1), longer))
     pairs = [(found[kept], expected[own]), *((others[name], extra) for name, extra in extras.items())]
     for pair in pairs:
         expect_close(probe, *pair, "padding changes the hidden states of a caption,", _HINT)
@@ -197,9 +232,10 @@ def padding(probe: FrozenProbe) -> None:
 
 def empty_caption(probe: FrozenProbe) -> None:
     """A batch of empty captions is encoded without NaN: it is what dropped captions become."""
-    ids, mask = probe.component.tokenizer()(["", ""])
-    _expect_tokens(probe, ids, mask, "two empty captions", 2)
-    hidden, _, _ = _states(probe, ids, mask)
+    tokens = probe.component.tokenizer()(["", ""])
+    if isinstance(tokens, tuple):
+        _expect_tokens(probe, tokens[0], tokens[1], "two empty captions", 2)
+    hidden, mask, _ = _states(probe, tokens)
     probe.expect(
         bool(hidden[mask].isfinite().all()), "the hidden states of an empty caption are NaN or infinite"
     )
@@ -215,8 +251,9 @@ def languages(probe: FrozenProbe) -> None:
 
 def pure(probe: FrozenProbe) -> None:
     """Equal calls return equal results: nothing is kept from call to call, and inputs stay unchanged."""
-    ids, mask = probe.component.tokenizer()(_CAPTIONS)
-    check_pure(probe, "encode", lambda: _states(probe, ids, mask), (ids, mask))
+    given = probe.component.tokenizer()(_CAPTIONS)
+    tensors = (*given.values(),) if isinstance(given, Mapping) else given
+    check_pure(probe, "encode", lambda: _states(probe, given), tensors)
 
 
 TEXT = Kit(
