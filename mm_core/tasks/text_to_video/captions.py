@@ -29,7 +29,7 @@ Encoded = tuple[Tensor, Tensor, Mapping[str, Tensor]]
 """Text states [B,L,D], mask [B,L], and the text encoder's conditions [B,...] that the predictor takes."""
 
 
-_PAIR = {"ids": None, "mask": None}.keys()
+_PAIR = ("ids", "mask")
 _NAMES = (("video", "pixels"), ("caption", "captions"))
 _CLIP = "`video` [3,F,Y,X] from -1 to 1, and `caption`, or `prompt_ids` and `prompt_mask` [L]"
 
@@ -169,7 +169,7 @@ class Captions:
     def _states(self, tokens: Mapping[str, Tensor]) -> Encoded:
         rows = len(next(iter(tokens.values())))
         encode: Callable[..., EncodedText] = self.encoder.encode
-        found = encode(*tokens.values()) if tokens.keys() == _PAIR else encode(**tokens)
+        found = encode(*tokens.values()) if tuple(tokens) == _PAIR else encode(**tokens)
         text, mask, *others = expect_text(found, rows, self.encoder)
         given: Mapping[str, Tensor] = others[0] if others else {}
         check_returned(given, self.encoder, rows)
