@@ -111,7 +111,7 @@ def whole_run(probe: Probe) -> None:
     for ending in get_args(Ending):
         folder = _run_folder(probe, f"whole_{ending}")
         tracker, metrics, clips = probe.build(folder), deepcopy(_METRICS), sampled_clips()
-        for step, logged in enumerate(metrics):
+        for step, logged in enumerate(metrics, 1):
             tracker.log(step, logged)
         tracker.clips(2, clips, folder / _CLIPS)
         tracker.clips(3, sampled_clips(), folder / "written_by_another_host")
@@ -129,7 +129,7 @@ def resumes(probe: Probe) -> None:
         with contextlib.chdir(folder.parent):
             tracker = probe.build(folder)
             for step in steps:
-                tracker.log(step, {"loss": values[step]})
+                tracker.log(step + 1, {"loss": values[step]})
             tracker.close("stopped")
         data = b"\0".join(contents(probe.folder).values())
         found.append([data.count(str(value).encode()) for value in values])
@@ -139,10 +139,10 @@ def resumes(probe: Probe) -> None:
     probe.expect(not outside, what, hint="write below run_dir, whatever the working folder is")
     if not any(found[1]):
         raise NotApplicable("the tracker writes no numbers as text into the folder of the run")
-    lost = [step for step, count in enumerate(found[1]) if not count]
+    lost = [step for step, count in enumerate(found[1], 1) if not count]
     hint = "open files to append to them, close them in close, and log nothing that was logged before"
     probe.expect(not lost, f"after a resume, the numbers of steps {lost} are not in the files", hint=hint)
-    twice = [step for step, (before, after) in enumerate(zip(*found, strict=True)) if after > before > 0]
+    twice = [step for step, (before, after) in enumerate(zip(*found, strict=True), 1) if after > before > 0]
     probe.expect(not twice, f"after a resume, the numbers of steps {twice} are logged again", hint=hint)
 
 
@@ -154,10 +154,14 @@ def observes(probe: Probe) -> None:
         callback, metrics = probe.build(), deepcopy(_METRICS)
         for name, given in (
             ("run_started", (folder, begin, 4)),
-            ("step_ended", (2, None)),
-            *((event, (3, each)) for each in metrics for event in ("step_ended", "validated")),
-            ("sampled", (2, folder / _CLIPS)),
+            *(("step_ended", (step, None)) for step in range(begin + 1, 3)),
             ("saved", (2, folder / _CHECKPOINT)),
+            ("sampled", (2, folder / _CLIPS)),
+            *(
+                (event, (n, each))
+                for n, each in enumerate(metrics, 3)
+                for event in ("step_ended", "validated")
+            ),
             ("run_ended", (4, error)),
         ):
             changed = state_changes(partial(getattr(callback, name), *given))
@@ -169,11 +173,12 @@ def observes(probe: Probe) -> None:
 
 
 def _run_folder(probe: Probe, name: str) -> Path:
-    """The folder of a run, with sampled clips and a checkpoint of its second step."""
+    """The folder of a run, with its config, sampled clips and a checkpoint of its second step."""
     folder = probe.folder / "runs" / name
     write_clips(sampled_clips(), folder / _CLIPS)
     (folder / _CHECKPOINT).mkdir(parents=True, exist_ok=True)
     (folder / _CHECKPOINT / "checksums.json").write_text("{}\n", encoding="utf-8")
+    (folder / "config.yaml").write_text("run: {name: tiny}\n", encoding="utf-8")
     return folder
 
 
@@ -186,6 +191,9 @@ def factors(probe: Probe) -> None:
         what = f"factor({step}) of a run of {_STEPS} steps returned {value!r}"
         probe.expect(right, what, accepted="a float, finite and not negative")
     probe.expect(any(found), f"the factor is 0 in all {_STEPS} steps of a run: nothing is trained")
+    other = probe.build(_STEPS, 10 * _BASE_LR)
+    share = max(other.factor(step) for step in range(_STEPS)) < 5 * max(found)  # floors may move it a little
+    probe.expect(share, "the factor grows with base_lr", accepted="a share of the base rate, such as 1")
     wrong = [step for step in reversed(range(_STEPS)) if again.factor(step) != found[step]]
     probe.expect(
         not wrong,

@@ -34,6 +34,22 @@ def test_one_that_writes_a_file_of_its_own_passes() -> None:
     assert [(o.check, o.reason) for o in outcomes if o.status == "failed"] == []
 
 
+class Timing(Callback):
+    """It reads the run's config, and takes the time of each step from the step before."""
+
+    def run_started(self, run_dir, step, last_step):
+        self.config, self.last = (run_dir / "config.yaml").read_text(), step
+
+    def step_ended(self, step, metrics):
+        self.share = 1 / (step - self.last)
+        self.last = step
+
+
+def test_one_that_counts_on_the_order_of_a_run_passes() -> None:
+    outcomes = list(examined("core/command", Timing, tiny={}, config=None))
+    assert [(o.check, o.reason) for o in outcomes if o.status == "failed"] == []
+
+
 class Logged(Callback):
     def step_ended(self, step, metrics):
         self.loss = metrics["loss"]

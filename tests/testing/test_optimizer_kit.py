@@ -350,6 +350,7 @@ CURVES = [
         "factor(0) of a run of 40 steps returned tensor(0.)",
     ),
     (Counted, "is a different one when steps are computed again"),
+    (bent("Rate", lambda self, step: self.base * Curve.at(self, step)), "the factor grows with base_lr"),
 ]
 
 

@@ -31,6 +31,24 @@ def test_a_missing_package_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (built.status, built.reason) == ("not applicable", "wandb is not installed")
 
 
+class PerStep(JsonlTracker):
+    """It reads the run's config, and divides by the step, which is 1 or more."""
+
+    def log(self, step, metrics):
+        assert (self.folder / "config.yaml").read_text()
+        super().log(step, {**metrics, "loss_per_step": metrics["loss"] / step})
+
+    def __init__(self, run_dir):
+        super().__init__(run_dir)
+        self.folder = Path(run_dir)
+
+
+@pytest.mark.parametrize("check", ["whole_run", "resumes"])
+def test_one_that_counts_on_what_a_run_has_passes(check: str) -> None:
+    outcome = examined("core/jsonl", PerStep).run(check)
+    assert outcome.status == "passed", outcome.reason
+
+
 class Finite(JsonlTracker):
     def log(self, step, metrics):
         json.dumps(dict(metrics), allow_nan=False)
@@ -127,10 +145,10 @@ FAULTS = [
     ("whole_run", Once, "ValueError: "),
     ("whole_run", Popping, "the tracker changes the metrics or clips that it is given"),
     ("whole_run", Inverting, "the tracker changes the metrics or clips that it is given"),
-    ("resumes", Buffered, "after a resume, the numbers of steps [4, 5] are not in the files"),
-    ("resumes", Truncating, "after a resume, the numbers of steps [0, 1, 2, 3] are not in the files"),
-    ("resumes", Repeating, "after a resume, the numbers of steps [0, 1, 2, 3] are logged again"),
-    ("resumes", Deaf, "after a resume, the numbers of steps [4, 5] are not in the files"),
+    ("resumes", Buffered, "after a resume, the numbers of steps [5, 6] are not in the files"),
+    ("resumes", Truncating, "after a resume, the numbers of steps [1, 2, 3, 4] are not in the files"),
+    ("resumes", Repeating, "after a resume, the numbers of steps [1, 2, 3, 4] are logged again"),
+    ("resumes", Deaf, "after a resume, the numbers of steps [5, 6] are not in the files"),
     ("resumes", Working, "the tracker writes outside of the run's folder: last_step.txt"),
 ]
 

@@ -35,6 +35,7 @@ def initialiser(model: nn.Module, make: Callable[[], nn.Module]) -> Callable[[],
         make: builds the model again; not called where files or a checkpoint contain all weights.
     """
     tables = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    kind = type(model).__name__  # sharding gives the model another class
 
     def init_weights() -> None:
         targets: dict[str, Tensor] = dict(model.named_parameters())
@@ -46,7 +47,7 @@ def initialiser(model: nn.Module, make: Callable[[], nn.Module]) -> Callable[[],
 
         @functools.cache
         def begun() -> _Found:
-            return _on_first(make, wanted, len(wanted) < len(targets), type(model).__name__)
+            return _on_first(make, wanted, len(wanted) < len(targets), kind)
 
         def sent(name: str) -> Tensor:
             return tensor_from_first(begun().pop(name, None), wanted[name])
