@@ -259,9 +259,10 @@ class CheckpointStore:
                 f"the ranks would load different checkpoints: {', '.join(sorted(paths))}",
                 hint="start all ranks with the same --resume, on a file system that all nodes share",
             )
-        checkpoint = ranks.agree(DOING, lambda: open_checkpoint(source))
-        if not verified:
-            ranks.agree(DOING, lambda: checkpoint.check(ranks))
+        if verified:
+            checkpoint = ranks.agree(DOING, lambda: open_checkpoint(source))
+        else:
+            checkpoint = verify(source, ranks)
         facts = ranks.agree(DOING, lambda: checked_facts(checkpoint, tensors, exact=True))
         metadata = checkpoint.metadata
         ranks.agree(DOING, lambda: dcp.read_tensors(checkpoint.folder, metadata, tensors, alone=ranks.alone))

@@ -169,8 +169,10 @@ class GivenInputs:
         return replace(found, conditions={**conditions, **found.conditions})
 
     def unconditional(self, given: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """What the unconditional pass of guidance is given."""
+        """What the unconditional pass of guidance is given: `given` itself where that is the same."""
         zeros = {row.name for row in self.rows if row.unconditional == "zeros"}
+        if not zeros:
+            return given
         return {name: torch.zeros_like(t) if name in zeros else t for name, t in given.items()}
 
     def cache_parts(self) -> Iterator[CachePart]:

@@ -166,20 +166,19 @@ class ClipSampler:
             row.name: inputs.encode(row, fields if row.encoder == "image_encoder" else fitted, size)
             for row in inputs.rows
         }
+        bare = inputs.unconditional(conditions)
 
         def velocity(latents: Tensor, timestep: Tensor) -> Tensor:
             expert = experts.of(timestep)
-            scale = scales[expert]
+            scale, own = scales[expert], clip_conditions[expert]
             timestep = scheduler.model_timestep(timestep.to(device))
-            given = inputs.inputs(latents, timestep, conditions, clip_conditions[expert])
+            given = inputs.inputs(latents, timestep, conditions, own)
             rows = len(latents)
             if scale <= 1:
                 prompted = {name: tensor[:rows] for name, tensor in text_conditions.items()}
                 found = self.predict(_with(given, prompted), text[:rows], mask[:rows], expert)
                 return expect(found, latents.shape, "predictor", "forward", predictor).float()
-            without = inputs.inputs(
-                latents, timestep, inputs.unconditional(conditions), clip_conditions[expert]
-            )
+            without = given if bare is conditions else inputs.inputs(latents, timestep, bare, own)
             both = self.predict(_with(given.beside(without), text_conditions), text, mask, expert)
             expect(both, (2 * rows, *latents.shape[1:]), "predictor", "forward", predictor)
             conditional, unconditional = both.float().chunk(2)
