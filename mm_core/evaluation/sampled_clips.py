@@ -48,17 +48,18 @@ def with_trained_size(request: SampleRequest, task: ComponentConfig, data: Compo
     return dataclasses.replace(request, **filled)
 
 
-def with_inputs_read(
-    request: SampleRequest, task: ComponentConfig, prompts: Sequence[Prompt]
+def complete_request(
+    request: SampleRequest, task: ComponentConfig, data: ComponentConfig, prompts: Sequence[Prompt]
 ) -> SampleRequest:
-    """A sampling request with the files of its prompts: frames of image-to-video, and further inputs.
+    """A sampling request with sizes (`with_trained_size`) and the files of its prompts: frames and inputs.
 
     Args:
-        request: of the prompts' texts, completed by `with_trained_size`.
-        task: the task's section of the config.
+        request: of the prompts' texts.
+        task: the run's config of it.
+        data: the run's config of the training data.
         prompts: with their files.
     """
-    defaults = task.options.get("sample")
+    request, defaults = with_trained_size(request, task, data), task.options.get("sample")
     frames, fps = (getattr(request, name) or getattr(defaults, name, None) for name in ("num_frames", "fps"))
     inputs = read_inputs(prompts, frames or 1, fps)
     return dataclasses.replace(request, images=read_images(prompts), inputs=inputs)

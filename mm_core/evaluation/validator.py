@@ -32,11 +32,10 @@ from mm_core.errors import ContractError, DataError, MMError, PeerError, plural
 from mm_core.evaluation.batches import EvaluatedEngine, EvaluationData, StreamedEvaluation
 from mm_core.evaluation.sample_inputs import with_inputs
 from mm_core.evaluation.sampled_clips import (
+    complete_request,
     gather_previews,
     no_clips,
     share_of,
-    with_inputs_read,
-    with_trained_size,
     write_own,
 )
 from mm_core.plugin.checks.places import place_of_object
@@ -329,7 +328,7 @@ class Validator:
             steps=samples.steps,
             guidance=samples.guidance,
         )
-        return with_inputs_read(with_trained_size(request, *self._sizes), self._sizes[0], prompts)
+        return complete_request(request, *self._sizes, prompts)
 
     @contextmanager
     def _agreeing_forwards(self) -> Iterator[None]:

@@ -39,11 +39,10 @@ from mm_core.evaluation.batches import EvaluatedEngine
 from mm_core.evaluation.sample_inputs import with_inputs
 from mm_core.evaluation.sampled_clips import (
     check_made,
+    complete_request,
     gather_previews,
     no_clips,
     share_of,
-    with_inputs_read,
-    with_trained_size,
     write_own,
 )
 from mm_core.loading.frozen import load_frozen_of
@@ -156,8 +155,7 @@ def _sample(
 ) -> list[Clip]:
     """This rank's clips of a request, and all ranks' files."""
     source, config = stored.checkpoint, stored.config
-    request = with_trained_size(request, config.task, config.data.train)
-    request = with_inputs_read(request, config.task, wanted)
+    request = complete_request(request, config.task, config.data.train, wanted)
     task = build_task(config, source.adapters)
     if not isinstance(task, SupportsClips) and not callable(getattr(task, "sample", None)):
         raise no_clips(config.task.type)
