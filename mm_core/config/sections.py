@@ -252,9 +252,9 @@ class SamplesSection:
         str, ...
     ] = ()  # first frames for image-to-video: one file for all prompts, or one per prompt
     last_images: tuple[str, ...] = ()  # files of last frames, for predictors that accept them
-    inputs: Mapping[str, tuple[str | float, ...]] = field(
+    inputs: Mapping[str, tuple[str | float | tuple[str, ...], ...]] = field(
         default_factory=dict
-    )  # further inputs of the predictor by field: files of pictures or clips, or numbers; one for all or each
+    )  # further inputs by field: pictures, clips, numbers, or lists of pictures; one for all or each prompt
     every: Annotated[int, Range(ge=1)] | None = None  # steps between samples; null: with each validation
     negative_prompt: str = ""  # text that guidance steers away from
     steps: Annotated[int, Range(ge=1)] | None = None  # solver steps; null: as in task.sample

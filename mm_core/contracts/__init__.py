@@ -18,6 +18,7 @@ from mm_core.contracts.batch import (
     FeatureBatch,
     Features,
     Loss,
+    Ragged,
     SampleKey,
     SampleRequest,
     TextBatch,
@@ -113,6 +114,7 @@ from mm_core.contracts.inputs import (
     Input,
     SupportsConditionShapes,
     SupportsInputs,
+    SupportsReads,
 )
 from mm_core.contracts.randomness import Randomness, generators_kept, seed_generators, seeded
 from mm_core.contracts.running import (
@@ -179,6 +181,7 @@ __all__ = [
     "PredictorInputs",
     "PredictorModule",
     "Question",
+    "Ragged",
     "Randomness",
     "SampleKey",
     "SampleRequest",
@@ -215,6 +218,7 @@ __all__ = [
     "SupportsNotes",
     "SupportsOverflowed",
     "SupportsPosterior",
+    "SupportsReads",
     "SupportsRowSizes",
     "SupportsSampleAt",
     "SupportsSampleFlops",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple, Self, TypeGuard
@@ -78,9 +78,38 @@ class Batch:
         return dataclasses.replace(self, **{name: _within(change, getattr(self, name)) for name in names})
 
 
+@dataclass(frozen=True)
+class Ragged:
+    """A field whose rows have other numbers of tensors, of other sizes, such as pictures of their own size.
+
+    Attributes:
+        rows: of each sample, its tensors: pixels [3,1,Y,X].
+    """
+
+    rows: tuple[tuple[Tensor, ...], ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> Ragged:
+        """The same with each tensor changed."""
+        return Ragged(tuple(tuple(map(change, row)) for row in self.rows))
+
+    def floats(self) -> Ragged:
+        """Pixels uint8 as floats from -1 to 1."""
+        return self.changed(lambda one: _as_floats(one[None], None)[0] if one.dtype == torch.uint8 else one)
+
+    @classmethod
+    def of_pictures(cls, rows: Sequence[Sequence[Tensor]]) -> Ragged:
+        """Pictures [3,Y,X], or [3,1,Y,X], of each sample."""
+        return cls(tuple(tuple(one if one.dim() == 4 else one[:, None] for one in row) for row in rows))
+
+
 def _within(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, Tensor):
         return change(value)
+    if isinstance(value, Ragged):
+        return value.changed(change)
     return {k: _within(change, v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
@@ -104,7 +133,7 @@ class VideoTextBatch(Batch):
             (black) to 1 (white).
         cut: tokens of each caption that is longer than the text encoder takes, before it was cut.
         fields: what the samples have beside clip and caption, by name: pixels [B,3,F,Y,X] as those of the
-            clips, numbers [B,...], or lists of B other values.
+            clips, pictures of their own size (`Ragged`), numbers [B,...], or lists of B other values.
     """
 
     pixels: Tensor | None
@@ -129,12 +158,23 @@ class VideoTextBatch(Batch):
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
         """Moves the batch to a device, where uint8 pixels become the floats that they stand for."""
         moved = super().to(device, non_blocking=non_blocking)
-        pixels = {name: value for name, value in moved.fields.items() if _is_levels(value)}
-        if not pixels and not _is_levels(moved.pixels):
+        floats: dict[str, Any] = {
+            name: value.floats() if isinstance(value, Ragged) else _as_floats(value, moved.levels)
+            for name, value in moved.fields.items()
+            if isinstance(value, Ragged) or _is_levels(value)
+        }
+        if not floats and not _is_levels(moved.pixels):
             return moved
-        floats = {name: _as_floats(value, moved.levels) for name, value in pixels.items()}
         clips = _as_floats(moved.pixels, moved.levels) if _is_levels(moved.pixels) else moved.pixels
         return dataclasses.replace(moved, pixels=clips, fields={**moved.fields, **floats}, levels=None)
+
+    def pixel_fields(self) -> Iterator[tuple[str, Iterable[Sequence[Tensor]]]]:
+        """The pixels of clips and of further fields by name, those of each sample."""
+        for name, value in {"pixels": self.pixels, **self.fields}.items():
+            if isinstance(value, Ragged):
+                yield name, value.rows
+            elif isinstance(value, Tensor) and value.dim() == 5:
+                yield name, ([one] for one in value)
 
     @property
     def size(self) -> tuple[int, int, int]:
@@ -298,7 +338,8 @@ class SampleRequest:
         images: conditioning frames of each clip, uint8 [3,Y,X] of any size: its first, or its first and its
             last; (): no clip has any.
         inputs: further fields of the predictor's inputs (see `Input`) by name, one value for each clip: an
-            image uint8 [3,Y,X] or a clip uint8 [3,F,Y,X] of any size, or a number.
+            image uint8 [3,Y,X] or a clip uint8 [3,F,Y,X] of any size, a number, or a tuple of images for an
+            input of several (none where it is not named).
     """
 
     prompts: tuple[str, ...]
@@ -312,7 +353,7 @@ class SampleRequest:
     fps: float | None = None
     first: int = 0
     images: tuple[tuple[Tensor, ...], ...] = ()
-    inputs: Mapping[str, tuple[Tensor | float, ...]] = field(default_factory=dict)
+    inputs: Mapping[str, tuple[Tensor | float | tuple[Tensor, ...], ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

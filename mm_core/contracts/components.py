@@ -216,8 +216,9 @@ Tokens = tuple[Tensor, Tensor] | Mapping[str, Tensor]
 """ids[B,L] int64 and mask[B,L] bool; or tensors [B,...] by the names of the parameters of `encode`, such as
 the tokens of two encoders. What has a length is padded at its end with zeros."""
 
-Tokenizer = Callable[[Sequence[str]], Tokens]
-"""captions -> tokens. Must be picklable, since it runs in data workers."""
+Tokenizer = Callable[..., Tokens]
+"""captions -> tokens; of an encoder that `SupportsReads`, captions and fields -> tokens. Must be picklable, since
+it runs in data workers."""
 
 
 @runtime_checkable

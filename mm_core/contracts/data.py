@@ -228,7 +228,7 @@ class Source:
         path: the file; None for samples that are drawn, which `made` and `drawn` describe completely.
         span: first byte and number of bytes of a member of an archive; None: all of the file.
         drawn: what was drawn at random for this sample, such as the start of a clip.
-        fields: the further fields of the sample by name: files, and numbers as they are.
+        fields: the further fields of the sample by name: files, several pictures, and numbers as they are.
     """
 
     id: str
@@ -237,7 +237,7 @@ class Source:
     path: Path | None = None
     span: tuple[int, int] | None = None
     drawn: tuple[float | int | str, ...] = ()
-    fields: Mapping[str, Path | float] = field(default_factory=dict)
+    fields: Mapping[str, Path | float | tuple[Path, ...]] = field(default_factory=dict)
 
 
 @runtime_checkable

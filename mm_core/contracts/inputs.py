@@ -65,6 +65,14 @@ class Input:
             features [B,K,D] of every field; None: nothing.
         dropout: share of the training samples that get zeros in its place.
         unconditional: what the unconditional pass of guidance gets: the same, or zeros.
+        most: above 0, the one field is a list of up to so many pictures of their own size. Each is made and
+            encoded by itself. The condition is [B,most,...], with zeros behind those that are smaller or
+            missing, and a condition `NAME_sizes` [B,most,n] int64 has their sizes: (T',H',W') of latents or
+            pixels, (K,) of features; 0 for those that are missing or dropped. Encoders are called `most`
+            times a sample, so that every rank calls them equally often.
+
+    Raises:
+        ValueError: an input of several pictures that has several fields.
     """
 
     name: str
@@ -73,11 +81,36 @@ class Input:
     encoder: Literal["autoencoder", "image_encoder"] | None = None
     dropout: float = 0.0
     unconditional: Literal["same", "zeros"] = "same"
+    most: int = 0
+
+    def __post_init__(self) -> None:
+        if self.most and len(self.fields) > 1:
+            raise ValueError(f"the input {self.name} has several pictures, so it reads one field")
+
+    @property
+    def conditions(self) -> tuple[str, ...]:
+        """Names of the conditions that it becomes."""
+        return (self.name, f"{self.name}_sizes") if self.most else (self.name,)
 
     @property
     def reads(self) -> tuple[str, ...]:
         """Names of the fields that it reads."""
         return self.fields or (self.name,)
+
+
+@runtime_checkable
+class SupportsReads(Protocol):
+    """Capability of a text encoder whose states depend on fields of a sample beside its caption.
+
+    Its tokenizer is called as `tokenizer(captions, fields)`, in data workers. `fields` has for each name
+    one list for each caption, of the pictures uint8 [3,Y,X] of any size (of a clip its first frame), or of a
+    number. An empty caption, which stands for dropped captions, comes with the fields of its sample.
+
+    Attributes:
+        reads: names of the fields (see `Input`).
+    """
+
+    reads: tuple[str, ...]
 
 
 @runtime_checkable

@@ -94,6 +94,7 @@ class CachePart:
         settings: plain values besides the components' own, on which the features depend.
         texts: of a part of texts, those that every batch needs, such as the empty caption.
         fields: of a part of media, the samples' fields beside the clip on which it depends.
+        caption: of a part of media, whether it depends on the caption too.
     """
 
     name: str
@@ -102,6 +103,7 @@ class CachePart:
     settings: Mapping[str, Any] = field(default_factory=dict)
     texts: tuple[str, ...] = ()
     fields: tuple[str, ...] = ()
+    caption: bool = False
 
 
 @runtime_checkable

@@ -17,13 +17,15 @@ from mm_core.data.rows.media_rows import medium_of
 from mm_core.data.rows.prompts import Prompt
 from mm_core.errors import DataError, MMError, plural
 
+Value = str | Path | float | Sequence[str | Path]
 
-def with_inputs(prompts: Sequence[Prompt], given: Mapping[str, Sequence[str | Path | float]]) -> list[Prompt]:
+
+def with_inputs(prompts: Sequence[Prompt], given: Mapping[str, Sequence[Value]]) -> list[Prompt]:
     """Adds fields of the model's inputs to prompts: one value for all of them, or one for each.
 
     Args:
         prompts: the prompts; those with an own value keep it.
-        given: by field, files of pictures and clips, or numbers, also as texts.
+        given: by field, files of pictures and clips, lists of pictures, or numbers, also as texts.
 
     Raises:
         MMError: the number of values is neither one nor that of the prompts.
@@ -44,7 +46,9 @@ def with_inputs(prompts: Sequence[Prompt], given: Mapping[str, Sequence[str | Pa
     return found
 
 
-def _number_or_path(value: str | Path | float) -> Path | float:
+def _number_or_path(value: Value) -> Path | float | tuple[Path, ...]:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return tuple(Path(one) for one in value)
     try:
         return float(value) if not isinstance(value, Path) else value
     except ValueError:
@@ -53,7 +57,7 @@ def _number_or_path(value: str | Path | float) -> Path | float:
 
 def read_inputs(
     prompts: Sequence[Prompt], num_frames: int, fps: float | None
-) -> dict[str, tuple[Tensor | float, ...]]:
+) -> dict[str, tuple[Tensor | float | tuple[Tensor, ...], ...]]:
     """Reads the inputs of prompts, in the form of `SampleRequest.inputs`.
 
     Args:
@@ -70,14 +74,16 @@ def read_inputs(
         for name in sorted(names - prompt.inputs.keys()):
             raise DataError(f"the prompt {prompt.text!r} has no input `{name}`, which others have"[:200])
         for value in prompt.inputs.values():
-            if isinstance(value, Path) and value not in read:
-                read[value] = _picture_or_clip(value, num_frames, fps)
-    return {
-        name: tuple(
-            read[value] if isinstance(value := prompt.inputs[name], Path) else value for prompt in prompts
-        )
-        for name in sorted(names)
-    }
+            for path in value if isinstance(value, tuple) else (value,):
+                if isinstance(path, Path) and path not in read:
+                    read[path] = _picture_or_clip(path, num_frames, fps)
+
+    def found(value: Path | float | tuple[Path, ...]) -> Tensor | float | tuple[Tensor, ...]:
+        if isinstance(value, tuple):
+            return tuple(read[path] for path in value)
+        return read[value] if isinstance(value, Path) else value
+
+    return {name: tuple(found(prompt.inputs[name]) for prompt in prompts) for name in sorted(names)}
 
 
 def _picture_or_clip(path: Path, num_frames: int, fps: float | None) -> Tensor:

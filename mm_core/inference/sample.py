@@ -36,7 +36,7 @@ from mm_core.device import environment_world
 from mm_core.engines import EngineBase
 from mm_core.errors import DataError, MMError
 from mm_core.evaluation.batches import EvaluatedEngine
-from mm_core.evaluation.sample_inputs import with_inputs
+from mm_core.evaluation.sample_inputs import Value, with_inputs
 from mm_core.evaluation.sampled_clips import (
     check_made,
     complete_request,
@@ -64,7 +64,7 @@ def sample(
     prompts: Sequence[str | Prompt] = (),
     images: Sequence[str | Path] = (),
     last_images: Sequence[str | Path] = (),
-    inputs: Mapping[str, Sequence[str | Path | float]] = MappingProxyType({}),
+    inputs: Mapping[str, Sequence[Value]] = MappingProxyType({}),
     negative_prompt: str = "",
     seed: int = 0,
     steps: int | None = None,

@@ -140,7 +140,7 @@ def _begin_tables(
         shape = (len(own), own.variants, len(parts))
         np.lib.format.open_memmap(into / f"{name}.npy", "w+", KEY, shape).flush()
     keyed = zip(parts, facts, strict=True)
-    return facts, [PartKey(p.name, p.of == "text", digest_of(f), p.fields) for p, f in keyed]
+    return facts, [PartKey(p.name, p.of == "text", digest_of(f), p.fields, p.caption) for p, f in keyed]
 
 
 def _fill_tables(

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from PIL import Image
+from safetensors.torch import save_file
 
 from mm_core.builtin.tiny import write_clip
 from support.logs import losses
@@ -84,13 +86,34 @@ def texts(clips, tmp_path_factory) -> Path:
     return config_of(folder, "two_texts.py", "local/pooled_dit", encoder, [])
 
 
+@pytest.fixture(scope="module")
+def references(clips, tmp_path_factory) -> Path:
+    """Rows of none, one and two references of sizes of their own; the encoder's weights are in a file."""
+    folder, rows = placed(clips, tmp_path_factory.mktemp("references")), []
+    for number, row in enumerate(map(json.loads, (folder / "rows.jsonl").read_text().splitlines())):
+        files = [f"{number}_{place}.png" for place in range((0, 1, 2, 2, 0, 1, 1, 2)[number])]
+        for place, file in enumerate(files):
+            draws = torch.Generator().manual_seed(10 * number + place)
+            picture = torch.randint(0, 255, (9 + 7 * place + number, 30 - 3 * number, 3), generator=draws)
+            Image.fromarray(picture.to(torch.uint8).numpy()).save(folder / file)
+        rows.append({**row, "shown": files if number % 2 else json.dumps(files)})
+    (folder / "rows.jsonl").unlink()
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    weights, draws = folder / "seeing.safetensors", torch.Generator().manual_seed(1)
+    shapes = {"words.weight": (256, 32), "look.weight": (32, 48), "look.bias": (32,)}
+    save_file({name: torch.randn(shape, generator=draws) for name, shape in shapes.items()}, weights)
+    encoder = {"type": "local/seeing_text", "from_pretrained": str(weights)}
+    fields = [{"name": "references", "column": "shown", "kind": "images", "most": 2}]
+    return config_of(folder, "references_dit.py", "local/references_dit", encoder, fields)
+
+
 def trained(mm, config: Path, name: str, *options: object, code: int = 0) -> list[float]:
     done = mm("train", "--config", config, *options, f"run.name={name}")
     assert done.code == code, done.out + done.err
     return losses(config.parent / name)
 
 
-@pytest.mark.parametrize("case", ["control", "texts"])
+@pytest.mark.parametrize("case", ["control", "texts", "references"])
 def test_ranks_buckets_a_resume_and_the_cache_train_the_same(case, request, mm):
     config = request.getfixturevalue(case)
     plain = trained(mm, config, "plain")

@@ -69,14 +69,20 @@ class MediaField:
 
     name: str  # of the field, as an input of the predictor reads it
     column: _Column | None = None  # its column, or the number of that from 0; null: the one of the same name
-    kind: Literal["clip", "number"] = (
-        "clip"  # a path of a picture or clip, read at the times, crop and flip of the row's own; or a number
+    kind: Literal["clip", "number", "images"] = (
+        "clip"  # a path, read at the times, crop and flip of the row's own; a number; or paths of pictures
     )
+    most: Annotated[int, Range(ge=1)] = 1  # kind images: pictures of a row, each of its own size
 
     @property
     def place(self) -> str | int:
         """The column of the field."""
         return self.name if self.column is None else self.column
+
+    @property
+    def pictures(self) -> int:
+        """Most pictures of a row; 0: the field is one value."""
+        return self.most if self.kind == "images" else 0
 
 
 @dataclass(frozen=True)

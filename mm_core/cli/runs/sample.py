@@ -67,10 +67,11 @@ def _add_clips(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument(
         "--input",
         metavar="NAME=FILE",
+        nargs="+",
         action="append",
         default=[],
         help="further input of the model: a picture, a clip, or a number; once for all prompts or once per"
-        " prompt",
+        " prompt; several pictures: NAME=FILE NAME=FILE",
     )
     parser.add_argument("--negative-prompt", default="", help="text that guidance steers away from")
     parser.add_argument("--steps", type=count, help="number of solver steps")
@@ -148,16 +149,20 @@ def _sample_clips(args: argparse.Namespace, stored: StoredRun, root: Path) -> in
     return 0
 
 
-def _inputs(given: list[str]) -> dict[str, list[str]]:
-    """The values of each field, in order."""
-    found: dict[str, list[str]] = {}
-    for each in given:
-        name, equals, value = each.partition("=")
-        if not (name and equals and value):
-            raise MMError(
-                f"--input {each} names no field", where="command line", accepted="--input NAME=FILE"
-            )
-        found.setdefault(name, []).append(value)
+def _inputs(given: list[list[str]]) -> dict[str, list[str | list[str]]]:
+    """The values of each field, in order; a name that one option repeats has several in one."""
+    found: dict[str, list[str | list[str]]] = {}
+    for option in given:
+        own: dict[str, list[str]] = {}
+        for each in option:
+            name, equals, value = each.partition("=")
+            if not (name and equals and value):
+                raise MMError(
+                    f"--input {each} names no field", where="command line", accepted="--input NAME=FILE"
+                )
+            own.setdefault(name, []).append(value)
+        for name, values in own.items():
+            found.setdefault(name, []).append(values if len(values) > 1 else values[0])
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,12 +51,14 @@ class PartKey(NamedTuple):
         of_text: whether captions are encoded, not media.
         digest: of everything that the features depend on but the sample.
         fields: as in `CachePart`.
+        caption: as in `CachePart`.
     """
 
     name: str
     of_text: bool
     digest: bytes
     fields: tuple[str, ...] = ()
+    caption: bool = False
 
 
 @dataclass
@@ -201,17 +203,17 @@ class CacheRows:
             clip = not image and each.made.get("reader") is not None
             if each.path is not None:
                 spans.append(Span(each.path, *(each.span or (0, -1)), clip=clip, image=image))
-            files = (path for path in each.fields.values() if isinstance(path, Path))
-            spans += [Span(path, clip=clip, image=image) for path in files]
+            for value in each.fields.values():
+                if isinstance(value, Path):
+                    spans.append(Span(value, clip=clip, image=image))
+                elif isinstance(value, tuple):
+                    spans += [Span(path, image=True) for path in value]
         contents = iter(hashes.of(spans, fresh))
         rows: list[bytes] = []
         for source in sources:
             content = next(contents) if source.path is not None else digest(b"drawn")
             made, drawn = self._made_digest(source.made), repr(source.drawn).encode()
-            own = {
-                name: next(contents) if isinstance(value, Path) else digest(repr(value).encode())
-                for name, value in source.fields.items()
-            }
+            own = {name: _field_digest(value, contents) for name, value in source.fields.items()}
             for part in parts:
                 further = [own.get(name) for name in part.fields]
                 if part.of_text:
@@ -219,7 +221,8 @@ class CacheRows:
                 elif content is None or None in further:  # no file: training lists it, with the reason
                     rows.append(bytes(KEY.itemsize))
                 else:
-                    key = digest(part.digest, made, content, *filter(None, further), drawn)
+                    text = (digest((source.caption or "").encode(errors="surrogatepass")),)[: part.caption]
+                    key = digest(part.digest, made, content, *filter(None, further), *text, drawn)
                     shown = digest(content, drawn) if source.path is None else content
                     rows.append(b"".join((key, shown[:8], made[:8], part.digest[:8])))
         return np.frombuffer(b"".join(rows), KEY).reshape(len(sources), len(parts))
@@ -231,6 +234,16 @@ class CacheRows:
                 self._made.clear()
             known = self._made[id(made)] = (made, digest_of(made))
         return known[1]
+
+
+def _field_digest(value: Path | float | tuple[Path, ...], contents: Iterator[bytes | None]) -> bytes | None:
+    """The digest of a field, of files by their contents; None if one cannot be read."""
+    if isinstance(value, Path):
+        return next(contents)
+    if isinstance(value, tuple):
+        found = [next(contents) for _ in value]
+        return None if None in found else digest(b"several", *filter(None, found))
+    return digest(repr(value).encode())
 
 
 def text_key(part: PartKey, text: str) -> bytes:

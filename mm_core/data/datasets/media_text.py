@@ -199,7 +199,10 @@ class MediaTextDataset:
         """The sizes of clips, and of images where the sources have any."""
         found = set().union(*media_of(options["sources"]))
         specs: dict[str, Mapping[str, Any]] = {}
-        given = {**options, "fields": [each.name for each in options["sources"][0].columns.fields]}
+        given = {
+            **options,
+            "fields": {each.name: each.pictures for each in options["sources"][0].columns.fields},
+        }
         if "clip" in found or not found:
             specs["clips"] = given
         if "image" in found:

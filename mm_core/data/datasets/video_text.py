@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from mm_core.builtin.configs.data import VideoTextConfig
-from mm_core.contracts import Randomness, Source, Transform, VideoInfo, VideoReader, VideoTextBatch
+from mm_core.contracts import Ragged, Randomness, Source, Transform, VideoInfo, VideoReader, VideoTextBatch
 from mm_core.data.datasets import Sample
 from mm_core.data.media.frames import clip_times, too_short
 from mm_core.data.media.readers import PyAVReader
@@ -202,5 +202,10 @@ def collate_clips(samples: Sequence[Sample], levels: Tensor | None = None) -> Vi
         captions=[sample["caption"] for sample in samples],
         fps=torch.tensor([sample["fps"] for sample in samples], dtype=torch.float32),
         levels=levels,
-        fields=default_collate([{n: v for n, v in each.items() if n not in _OWN} for each in samples]),
+        fields={name: _column([each[name] for each in samples]) for name in samples[0] if name not in _OWN},
     )
+
+
+def _column(values: Sequence[Any]) -> Any:
+    """The values of a field: pictures of their own size as they are, others stacked."""
+    return Ragged.of_pictures(values) if isinstance(values[0], tuple) else default_collate([*values])

@@ -251,23 +251,23 @@ class AuthorCode:
         )
 
     def _check_pixels(self, batch: Batch) -> None:
-        """CodeError if pixels of clips are neither uint8 nor floats in [-1, 1]: they would train without any
-        sign."""
-        if not isinstance(batch, VideoTextBatch) or batch.pixels is None or not batch.pixels.numel():
-            return
-        if batch.pixels.dtype == torch.uint8:
-            return
-        for sample, pixels in zip(batch.ids, batch.pixels, strict=False):
-            least, most = map(float, pixels.aminmax())
-            if not (pixels.is_floating_point() and least >= -_MOST and most <= _MOST):  # also for NaN
-                raise self._out_of_range(sample, pixels, least, most)
+        """CodeError if pixels of clips and further fields are neither uint8 nor floats in [-1, 1]: they would
+        train without any sign."""
+        for name, rows in batch.pixel_fields() if isinstance(batch, VideoTextBatch) else ():
+            for sample, own in zip(batch.ids, rows, strict=False):
+                for pixels in own:
+                    if pixels.dtype == torch.uint8 or not pixels.numel():
+                        continue
+                    least, most = map(float, pixels.aminmax())
+                    if not (pixels.is_floating_point() and least >= -_MOST and most <= _MOST):  # NaN too
+                        raise self._out_of_range(sample, name, pixels, least, most)
 
-    def _out_of_range(self, sample: str, pixels: Tensor, least: float, most: float) -> CodeError:
+    def _out_of_range(self, sample: str, name: str, pixels: Tensor, least: float, most: float) -> CodeError:
         of = "" if pixels.is_floating_point() else f" of {pixels.dtype}"
         overshoots = not of and max(-least, most) < 2
         scale = "scale them in the dataset, such as by `pixels / 127.5 - 1` from 0 to 255"
         return CodeError(
-            f"the pixels of sample {sample} are from {least:.4g} to {most:.4g}{of}",
+            f"the {name} of sample {sample} are from {least:.4g} to {most:.4g}{of}",
             where=self.place,
             accepted="floats from -1 (black) to 1 (white), or uint8",
             hint="a bicubic resize overshoots: end it with `.clamp(-1, 1)`" if overshoots else scale,

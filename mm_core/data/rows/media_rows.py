@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from mm_core.errors import plural
 
 if TYPE_CHECKING:
     import numpy as np
@@ -117,8 +121,28 @@ def number_of(value: object) -> object:
     return value
 
 
-def field_fault(name: str, kind: str, cell: object) -> str | None:
+def paths_of(cell: object) -> list[str] | None:
+    """The paths in a cell: a list of them, also as JSON, one, or none; None for anything else."""
+    if isinstance(cell, str):
+        with suppress(ValueError):
+            cell = json.loads(cell) if cell.startswith("[") else [cell] if cell else []
+    found = [] if cell is None else cell
+    return found if isinstance(found, list) and all(isinstance(p, str) and p for p in found) else None
+
+
+def field_text(kind: str, cell: object) -> str:
+    """The cell of a further field as `MediaRow.fields` has it: several paths as JSON."""
+    return json.dumps(paths_of(cell)) if kind == "images" else str(cell)
+
+
+def field_fault(name: str, kind: str, cell: object, most: int) -> str | None:
     """Why the cell of a further field cannot be used."""
+    if kind == "images":
+        paths = paths_of(cell)
+        if paths is None:
+            return f"the field `{name}` is {cell!r}, not a path or a list of paths"
+        few = len(paths) <= most
+        return None if few else f"the field `{name}` has {plural(len(paths), 'path')}, but `most` is {most}"
     if kind == "number":
         number = number_of(cell)
         usable = isinstance(number, (int, float)) and not isinstance(number, bool) and isfinite(number)

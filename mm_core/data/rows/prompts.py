@@ -21,20 +21,20 @@ class Prompt:
         text: description of the clip.
         image: file of the first frame.
         last_image: file of the last frame.
-        inputs: by the name of a field, a file of a picture or clip, or a number.
+        inputs: by the name of a field, a file of a picture or clip, several pictures, or a number.
     """
 
     text: str
     image: Path | None = None
     last_image: Path | None = None
-    inputs: Mapping[str, Path | float] = field(default_factory=dict)
+    inputs: Mapping[str, Path | float | tuple[Path, ...]] = field(default_factory=dict)
 
 
 def read_prompts(path: Path) -> list[Prompt]:
     """Reads prompts from a file: a JSON list or JSONL of texts or objects, or one prompt per line.
 
     Objects contain `prompt` or `cap` and, for image-to-video, `image` and `last_image`: paths relative to the
-    file. `inputs` has further fields of the model's inputs by name: paths, or numbers.
+    file. `inputs` has further fields of the model's inputs by name: paths, lists of them, or numbers.
 
     Raises:
         DataError: the file contains no prompt, or cannot be read.
@@ -68,12 +68,20 @@ def _prompt_of(row: object, path: Path) -> Prompt:
     )
 
 
-def _inputs(row: Mapping[str, object], path: Path) -> dict[str, Path | float]:
+def _inputs(row: Mapping[str, object], path: Path) -> dict[str, Path | float | tuple[Path, ...]]:
     found = row.get("inputs", {})
     if not isinstance(found, dict):
         raise DataError(f"inputs is {found!r}"[:200], where=str(path), accepted='{"control": "depth.mp4"}')
-    read = {n: float(v) if type(v) in (int, float) else _file(found, n, path) for n, v in found.items()}
-    return {name: value for name, value in read.items() if value is not None}
+    read: dict[str, Path | float | tuple[Path, ...]] = {}
+    for name, value in found.items():
+        if isinstance(value, list):
+            files = (_file({name: one}, name, path) for one in value)
+            read[name] = tuple(file for file in files if file is not None)
+        elif type(value) in (int, float):
+            read[name] = float(value)
+        elif (file := _file(found, name, path)) is not None:
+            read[name] = file
+    return read
 
 
 def _file(row: Mapping[str, object], key: str, path: Path) -> Path | None:

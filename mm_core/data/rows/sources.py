@@ -26,6 +26,7 @@ from mm_core.data.rows.media_rows import (
     RowBlock,
     declared,
     field_fault,
+    field_text,
     medium_of,
     number_of,
 )
@@ -111,7 +112,6 @@ class SourceReader:
         # A table without names has only numbers.
         sizes: dict[str, Column] = {name: getattr(named, name) for name in SIZES}
         self.sizes = {k: v for k, v in sizes.items() if type(v) is type(named.path)}
-        self.fields: dict[str, Column] = {each.name: each.place for each in named.fields}
         self._faults: dict[str, list[str]] = {}  # error -> the rows that have it
         self._met: set[str] = set()  # names in `where` that have had a value
 
@@ -130,7 +130,7 @@ class SourceReader:
             self.in_table
             and self.path.suffix.lower() == ".parquet"
             and self.where is None
-            and not self.fields
+            and not self.source.columns.fields
         )
         return self._counted(self._in_blocks() if columnar else self._every(), None)
 
@@ -243,7 +243,11 @@ class SourceReader:
 
     def _columns(self) -> tuple[list[Column], set[Column]]:
         named = self.where.names if self.where is not None else ()
-        needed = (self.source.columns.path, *self.captions, *self.fields.values())
+        needed = (
+            self.source.columns.path,
+            *self.captions,
+            *(each.place for each in self.source.columns.fields),
+        )
         columns = list(dict.fromkeys((*needed, *self.sizes.values(), *named)))
         return columns, set(columns) - set(needed)
 
@@ -275,7 +279,7 @@ class SourceReader:
         places = [columns.index(self.sizes[name]) if name in self.sizes else -1 for name in SIZES]
         sizes, own = itemgetter(*places), [columns.index(name) for name in named]
         captions = [columns.index(column) for column in self.captions]
-        further = [(each, columns.index(self.fields[each.name])) for each in self.source.columns.fields]
+        further = [(each, columns.index(each.place)) for each in self.source.columns.fields]
         separated = self.path.suffix.lower() in (".csv", ".tsv")
         number, first, several = self.number, captions[0], len(captions) > 1
         for place, values, fault in cells:
@@ -284,7 +288,7 @@ class SourceReader:
                 texts = _texts([values[each] for each in captions] if several else caption)
                 fault = _fault(path, texts, caption)
                 for each, at in further if fault is None else ():
-                    fault = fault or field_fault(each.name, each.kind, values[at])
+                    fault = fault or field_fault(each.name, each.kind, values[at], each.most)
             if fault is not None:
                 self._faults.setdefault(fault, []).append(place)
                 yield None
@@ -298,7 +302,7 @@ class SourceReader:
                 if not self._admits(given):
                     yield None
                     continue
-            cells_of_fields = tuple(str(values[at]) for _, at in further)
+            cells_of_fields = tuple(field_text(each.kind, values[at]) for each, at in further)
             yield MediaRow(number, path, medium_of(path) or "clip", texts, *facts, fields=cells_of_fields)
 
     # -- conditions -----------------------------------------------------------------------------

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mm_core.contracts import (
     Batch,
+    CachePart,
     CountingTokenizer,
     DictBatch,
     EncodedText,
     Features,
+    Ragged,
+    SupportsReads,
     TextEncoder,
     Tokenizer,
     Tokens,
@@ -21,14 +26,19 @@ from mm_core.contracts import (
 )
 from mm_core.data.cache.samples import stacked
 from mm_core.device import copied_to
-from mm_core.errors import ContractError
+from mm_core.errors import ContractError, did_you_mean
 from mm_core.tasks.text_to_video.conditions import Conditions, check_returned
+from mm_core.tasks.text_to_video.inputs import OF_CLIP, fields_of, picture_of
 from mm_core.tasks.text_to_video.returned_shapes import expect_text
 
 Encoded = tuple[Tensor, Tensor, Mapping[str, Tensor]]
 """Text states [B,L,D], mask [B,L], and the text encoder's conditions [B,...] that the predictor takes."""
 
 
+TEXTS = "text states"
+"""The part of the feature cache for captions."""
+
+_EMPTY = "empty "
 _PAIR = ("ids", "mask")
 _NAMES = (("video", "pixels"), ("caption", "captions"))
 _CLIP = "`video` [3,F,Y,X] from -1 to 1, and `caption`, or `prompt_ids` and `prompt_mask` [L]"
@@ -41,20 +51,70 @@ class TokenizeCaptions:
     Attributes:
         tokenizer: of the text encoder.
         fields: names that the predictor's inputs read; of plain dicts, nothing else is kept.
+        reads: of the text encoder (`SupportsReads`).
+        drops: whether captions are dropped: with `reads`, tokens of as many empty captions come behind them.
     """
 
     tokenizer: Tokenizer
     fields: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+    drops: bool = False
 
     def __call__(self, batch: Batch) -> Batch:
         if isinstance(batch, DictBatch):
-            return clips_of(batch, self.tokenizer, self.fields)
+            batch = clips_of(batch, self.fields)
+            if batch.text_ids is not None:
+                return batch
         assert isinstance(batch, VideoTextBatch)
-        tokens = self.tokenizer(batch.captions)
+        tokens = tokens_of(self.tokenizer, batch.captions, self.reads, _fields(batch), self.drops)
         cut = cut_captions(self.tokenizer, batch.captions, tokens)
         if isinstance(tokens, Mapping):
             return replace(batch, tokens=dict(tokens), cut=cut)
         return replace(batch, text_ids=tokens[0], text_mask=tokens[1], cut=cut)
+
+
+def _fields(batch: VideoTextBatch) -> dict[str, Any]:
+    return fields_of(batch.pixels, batch.fields)
+
+
+def tokens_of(
+    tokenizer: Tokenizer,
+    captions: Sequence[str],
+    reads: Sequence[str],
+    fields: Mapping[str, Any],
+    drops: bool = False,
+) -> Tokens:
+    """The tokens of captions; of an encoder that reads fields, with them, and with `drops` twice as many:
+    those of empty captions with the same fields.
+
+    Raises:
+        ContractError: a field is missing.
+    """
+    if not reads:
+        return tokenizer(captions)
+    given = {name: _shown(name, fields) * (2 if drops else 1) for name in reads}
+    return tokenizer([*captions, *[""] * (len(captions) if drops else 0)], given)
+
+
+def _shown(name: str, fields: Mapping[str, Any]) -> list[list[Any]]:
+    """A field of each row as a tokenizer reads it (see `SupportsReads`)."""
+    if name not in fields:
+        raise ContractError(
+            f"the text encoder reads the field `{name}`, which is not given",
+            where="task.text_encoder",
+            accepted=", ".join(fields) or "no field: the batch has neither pixels nor fields",
+            hint=did_you_mean(name, fields) or f"give the samples a value `{name}`",
+        )
+    values = fields[name]
+    rows = (
+        values.rows
+        if isinstance(values, Ragged)
+        else [own if type(own) is tuple else (own,) for own in values]
+    )
+    return [
+        [picture_of(one).cpu() if isinstance(one, Tensor) and one.dim() >= 3 else float(one) for one in row]
+        for row in rows
+    ]
 
 
 def cut_captions(tokenizer: Tokenizer, captions: Sequence[str], tokens: Tokens) -> list[int]:
@@ -70,9 +130,9 @@ def cut_captions(tokenizer: Tokenizer, captions: Sequence[str], tokens: Tokens) 
     return [count for count in counts if count > tokenizer.max_length]
 
 
-def clips_of(batch: DictBatch, tokenizer: Tokenizer, fields: Sequence[str] = ()) -> VideoTextBatch:
-    """A batch of plain dicts as clips with tokens: their `video` (or `pixels`) and `caption`, or
-    `prompt_ids` and `prompt_mask`, `fps` and further `fields` if they have them.
+def clips_of(batch: DictBatch, fields: Sequence[str] = ()) -> VideoTextBatch:
+    """A batch of plain dicts as clips: their `video` (or `pixels`) and `caption`, or `prompt_ids` and
+    `prompt_mask`, `fps` and further `fields` if they have them.
 
     Raises:
         ContractError: something is missing, or has another shape.
@@ -80,18 +140,14 @@ def clips_of(batch: DictBatch, tokenizer: Tokenizer, fields: Sequence[str] = ())
     values = batch.values
     pixels, captions = (values.get(name, values.get(other)) for name, other in _NAMES)
     ids, mask = (values.get(name) for name in ("prompt_ids", "prompt_mask"))
-    cut: Sequence[int] = ()
-    tokens: Mapping[str, Tensor] = {}
     if captions is not None:
         if not (isinstance(captions, (list, tuple)) and all(isinstance(text, str) for text in captions)):
             raise ContractError("the `caption` of a sample is not a text", where="data", accepted=_CLIP)
-        found = tokenizer(captions)
-        cut = cut_captions(tokenizer, captions, found)
-        tokens, (ids, mask) = (found, (None, None)) if isinstance(found, Mapping) else ({}, found)
+        ids = mask = None
     lacks = [names[0] for names, value in zip(_NAMES, (pixels, captions), strict=True) if value is None]
     if ids is not None and mask is not None and lacks == ["caption"]:
         lacks = []
-    if lacks or (not tokens and (ids is None or mask is None)):
+    if lacks:
         raise ContractError(
             f"the samples have no {' and no '.join(map(repr, lacks))}, only {', '.join(values)}",
             where="data",
@@ -110,10 +166,14 @@ def clips_of(batch: DictBatch, tokenizer: Tokenizer, fields: Sequence[str] = ())
         text_ids=None if ids is None else ids.flatten(1).long(),
         text_mask=None if mask is None else mask.flatten(1).bool(),
         fps=None if fps is None else fps.float(),
-        cut=cut,
-        fields={name: values[name] for name in fields if name in values},
-        tokens=dict(tokens),
+        fields={name: _own_sizes(values[name]) for name in fields if name in values},
     )
+
+
+def _own_sizes(values: Any) -> Any:
+    """A field of plain dicts; lists of pictures are of their own size."""
+    several = isinstance(values, list) and all(isinstance(own, (list, tuple)) for own in values)
+    return Ragged.of_pictures(values) if several else values
 
 
 @dataclass(eq=False)
@@ -132,30 +192,47 @@ class Captions:
     find: Callable[[str], Features | None] | None = field(default=None, init=False)  # see `SupportsCache`
     _empty: dict[str, Tensor] | None = field(default=None, init=False)
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The fields on which the encoder's states depend."""
+        return self.encoder.reads if isinstance(self.encoder, SupportsReads) else ()
+
     def encoded(self, batch: VideoTextBatch, empty: bool) -> tuple[Encoded, Encoded | None]:
         """The captions of a batch, tokenized or not, on the device of its clips; with `empty` also the empty
-        caption, one row. A sharded encoder gathers its weights in each call, so this is one call."""
+        caption: one row, or with the fields of each row that the encoder reads. A sharded encoder gathers its
+        weights in each call, so this is one call."""
+        tokens, rows = self._of_batch(batch, empty), len(batch)
+        if not empty:
+            return self._encode(tokens), None
+        found = self._encode(tokens if self.reads else self._with_empty(tokens))
+        return _rows(found, slice(rows)), _rows(found, slice(rows, None))
+
+    def _of_batch(self, batch: VideoTextBatch, empty: bool) -> dict[str, Tensor]:
         ids, mask = batch.text_ids, batch.text_mask
         if batch.tokens:
             tokens = _on(batch.device, batch.tokens)
-        elif ids is None or mask is None:
-            tokens = self._tokens(batch.captions, batch.device)
-        else:
-            tokens = _on(batch.device, (ids, mask))
-        if not empty:
-            return self._encode(tokens), None
-        found = self._encode(self._with_empty(tokens))
-        return _rows(found, slice(len(batch))), _rows(found, slice(len(batch), None))
+            return tokens if empty or not self.reads else {n: t[: len(batch)] for n, t in tokens.items()}
+        if ids is None or mask is None:
+            return self._tokens(batch.captions, batch.device, _fields(batch), empty)
+        return _on(batch.device, (ids, mask))
 
-    def encoded_texts(self, captions: Sequence[str], device: torch.device) -> Encoded:
-        """Text states, mask and conditions of captions given as strings."""
+    def encoded_texts(
+        self, captions: Sequence[str], device: torch.device, fields: Mapping[str, Any]
+    ) -> Encoded:
+        """Text states, mask and conditions of captions given as strings; `fields`: those that it reads."""
         known = [self.find(caption) for caption in captions] if self.find is not None else [None]
         if None not in known:
             return self.of_features(stacked([{"": row} for row in known if row is not None]), "", device)
-        return self._encode(self._tokens(captions, device))
+        return self._encode(self._tokens(captions, device, fields))
 
-    def _tokens(self, captions: Sequence[str], device: torch.device) -> dict[str, Tensor]:
-        return _on(device, self.encoder.tokenizer()(captions))
+    def _tokens(
+        self,
+        captions: Sequence[str],
+        device: torch.device,
+        fields: Mapping[str, Any] = MappingProxyType({}),
+        drops: bool = False,
+    ) -> dict[str, Tensor]:
+        return _on(device, tokens_of(self.encoder.tokenizer(), captions, self.reads, fields, drops))
 
     def _with_empty(self, tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tokens with a row of the empty caption after them."""
@@ -184,9 +261,53 @@ class Captions:
         taken = self.conditions.of_text(given)
         return text, mask, {name: t.float() if t.is_floating_point() else t for name, t in taken.items()}
 
+    def cache_part(self, drops: bool) -> CachePart:
+        """The part of the feature cache for captions, or for samples if the encoder reads their fields."""
+        if not self.reads:
+            return CachePart(TEXTS, ("text_encoder",), "text", texts=("",) if drops else ())
+        fields = tuple(name for name in self.reads if name not in OF_CLIP)
+        settings = {"fields": list(self.reads), "empty": drops}
+        return CachePart(TEXTS, ("text_encoder",), "media", settings, fields=fields, caption=True)
+
     def features(self, captions: Sequence[str], device: torch.device) -> list[Features]:
         """What a cache stores of each caption: nothing that depends on the predictor, and no padding."""
-        text, mask, given = self._states(self._tokens(captions, device))
+        return self._unpadded(self._tokens(captions, device))
+
+    def features_of(self, batch: VideoTextBatch, drops: bool) -> list[Features]:
+        """What a cache stores of each sample, whose fields the encoder reads."""
+        found = self._unpadded(self._of_batch(batch, drops))
+        own, empty = found[: len(batch)], found[len(batch) :]
+        for row, other in zip(own, empty, strict=bool(empty)):
+            row |= {f"{_EMPTY}{name}": value for name, value in other.items()}
+        return own
+
+    def of_batch(
+        self,
+        features: Mapping[str, Any],
+        texts: Mapping[str, Any],
+        drops: bool,
+        device: torch.device,
+    ) -> tuple[Encoded, Encoded | None]:
+        """As `encoded`, from cached features.
+
+        Args:
+            features: of the samples.
+            texts: of the empty caption, where the encoder reads no fields.
+            drops: whether captions may be dropped.
+            device: where they are needed.
+        """
+        if self.reads:
+            before = f"{TEXTS}.{_EMPTY}"
+            texts = {
+                f"{TEXTS}.{n.removeprefix(before)}": t for n, t in features.items() if n.startswith(before)
+            }
+            features = {name: value for name, value in features.items() if not name.startswith(before)}
+        length = max((found[f"{TEXTS}.mask"].shape[1] for found in (features, texts) if found), default=0)
+        empty = self.of_features(texts, TEXTS, device, length) if drops else None
+        return self.of_features(features, TEXTS, device, length), empty
+
+    def _unpadded(self, tokens: Mapping[str, Tensor]) -> list[Features]:
+        text, mask, given = self._states(tokens)
         last = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).amax(1).clamp(min=1)
         return [
             {"states": text[row, :length], "mask": mask[row, :length], **_named(given, row)}
@@ -231,7 +352,8 @@ def chosen(own: Encoded, empty: Encoded | None, dropped: Sequence[bool]) -> Enco
     """Text states, mask and conditions with those of the empty caption in the `dropped` rows."""
     if empty is None or not any(dropped):
         return own
-    order = [len(dropped) if out else row for row, out in enumerate(dropped)]
+    each = len(empty[0]) > 1  # the empty caption with the fields of each row, or one for all
+    order = [len(dropped) + row * each if out else row for row, out in enumerate(dropped)]
     rows = copied_to(own[0].device, torch.tensor(order))
     conditions = {name: _joined(value, empty[2][name])[rows] for name, value in own[2].items()}
     return torch.cat([own[0], empty[0]])[rows], torch.cat([own[1], empty[1]])[rows], conditions

@@ -22,7 +22,7 @@ from mm_core.contracts import (
 )
 from mm_core.errors import ContractError
 from mm_core.plugin.checks.places import place_of_object
-from mm_core.tasks.text_to_video.captions import Captions, Encoded
+from mm_core.tasks.text_to_video.captions import TEXTS, Captions, Encoded
 from mm_core.tasks.text_to_video.conditions import Conditions
 from mm_core.tasks.text_to_video.inputs import GivenInputs, fields_of
 
@@ -81,8 +81,8 @@ class TextToVideoInputs:
     expert: str | None = None
 
 
-LATENTS, TEXTS = "latents", "text states"
-"""The parts of the feature cache beside those of the predictor's inputs."""
+LATENTS = "latents"
+"""The part of the feature cache beside those of the predictor's inputs and of captions."""
 
 
 @dataclass(frozen=True)
@@ -113,21 +113,17 @@ class ClipEncoder:
             weight: the task's weight of the batch.
             drops: whether captions may be dropped.
         """
-        drops, empty = drops and self.drops, None
+        drops = drops and self.drops
         if isinstance(batch, FeatureBatch):
             features, device = batch.features, batch.device
             size: tuple[int, int, int] = tuple(features[f"{LATENTS}.size"][0])
             fps = features.get(f"{LATENTS}.fps")
             posterior = self._of_moments(features[f"{LATENTS}.moments"])
             texts = batch.texts.get("", {})
-            length = max((found[f"{TEXTS}.mask"].shape[1] for found in (features, texts) if found), default=0)
-            if drops:
-                empty = self.captions.of_features(texts, TEXTS, device, length)
-            text = self.captions.of_features(features, TEXTS, device, length)
-            parts = zip(self.inputs.rows, self.inputs.cache_parts(), strict=True)
-            found = {row.name: features[f"{part.name}.values"] for row, part in parts}
-            # Features of whole numbers are plain values.
-            given = {name: torch.as_tensor(value, device=device) for name, value in found.items()}
+            text, empty = self.captions.of_batch(features, texts, drops, device)
+            given: dict[str, Tensor] = {}
+            for row, part in zip(self.inputs.rows, self.inputs.cache_parts(), strict=True):
+                given |= self.inputs.read(row, part.name, features, device)
         else:
             assert isinstance(batch, VideoTextBatch)
             size, fps, device = batch.size, batch.fps, batch.device
@@ -135,7 +131,7 @@ class ClipEncoder:
             pixels = batch.pixels
             posterior = self._posterior(batch, pixels)
             text, empty = self.captions.encoded(batch, empty=drops)
-            given = self.inputs.encoded(fields_of(pixels, batch.fields), size)
+            given = self.inputs.encoded(fields_of(pixels, batch.fields), size, device)
         return EncodedClips(
             keys=batch.keys,
             sample_weights=batch.sample_weights,
@@ -179,17 +175,18 @@ class ClipEncoder:
         self._of_moments(torch.empty(0))
         found = [CachePart(LATENTS, ("autoencoder",), "media")]
         found += self.inputs.cache_parts()
-        return (*found, CachePart(TEXTS, ("text_encoder",), "text", texts=("",) if self.drops else ()))
+        return (*found, self.captions.cache_part(self.drops))
 
     def features(self, part: str, batch: Batch) -> list[Features]:
         """What a cache stores of each clip of a batch."""
         assert isinstance(batch, VideoTextBatch)
         batch = batch.to(batch.device)
         pixels = batch.pixels
+        if part == TEXTS:
+            return self.captions.features_of(batch, self.drops)
         if part != LATENTS:
             fields = fields_of(pixels, batch.fields)
-            found = self.inputs.encode(self.inputs.row_of(part), fields, batch.size)
-            return [{"values": row} for row in found]
+            return self.inputs.stored(self.inputs.row_of(part), fields, batch.size, batch.device)
         size = torch.tensor(batch.size)
         rows: list[Features] = [
             {"moments": row, "size": size} for row in self._posterior(batch, pixels).moments

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mm_core.builtin.configs.text_to_video import SampleConfig
-from mm_core.contracts import Clip, ClipSize, NoiseScheduler, PredictorInputs, Randomness, SampleRequest
+from mm_core.contracts import (
+    Clip,
+    ClipSize,
+    NoiseScheduler,
+    PredictorInputs,
+    Ragged,
+    Randomness,
+    SampleRequest,
+)
 from mm_core.data.media.images import fit_image
 from mm_core.errors import ContractError, did_you_mean, plural
 from mm_core.tasks.text_to_video.captions import Captions
@@ -20,7 +29,7 @@ from mm_core.tasks.text_to_video.frames import BY_COUNT, check_images
 from mm_core.tasks.text_to_video.inputs import GivenInputs
 from mm_core.tasks.text_to_video.returned_shapes import expect
 
-Given = Mapping[str, Sequence[Tensor | float]]
+Given = Mapping[str, Sequence[Any]]
 """Fields of the predictor's inputs by name, a value for each clip; see `SampleRequest.inputs`."""
 
 
@@ -86,7 +95,8 @@ class ClipSampler:
     def _check_inputs(self, given: Given, prompts: int, frames: int) -> None:
         """ContractError for fields that are missing, unknown, of other clips or too short."""
         needed = self.inputs.asked
-        for name in sorted({*needed} ^ {*given}):
+        needless = {name for name, most in needed.items() if most != 0}  # none of several pictures
+        for name in sorted(({*needed} ^ {*given}) - needless):
             missing = name in needed
             raise ContractError(
                 f"the predictor needs the input `{name}`, which the request does not give"
@@ -104,6 +114,20 @@ class ClipSampler:
                     accepted="one for each prompt",
                 )
             for value in values:
+                most = needed[name]
+                pictures = value if isinstance(value, tuple) else (value,)
+                if most is not None and len(pictures) > (most or 1):
+                    raise ContractError(
+                        f"a prompt has {plural(len(pictures), 'picture')} of `{name}`",
+                        where="inputs",
+                        accepted=f"at most {most}" if most else "one",
+                    )
+                if most and not all(isinstance(one, Tensor) and one.dim() == 3 for one in pictures):
+                    raise ContractError(
+                        f"the input `{name}` has a value that is no picture",
+                        where="inputs",
+                        accepted=f"up to {plural(most, 'picture')} for each prompt",
+                    )
                 if isinstance(value, Tensor) and value.dim() == 4 and value.shape[1] < frames:
                     raise ContractError(
                         f"the clip of `{name}` has {plural(value.shape[1], 'frame')}, but a clip to sample"
@@ -121,7 +145,10 @@ class ClipSampler:
             numbers = range(request.first + first, request.first + first + len(prompts))
             noise = torch.stack([Randomness(request.seed).normal(shape, "sample", i) for i in numbers])
             own = slice(first, first + len(prompts))
-            given = {name: values[own] for name, values in request.inputs.items()}
+            given: dict[str, Any] = {name: values[own] for name, values in request.inputs.items()}
+            for name, most in self.inputs.asked.items():
+                if most != 0:
+                    given[name] = tuple(_several(one) for one in given.get(name, [()] * len(prompts)))
             frames = BY_COUNT[len(request.images[0])] if request.images else ()
             for place, name in enumerate(frames):
                 given[name] = tuple(images[place] for images in request.images[own])
@@ -155,17 +182,22 @@ class ClipSampler:
             scales = dict.fromkeys(given_scales, self.defaults.true_guidance or 0.0)
         guided = any(scale > 1 for scale in scales.values())
         captions = [*prompts, *[request.negative_prompt] * (len(prompts) if guided else 0)]
-        text, mask, text_conditions = self.captions.encoded_texts(captions, device)
+        shown = {name: (*values, *(values if guided else ())) for name, values in fields.items()}
+        text, mask, text_conditions = self.captions.encoded_texts(captions, device, shown)
         clip_conditions = {
             expert: self.conditions.of_clips(len(prompts), size[1:], device, request.fps, scale)
             for expert, scale in given_scales.items()
         }
         experts, scheduler = self.schedule_of(noise.shape[1:])
-        fitted = {name: _fitted(values, size, device) for name, values in fields.items()}
-        conditions = {
-            row.name: inputs.encode(row, fields if row.encoder == "image_encoder" else fitted, size)
-            for row in inputs.rows
-        }
+        conditions: dict[str, Tensor] = {}
+        for row in inputs.rows:
+            own: dict[str, Any] = {name: fields[name] for name in row.reads if name in fields}
+            if row.most:
+                pictures = Ragged.of_pictures(own[row.reads[0]]).changed(lambda one: one.to(device))
+                own = {row.reads[0]: pictures.floats()}
+            elif row.encoder != "image_encoder":
+                own = {name: _fitted(values, size, device) for name, values in own.items()}
+            conditions |= inputs.encode(row, own, size, device)
         bare = inputs.unconditional(conditions)
 
         def velocity(latents: Tensor, timestep: Tensor) -> Tensor:
@@ -201,6 +233,10 @@ def _fitted(values: Sequence[Tensor | float], size: ClipSize, device: torch.devi
         frames = value[:, None] if value.dim() == 3 else value[:, : size[0]]
         made.append(torch.stack([fit_image(frame, *size[1:]) for frame in frames.unbind(1)], dim=1))
     return torch.stack(made).to(device)
+
+
+def _several(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def _size_of(request: SampleRequest) -> tuple[int, int, int]:

@@ -109,7 +109,8 @@ class TextToVideo(TaskModule):
 
     @property
     def _inputs(self) -> GivenInputs:
-        return GivenInputs(self.predictor, self.autoencoder, self.image_encoder, self.frames)
+        parts = (self.predictor, self.autoencoder, self.image_encoder)
+        return GivenInputs(*parts, self.frames, self.captions.reads)
 
     @property
     def _encoder(self) -> ClipEncoder:
@@ -144,7 +145,8 @@ class TextToVideo(TaskModule):
         """The transform that data workers apply to a batch: tokenizing its captions."""
         encoder = self.text_encoder
         tokenizer = returned(TextEncoder.tokenizer, encoder.tokenizer(), encoder)
-        return TokenizeCaptions(tokenizer, tuple(self._inputs.names))
+        names, drops = tuple(self._inputs.names), self.caption_dropout > 0
+        return TokenizeCaptions(tokenizer, names, self.captions.reads, drops)
 
     def begin_step(self, step: int) -> None:
         """Starts a training step (from 0); the step decides which expert is trained."""
