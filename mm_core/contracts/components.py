@@ -217,7 +217,7 @@ Tokens = tuple[Tensor, Tensor] | Mapping[str, Tensor]
 the tokens of two encoders. What has a length is padded at its end with zeros."""
 
 Tokenizer = Callable[..., Tokens]
-"""captions -> tokens; of an encoder that `SupportsReads`, captions and fields -> tokens. Must be picklable, since
+"""captions -> tokens; of an encoder that `SupportsReads`, captions and fields -> tokens. Must be picklable:
 it runs in data workers."""
 
 

@@ -77,7 +77,7 @@ def encoder(from_pretrained, hidden_size, max_length):
 
 def whole_patches(fields, size):
     picture = fields["references"]
-    height, width = (side // 4 * 4 for side in picture.shape[-2:])
+    height, width = (side // 16 * 16 for side in picture.shape[-2:])
     return picture[..., :height, :width]
 
 

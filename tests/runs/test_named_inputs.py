@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from mm_wan.testing import tiny_vae
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -20,20 +21,28 @@ pytestmark = pytest.mark.slow
 PREDICTOR = {"num_layers": 1, "num_heads": 2, "head_dim": 16, "in_channels": 12, "out_channels": 12}
 PREDICTOR |= {"patch_size": [1, 2, 2], "text_dim": 32, "freq_dim": 16, "ffn_dim": 32}
 CLIPS = {"num_frames": 4, "height": 16, "width": 16}
+PIXEL = {"type": "pixel", "spatial": 2}
 CROPPED = {"type": "resize_crop", "crop": "random", "flip": 0.5}
 
 
-def config_of(folder: Path, plugin: str, predictor: str, encoder: dict[str, Any], fields: list[Any]) -> Path:
+def config_of(
+    folder: Path,
+    plugin: str,
+    predictor: dict[str, Any],
+    encoder: dict[str, Any],
+    fields: list[Any],
+    vae: dict[str, Any] = PIXEL,
+) -> Path:
     source = {"annotations": str(folder / "rows.jsonl"), "columns": {"fields": fields}}
-    data = {"type": "media_text", "sources": [source], **CLIPS}
+    data = {"type": "media_text", "sources": [source], **CLIPS, "num_frames": 4 if vae is PIXEL else 5}
     drawn = {"random_start": True, "transform": CROPPED}
     config = {
         "run": {"name": "run", "dir": str(folder), "seed": 3},
         "plugins": {"path": [str(Path(__file__).with_name(plugin))]},
         "task": {
             "type": "text_to_video",
-            "predictor": {"type": predictor, **PREDICTOR},
-            "autoencoder": {"type": "pixel", "spatial": 2},
+            "predictor": {**PREDICTOR, **predictor},
+            "autoencoder": vae,
             "text_encoder": encoder,
             "scheduler": {"type": "flow_match"},
             "caption_dropout": 0.3,
@@ -76,14 +85,14 @@ def control(clips, tmp_path_factory) -> Path:
     fields = [{"name": "control", "column": "edges"}]
     folder = placed(clips, tmp_path_factory.mktemp("control"))
     encoder = {"type": "bytes", "hidden_size": 32}
-    return config_of(folder, "control_dit.py", "local/control_dit", encoder, fields)
+    return config_of(folder, "control_dit.py", {"type": "local/control_dit"}, encoder, fields)
 
 
 @pytest.fixture(scope="module")
 def texts(clips, tmp_path_factory) -> Path:
     folder = placed(clips, tmp_path_factory.mktemp("texts"))
     encoder = {"type": "local/two_texts", "hidden_size": 32}
-    return config_of(folder, "two_texts.py", "local/pooled_dit", encoder, [])
+    return config_of(folder, "two_texts.py", {"type": "local/pooled_dit"}, encoder, [])
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +103,7 @@ def references(clips, tmp_path_factory) -> Path:
         files = [f"{number}_{place}.png" for place in range((0, 1, 2, 2, 0, 1, 1, 2)[number])]
         for place, file in enumerate(files):
             draws = torch.Generator().manual_seed(10 * number + place)
-            picture = torch.randint(0, 255, (9 + 7 * place + number, 30 - 3 * number, 3), generator=draws)
+            picture = torch.randint(0, 255, (20 + 20 * place + number, 50 - 4 * number, 3), generator=draws)
             Image.fromarray(picture.to(torch.uint8).numpy()).save(folder / file)
         rows.append({**row, "shown": files if number % 2 else json.dumps(files)})
     (folder / "rows.jsonl").unlink()
@@ -104,7 +113,9 @@ def references(clips, tmp_path_factory) -> Path:
     save_file({name: torch.randn(shape, generator=draws) for name, shape in shapes.items()}, weights)
     encoder = {"type": "local/seeing_text", "from_pretrained": str(weights)}
     fields = [{"name": "references", "column": "shown", "kind": "images", "most": 2}]
-    return config_of(folder, "references_dit.py", "local/references_dit", encoder, fields)
+    predictor = {"type": "local/references_dit", "in_channels": 16, "out_channels": 16}
+    vae = {"type": "wan/vae", **tiny_vae(folder / "vae")}
+    return config_of(folder, "references_dit.py", predictor, encoder, fields, vae)
 
 
 def trained(mm, config: Path, name: str, *options: object, code: int = 0) -> list[float]:
@@ -124,6 +135,10 @@ def test_ranks_buckets_a_resume_and_the_cache_train_the_same(case, request, mm):
     most = [f"data.{s}.max_{side}=16" for s in ("train", "validation") for side in ("height", "width")]
     bucketed = trained(mm, config, "bucketed", "data.loader.mode=variable", *sides, *most)
     assert len(bucketed) == 4
+    if case == "references":
+        frozen = "engine.frozen={autoencoder: sharded, text_encoder: sharded}"
+        sharded = trained(mm, config, "sharded", "--nproc", 2, "train.micro_batch_size=2", frozen)
+        assert sharded == pytest.approx(plain, rel=1e-5)
     trained(mm, config, "resumed", "--stop-after", 2, code=75)
     assert trained(mm, config, "resumed") == plain
     cache = (f"data.cache.dir={config.parent / 'cache'}", "data.cache.variants=2")  # of two epochs
@@ -160,6 +175,55 @@ def test_a_control_clip_given_by_name_changes_what_is_sampled(control, mm):
         (("--input", f"control={config.parent / 'none.mp4'}"), "none.mp4"),
     ):
         done = mm("sample", "--run", run, "--prompt", "a", *given)
+        assert done.code != 0 and message in done.err and "Traceback" not in done.err, done.err
+
+
+def test_each_prompt_has_its_own_references_or_none(references, mm):
+    folder = references.parent
+    shown = {name: str(folder / name) for name in ("1_0.png", "2_0.png", "2_1.png")}
+    lists = [[shown["2_0.png"], shown["2_1.png"]], [], [shown["1_0.png"]]]
+    samples = {"prompts": ["a", "a", "a"], "inputs": {"references": lists}}
+    set_samples = f"validation.samples={json.dumps(samples)}"
+    trained(mm, references, "sampled", set_samples, "validation.every=2", "train.steps=2")
+    run = folder / "sampled"
+    written = sorted((run / "samples/step_00000002").glob("*.mp4"))
+    assert len(written) == 3
+
+    def made(name: str, *given: object) -> list[bytes]:
+        out = folder / f"out_{name}"
+        done = mm("sample", "--run", run, *given, "--out", out, "--nproc", 2 if name == "file" else 1)
+        assert done.code == 0, done.err
+        return [path.read_bytes() for path in sorted(out.glob("*.mp4"))]
+
+    rows = [{"prompt": "a", "inputs": {"references": files}} for files in lists]
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    from_file = made("file", "--prompts", prompts)
+    assert from_file == [path.read_bytes() for path in written]
+    both = [f"references={shown[name]}" for name in ("2_0.png", "2_1.png")]
+    assert made("both", "--prompt", "a", "--input", *both)[0] == from_file[0]
+    each = ("--input", *both, "--input", f"references={shown['1_0.png']}")
+    assert made("each", "--prompt", "a", "--prompt", "a", *each)[0] == from_file[0]
+    one = ("--input", f"references={shown['1_0.png']}")
+    assert len({from_file[0], made("one", "--prompt", "a", *one)[0], made("none", "--prompt", "a")[0]}) == 3
+    for given, message in (
+        (("--input", *both, both[0]), "a prompt has 3 pictures of `references`"),
+        (("--input", "references=3"), "the input `references` has a value that is no picture"),
+    ):
+        done = mm("sample", "--run", run, "--prompt", "a", *given)
+        assert done.code != 0 and message in done.err and "Traceback" not in done.err, done.err
+
+
+def test_a_table_of_more_references_than_the_predictor_takes_is_an_error_before_the_run(references, mm):
+    field = {"name": "references", "column": "shown", "kind": "images"}
+    table = str(references.parent / "rows.jsonl")
+    for own, message in (
+        ({"most": 3}, "takes up to 2 pictures of their own size of the field `references`, but the dataset"),
+        ({"most": 1}, "the field `references` has 2 paths, but `most` is 1"),
+        ({"kind": "clip", "column": "path"}, "the dataset gives one value"),
+    ):
+        source = [{"annotations": table, "columns": {"fields": [field | own]}}]
+        done = mm("train", "--config", references, "--dry-run", f"data.train.sources={json.dumps(source)}")
         assert done.code != 0 and message in done.err and "Traceback" not in done.err, done.err
 
 

@@ -91,6 +91,35 @@ def test_an_encoder_of_named_tokens_and_states_passes_and_faulty_ones_are_refuse
 
 
 @dataclass
+class Seeing:
+    """A tokenizer that reads a picture for each caption."""
+
+    def __call__(self, captions, fields):
+        ids, mask = ByteTokenizer(64)(captions)
+        brightness = [pictures[0].float().mean() for pictures in fields["first"]]
+        return {"ids": ids, "mask": mask, "brightness": torch.stack(brightness)}
+
+
+class Looking(ByteTextEncoder):
+    """An encoder whose states depend on a picture."""
+
+    reads, blind = ("first",), False
+
+    def tokenizer(self):
+        return Seeing()
+
+    def encode(self, ids, mask, brightness):
+        hidden, mask = super().encode(ids, mask)
+        return hidden * (1 if self.blind else brightness[:, None, None]), mask
+
+
+def test_an_encoder_that_reads_pictures_passes() -> None:
+    outcomes = examined("core/bytes", Looking, ranks=False)
+    assert [o.reason for o in outcomes if o.status == "failed"] == []
+    assert "fields_matter" in {o.check for o in outcomes if o.status == "passed"}
+
+
+@dataclass
 class Tokens:
     """A tokenizer of bytes with one fault."""
 
@@ -187,6 +216,11 @@ TEXT_FAULTS = [
         "encode returned `pooled`, but condition_shapes declares no condition",
     ),
     ("captions_matter", encoding(lambda h, m, i: (h * 0, m)), "have the same hidden states"),
+    (
+        "fields_matter",
+        type("Faulty", (Looking,), {"blind": True}),
+        "other pictures (first) give the same hidden states",
+    ),
     ("independence", encoding(mixed), "of 'a red circle moves left' alone and in a batch differ by "),
     (
         "independence",

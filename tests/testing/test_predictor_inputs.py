@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from mm_core.contracts import Input, PredictorInputs
 from mm_core.errors import ContractError
 from mm_core.testing import PredictorProbe, check_predictor
+from mm_core.testing.predictors.given import given_inputs
 
 
 class Silent(nn.Module):
@@ -70,7 +72,7 @@ class Pooled(ImageModel):
 
 
 def test_a_model_of_images_passes_without_given_patches():
-    with pytest.raises(ContractError, match="1 of 24 checks:\nsharded_training: the component cannot be"):
+    with pytest.raises(ContractError, match="1 of 25 checks:\nsharded_training: the component cannot be"):
         check_predictor(lambda: ImageModel(), ranks=True)
     assert PredictorProbe(ImageModel).inputs(ImageModel())["latents"].shape == (2, 4, 1, 6, 4)
 
@@ -117,3 +119,69 @@ def test_a_declared_condition_that_the_forward_does_not_name_fails_the_attribute
 
     with pytest.raises(ContractError, match=r"attributes: .*: condition_shapes names `poled`, but the"):
         check_predictor(Misspelt)
+
+
+class References(ImageModel):
+    """Takes a number, and up to two references, whose mean is added to the latents."""
+
+    inputs = (Input("strength"), Input("references", encoder="autoencoder", most=2))
+
+    def with_inputs(self, latents, timestep, given):
+        return PredictorInputs(latents, timestep, given)
+
+    def forward(self, latents, timestep, text, text_mask, strength, references, references_sizes):
+        areas = references_sizes.prod(-1).clamp(min=1)[..., None]
+        means = (references.sum((3, 4, 5)) / areas).to(latents).sum(1)
+        latents = latents + (means * strength[:, None].to(latents))[..., None, None, None]
+        return super().forward(latents, timestep, text, text_mask)
+
+
+class Unsized(References):
+    def forward(self, latents, timestep, text, text_mask, strength, references, references_sizes):
+        means = references.mean((1, 3, 4, 5)).to(latents) * strength[:, None].to(latents)
+        return Silent.forward(self, latents + means[..., None, None, None], timestep, text, text_mask)
+
+
+class Deaf(References):
+    def with_inputs(self, latents, timestep, given):
+        ones = torch.ones_like(given["strength"])
+        return PredictorInputs(latents, timestep, {**given, "strength": ones})
+
+
+class Inside(References):
+    def with_inputs(self, latents, timestep, given):
+        scale = self.out.bias.sum().detach() + 1
+        return PredictorInputs(latents * scale, timestep, given)
+
+
+class InPlace(References):
+    def with_inputs(self, latents, timestep, given):
+        return PredictorInputs(latents.add_(1), timestep, given)
+
+
+class Counting(References):
+    calls = 0
+
+    def with_inputs(self, latents, timestep, given):
+        self.calls += 1
+        return PredictorInputs(latents + self.calls, timestep, given)
+
+
+def test_a_predictor_with_a_table_of_inputs_passes():
+    check_predictor(References)
+
+
+@pytest.mark.parametrize(
+    ("faulty", "sentence"),
+    [
+        (Unsized, "zeros behind the pictures of `references` change the prediction"),
+        (Deaf, "the input `strength` does not change the prediction"),
+        (Inside, "with_inputs reads parameters of the predictor"),
+        (InPlace, "with_inputs changes its arguments"),
+        (Counting, "with_inputs returns other inputs for the same arguments"),
+    ],
+)
+def test_faults_of_with_inputs_are_found(faulty, sentence):
+    with pytest.raises(ContractError) as fault:
+        given_inputs(PredictorProbe(faulty))
+    assert sentence in str(fault.value)

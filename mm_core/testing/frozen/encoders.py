@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from mm_core.contracts import Randomness, Tokens
+from mm_core.contracts import Randomness, SupportsReads, Tokenizer, Tokens
 from mm_core.errors import plural
 from mm_core.tasks.text_to_video.conditions import check_returned
 from mm_core.tasks.text_to_video.returned_shapes import of_named
@@ -32,9 +35,38 @@ _HINT = "hand the mask to the model's attention"
 # -- text encoders ------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _WithPictures:
+    """The tokenizer of an encoder that reads fields, with a picture for each caption.
+
+    Attributes:
+        tokenizer: of the encoder.
+        reads: of the encoder.
+        first: shifts the choice of pictures, which depends on the caption.
+    """
+
+    tokenizer: Tokenizer
+    reads: tuple[str, ...]
+    first: int = 0
+
+    def __call__(self, captions: Sequence[str]) -> Tokens:
+        """The tokens of captions with their pictures."""
+        images = _images()
+        codes = [crc32(caption.encode(errors="surrogatepass")) + self.first for caption in captions]
+        return self.tokenizer(
+            captions, {n: [[images[code % len(images)]] for code in codes] for n in self.reads}
+        )
+
+
+def tokenizer_of(component: Any) -> Tokenizer:
+    """The tokenizer of a text encoder, called with captions alone."""
+    tokenizer: Tokenizer = component.tokenizer()
+    return _WithPictures(tokenizer, component.reads) if isinstance(component, SupportsReads) else tokenizer
+
+
 def _encoded(probe: FrozenProbe, captions: Sequence[str]) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
     """Hidden states, their mask, and extras of captions."""
-    return _states(probe, probe.component.tokenizer()(captions))
+    return _states(probe, tokenizer_of(probe.component)(captions))
 
 
 def _states(probe: FrozenProbe, given: Tokens) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
@@ -63,7 +95,7 @@ def _same(one: Tokens, other: Tokens) -> bool:
 def tokens(probe: FrozenProbe) -> None:
     """The tokenizer returns ids and mask of the captions, at most max_length tokens, padded no further; or
     named tensors, a row for each caption."""
-    tokenizer, most = probe.build().tokenizer(), probe.component.max_length
+    tokenizer, most = tokenizer_of(probe.build()), probe.component.max_length
     if isinstance(given := tokenizer(_CAPTIONS), Mapping):
         for name, tensor in given.items():
             probe.expect(
@@ -113,7 +145,7 @@ def _expect_tokens(probe: FrozenProbe, ids: Tensor, mask: Tensor, captions: str,
 def picklable_tokenizer(probe: FrozenProbe) -> None:
     """The tokenizer goes to data workers: it pickles, carries no weights, and gives equal tokens there."""
     for component in (probe.component, probe.build()):
-        tokenizer = component.tokenizer()
+        tokenizer = tokenizer_of(component)
         expected = tokenizer(_CAPTIONS)  # it may have opened its files by then
         again = probe.probe.in_worker("the tokenizer", tokenizer)
         expect_no_weights(
@@ -128,7 +160,7 @@ def picklable_tokenizer(probe: FrozenProbe) -> None:
 
 def same_tokens_in_each_process(probe: FrozenProbe) -> None:
     """Another process gives the captions the same tokens: a data worker, a rank, a resumed run."""
-    expected = probe.build().tokenizer()(_CAPTIONS)
+    expected = tokenizer_of(probe.build())(_CAPTIONS)
     (found,) = on_ranks(1, _tokens_of, ComponentBuild(probe.probe))
     probe.expect(
         _same(expected, found),
@@ -141,14 +173,14 @@ def same_tokens_in_each_process(probe: FrozenProbe) -> None:
 def _tokens_of(build: ComponentBuild) -> Tokens:
     """Run in a process of its own."""
     with torch.device("meta"):
-        tokenizer = build().tokenizer()
+        tokenizer = tokenizer_of(build())
     found: Tokens = tokenizer(_CAPTIONS)
     return found
 
 
 def hidden_states(probe: FrozenProbe) -> None:
     """encode returns finite hidden states of hidden_size, their mask, and extras, a row for each caption."""
-    tokens = probe.component.tokenizer()(_CAPTIONS)
+    tokens = tokenizer_of(probe.component)(_CAPTIONS)
     hidden, mask, extras = _states(probe, tokens)
     rows, width = len(_CAPTIONS), probe.component.hidden_size
     probe.expect(
@@ -179,7 +211,7 @@ def hidden_states(probe: FrozenProbe) -> None:
 
 def captions_matter(probe: FrozenProbe) -> None:
     """Other tokens give other hidden states, and so do the same tokens in another order."""
-    tokenizer = probe.component.tokenizer()
+    tokenizer = tokenizer_of(probe.component)
     for first, second in (("blue", "a red circle moves left"), ("a dog bakes a cake", "a cake bakes a dog")):
         rows = [tokenizer([caption]) for caption in (first, second)]
         if _same(*rows):
@@ -188,6 +220,19 @@ def captions_matter(probe: FrozenProbe) -> None:
         probe.expect(
             distance(one[own], other[others]) > 1e-6, f"{first!r} and {second!r} have the same hidden states"
         )
+
+
+def fields_matter(probe: FrozenProbe) -> None:
+    """Other pictures give the same caption other hidden states, if the encoder reads any."""
+    tokenizer = tokenizer_of(probe.component)
+    if not isinstance(tokenizer, _WithPictures):
+        raise NotApplicable("the text encoder reads no fields beside captions")
+    (one, own, _), (other, others, _) = (
+        _states(probe, replace(tokenizer, first=first)(_CAPTIONS[:1])) for first in range(2)
+    )
+    differ = one[own].shape != other[others].shape or distance(one[own], other[others]) > 1e-6
+    names = ", ".join(tokenizer.reads)
+    probe.expect(differ, f"other pictures ({names}) give the same hidden states")
 
 
 def independence(probe: FrozenProbe) -> None:
@@ -214,7 +259,7 @@ def _own(extras: Mapping[str, Tensor], name: str, row: int) -> Tensor:
 
 def padding(probe: FrozenProbe) -> None:
     """Padded tokens change nothing: neither what is in them nor how many there are."""
-    short, long = (probe.component.tokenizer()([caption]) for caption in _CAPTIONS[:3:2])
+    short, long = (tokenizer_of(probe.component)([caption]) for caption in _CAPTIONS[:3:2])
     if isinstance(short, Mapping):
         raise NotApplicable("the tokenizer returns named tensors, whose masks only `encode` knows")
     ids, mask = short[0][short[1]][None], short[1][short[1]][None]
@@ -232,7 +277,7 @@ def padding(probe: FrozenProbe) -> None:
 
 def empty_caption(probe: FrozenProbe) -> None:
     """A batch of empty captions is encoded without NaN: it is what dropped captions become."""
-    tokens = probe.component.tokenizer()(["", ""])
+    tokens = tokenizer_of(probe.component)(["", ""])
     if isinstance(tokens, tuple):
         _expect_tokens(probe, tokens[0], tokens[1], "two empty captions", 2)
     hidden, mask, _ = _states(probe, tokens)
@@ -251,7 +296,7 @@ def languages(probe: FrozenProbe) -> None:
 
 def pure(probe: FrozenProbe) -> None:
     """Equal calls return equal results: nothing is kept from call to call, and inputs stay unchanged."""
-    given = probe.component.tokenizer()(_CAPTIONS)
+    given = tokenizer_of(probe.component)(_CAPTIONS)
     tensors = (*given.values(),) if isinstance(given, Mapping) else given
     check_pure(probe, "encode", lambda: _states(probe, given), tensors)
 
@@ -259,6 +304,7 @@ def pure(probe: FrozenProbe) -> None:
 TEXT = Kit(
     by_name(
         *(*FROZEN, tokens, picklable_tokenizer, hidden_states, captions_matter, independence),
+        fields_matter,
         *(padding, empty_caption, languages, pure, same_tokens_in_each_process),
     ),
     probe=FrozenProbe,

@@ -19,6 +19,7 @@ from mm_core.contracts import (
 from mm_core.errors import plural
 from mm_core.testing.kit import NotApplicable
 from mm_core.testing.predictors.forward import expect_output
+from mm_core.testing.predictors.given import expect_pure
 from mm_core.testing.predictors.probe import PredictorProbe
 from mm_core.testing.tensors import expect_close
 
@@ -48,7 +49,8 @@ def _expect_frames(probe: PredictorProbe, module: Any, names: FrameNames) -> Non
     inputs = probe.inputs(module, patches=(_LENGTH, 3, 2))
     latents, timestep = inputs["latents"], inputs["timestep"]
     given = _given(probe, module, names, latents)
-    found = _shown(probe, module, latents, timestep, given)
+    tensors = (latents, timestep, given.latents)
+    found = expect_pure(probe, "with_frames", lambda m: m.with_frames(latents, timestep, given), tensors)
     _expect_filled(probe, module, latents, given, found)
     others = {name: t for name, t in inputs.items() if name not in ("latents", "timestep")}
 
@@ -61,7 +63,7 @@ def _expect_frames(probe: PredictorProbe, module: Any, names: FrameNames) -> Non
 
     first = predicted(found)
     changed = GivenFrames(names, given.latents + 1, given.features)
-    second = predicted(_shown(probe, module, latents, timestep, changed))
+    second = predicted(module.with_frames(latents, timestep, changed))
     counts = torch.ones(1, dtype=torch.bool) if found.counts is None else found.counts
     probe.expect(
         not torch.equal(first * counts, second * counts),
@@ -93,46 +95,6 @@ def _given(probe: PredictorProbe, module: Any, names: FrameNames, latents: Tenso
     if module.image_dim is not None:
         features = rng.normal((batch, _FEATURES * len(names), module.image_dim), "features", *names)
     return GivenFrames(names, encoded, features)
-
-
-def _shown(
-    probe: PredictorProbe, module: Any, latents: Tensor, timestep: Tensor, given: GivenFrames
-) -> PredictorInputs:
-    """What with_frames returns; it must read no parameter, change no argument, and be a pure function."""
-    before = latents.clone(), timestep.clone(), given.latents.clone()
-    found: PredictorInputs
-    found, again = (module.with_frames(latents, timestep, given) for _ in range(2))
-    probe.expect(
-        isinstance(found, PredictorInputs),
-        f"with_frames returned a {type(found).__name__}",
-        accepted="mm_core.contracts.PredictorInputs",
-    )
-    probe.expect(
-        all(map(torch.equal, (latents, timestep, given.latents), before)),
-        "with_frames changes its arguments",
-        hint="build a new tensor: torch.cat, torch.where, or clone before an assignment",
-    )
-    same = torch.equal(found.latents, again.latents) and torch.equal(found.timestep, again.timestep)
-    hint = "sampling calls it at each step: draw nothing, and keep nothing between calls"
-    probe.expect(same, "with_frames returns other inputs for the same arguments", hint=hint)
-    probe.expect(
-        _is_apart(probe.on_meta(), found, latents, timestep, given),
-        "with_frames reads parameters of the predictor",
-        hint="it is called outside of the forward, where weights are sharded: move this into forward",
-    )
-    return found
-
-
-def _is_apart(
-    away: Any, found: PredictorInputs, latents: Tensor, timestep: Tensor, given: GivenFrames
-) -> bool:
-    """Whether with_frames returns the same for a predictor whose parameters have no values."""
-    try:
-        apart = away.with_frames(latents, timestep, given)
-        same = all(torch.equal(apart.conditions[name], t) for name, t in found.conditions.items())
-        return same and torch.equal(apart.latents, found.latents)
-    except (RuntimeError, NotImplementedError):  # torch refuses operations on tensors without values
-        return False
 
 
 def _expect_filled(

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from mm_core.errors import ContractError, MMError, foreign_code
 from mm_core.testing.kit import Check, Kit, NotApplicable, Probe, checks_of, sentence_of
-from mm_core.testing.predictors import capabilities, declared, forward, sharded, training
+from mm_core.testing.predictors import capabilities, declared, forward, given, sharded, training
 from mm_core.testing.predictors.probe import Build, PredictorProbe
 from mm_core.testing.ranks import ComponentBuild
 
-_ALONE = checks_of(*(module.__name__ for module in (declared, forward, training, capabilities)))
+_ALONE = checks_of(*(module.__name__ for module in (declared, forward, training, capabilities, given)))
 _ON_RANKS = checks_of(sharded.__name__)
 _FIRST = ("attributes", "initialisation")
 PREDICTOR_CHECKS: Mapping[str, Check] = MappingProxyType({**_ALONE, **_ON_RANKS})

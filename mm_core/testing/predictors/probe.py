@@ -116,8 +116,7 @@ class PredictorProbe:
         text = rng.normal((batch, length, module.text_dim), "text").masked_fill(~mask[..., None], 0)
         latents = rng.normal((batch, module.in_channels, *sizes), "latents")
         timestep = torch.linspace(998.7, 12.5, batch)
-        rows = module.inputs if isinstance(module, SupportsInputs) else ()
-        given = {row.name: _given(row, latents) for row in rows if _is_known(row)}
+        given = self.given(module, latents)
         own = module.with_inputs(latents, timestep, given).conditions if given else {}
         return {
             "latents": latents,
@@ -126,6 +125,14 @@ class PredictorProbe:
             "text_mask": mask,
             **self._conditions(module, batch, sizes, own),
         }
+
+    def given(self, module: Any, latents: Tensor) -> dict[str, Tensor]:
+        """The conditions of the predictor's table of inputs, as far as their shapes are known."""
+        found: dict[str, Tensor] = {}
+        for row in module.inputs if isinstance(module, SupportsInputs) else ():
+            if row.encoder == "autoencoder" or (row.encoder is None and row.make is None):
+                found |= _given(row, latents, module.patch_size)
+        return found
 
     def _patches(self, module: Any, patches: tuple[int, int, int] | None) -> tuple[int, int, int]:
         """The tokens of the test clips, with no more frames than the predictor takes."""
@@ -170,12 +177,18 @@ class PredictorProbe:
         return found
 
 
-def _is_known(row: Input) -> bool:
-    """Whether the shape of an input is known without frozen components: latents, or numbers."""
-    return row.encoder == "autoencoder" or (row.encoder is None and row.make is None)
-
-
-def _given(row: Input, latents: Tensor) -> Tensor:
-    """A condition of the table of inputs: latents as those of the clips, or a number for each row."""
-    shape = tuple(latents.shape) if row.encoder else (len(latents),)
-    return Randomness(2).normal(shape, "given", row.name)
+def _given(row: Input, latents: Tensor, patch: tuple[int, int, int]) -> dict[str, Tensor]:
+    """Conditions of a row of the table: latents as those of the clips, or a number for each sample; of
+    several pictures fewer and smaller ones in each sample than in the one before."""
+    rng, (rows, channels, _, *sides) = Randomness(2).at("given", row.name), latents.shape
+    if not row.most:
+        return {row.name: rng.normal(tuple(latents.shape) if row.encoder else (rows,))}
+    values = rng.normal((rows, row.most, channels if row.encoder else 3, 1, *sides))
+    sizes = torch.zeros(rows, row.most, 3, dtype=torch.int64)
+    for sample in range(rows):
+        for place in range(max(0, row.most - sample)):
+            sizes[sample, place] = torch.tensor([1, *(sides if sample + place == 0 else patch[1:])])
+        for place in range(row.most):
+            _, height, width = sizes[sample, place].tolist()
+            values[sample, place, :, :, height:], values[sample, place, ..., width:] = 0, 0
+    return dict(zip(row.conditions, (values, sizes), strict=True))
