@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from mm_core.builtin.configs.data import MediaColumns, MediaField, MediaSource, MediaTextConfig
 from mm_core.builtin.tiny import write_clip
@@ -61,11 +62,14 @@ def test_a_control_clip_has_the_window_the_crop_and_the_flip_of_its_clip(tmp_pat
         ({"motion": float("nan")}, "the field `motion` is nan, not a number"),
         ({"edges": 3}, "the field `control` is 3, not a path"),
         ({"edges": ""}, "the field `control` is '', not a path"),
+        ({"shown": 3}, "the field `shown` is 3, not a path or a list of paths"),
+        ({"shown": ["a.png", ""]}, "the field `shown` is ['a.png', ''], not a path or a list of paths"),
+        ({"shown": ["a.png"] * 3}, "the field `shown` has 3 paths, but `most` is 2"),
     ],
 )
 def test_a_cell_that_is_no_value_of_its_field_names_the_row(tmp_path, changed, message):
     with pytest.raises(DataError) as raised:
-        dataset(rows_of(tmp_path, **changed))
+        dataset(rows_of(tmp_path, **changed), (*FIELDS, *((SHOWN,) if "shown" in changed else ())))
     assert message in str(raised.value) and "line 2" in str(raised.value)
 
 
@@ -109,3 +113,72 @@ def test_a_feature_depends_on_the_fields_that_its_part_reads_and_on_no_other(tmp
     assert (plain == moved).tolist() == [True, True, False]
     assert (plain == other).tolist() == [True, False, True]
     assert not keys(rows_of(tmp_path, edges="none.mp4"), 3)["high"][1]
+
+
+SHOWN = MediaField("shown", kind="images", most=2)
+
+
+def pictures_of(folder: Path) -> list[torch.Tensor]:
+    drawn = [
+        torch.randint(0, 255, (3, 5 + n, 9 - n), generator=torch.Generator().manual_seed(n)) for n in range(3)
+    ]
+    for number, picture in enumerate(drawn):
+        Image.fromarray(picture.byte().permute(1, 2, 0).numpy()).save(folder / f"{number}.png")
+    return [picture.byte() for picture in drawn]
+
+
+@pytest.mark.parametrize(
+    ("cell", "numbers"),
+    [
+        (["2.png", "0.png"], (2, 0)),
+        ("1.png", (1,)),
+        ('["1.png", "2.png"]', (1, 2)),
+        ([], ()),
+        (None, ()),
+        ("", ()),
+    ],
+)
+def test_pictures_of_a_cell_are_read_in_their_own_size(tmp_path, cell, numbers):
+    pictures = pictures_of(tmp_path)
+    rows_of(tmp_path)
+    rows = [
+        json.loads(line) | {"shown": "0.png"} for line in (tmp_path / "rows.jsonl").read_text().splitlines()
+    ]
+    rows[1]["shown"] = cell
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    samples = dataset(tmp_path / "rows.jsonl", (*FIELDS, SHOWN))
+    drawn = samples.sample_at(1, Randomness(0).at("data", 0, 1))["shown"]  # neither cropped nor flipped
+    assert len(drawn) == len(numbers)
+    assert all(torch.equal(one[:, 0], pictures[n]) for one, n in zip(drawn, numbers, strict=True))
+    batch = samples.collate([{**samples[n], "key": None, "weight": 1.0} for n in range(2)])
+    assert [len(row) for row in batch.fields["shown"].rows] == [1, len(numbers)]
+
+
+def test_a_table_of_text_has_lists_as_json(tmp_path):
+    pictures_of(tmp_path)
+    rows_of(tmp_path)
+    table = tmp_path / "rows.csv"
+    table.write_text('path,cap,shown\n0.mp4,a,"[""1.png"", ""2.png""]"\n1.mp4,b,\n2.mp4,c,0.png\n')
+    samples = dataset(table, (SHOWN,))
+    assert [len(samples[n]["shown"]) for n in range(3)] == [2, 0, 1]
+
+
+def test_features_of_pictures_and_caption_depend_on_both(tmp_path):
+    pictures_of(tmp_path)
+    part = PartKey("text states", False, bytes(16), ("shown",), caption=True)
+    parts = [part, PartKey("input shown", False, bytes(16), ("shown",))]
+
+    def keys(number: int, **changed: object):
+        rows_of(tmp_path)
+        rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+        rows = [{**row, "shown": ["0.png", "1.png"], **changed} for row in rows]
+        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+        cached = CacheRows(dataset(tmp_path / "rows.jsonl", (SHOWN,)), None, 1, 0)
+        return cached.keys([(1, 0)], parts, FileHashes(tmp_path / f"hashes{number}"))[0]
+
+    plain = keys(0, cap="one")
+    assert (plain == keys(1, cap="two")).tolist() == [False, True]
+    assert (plain == keys(2, cap="one", shown=["1.png", "0.png"])).tolist() == [False, False]
+    assert (plain == keys(3, cap="one", shown=["0.png"])).tolist() == [False, False]
+    assert not keys(4, cap="one", shown=["0.png", "none.png"])["high"].any()
+    assert (plain == keys(5, cap="one")).all()
