@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,23 @@ from safetensors.torch import save_file
 
 from mm_core.builtin.tiny import write_clip
 from support.logs import losses
+from support.pages import ROOT, blocks
 
 pytestmark = pytest.mark.slow
+
+PAGE = {block.file: block.text for block in blocks(ROOT / "docs/inputs.md") if block.file}
 
 PREDICTOR = {"num_layers": 1, "num_heads": 2, "head_dim": 16, "in_channels": 12, "out_channels": 12}
 PREDICTOR |= {"patch_size": [1, 2, 2], "text_dim": 32, "freq_dim": 16, "ffn_dim": 32}
 CLIPS = {"num_frames": 4, "height": 16, "width": 16}
+HERE = Path(__file__).parent
 PIXEL = {"type": "pixel", "spatial": 2}
 CROPPED = {"type": "resize_crop", "crop": "random", "flip": 0.5}
 
 
 def config_of(
     folder: Path,
-    plugin: str,
+    plugin: Path,
     predictor: dict[str, Any],
     encoder: dict[str, Any],
     fields: list[Any],
@@ -38,7 +43,7 @@ def config_of(
     drawn = {"random_start": True, "transform": CROPPED}
     config = {
         "run": {"name": "run", "dir": str(folder), "seed": 3},
-        "plugins": {"path": [str(Path(__file__).with_name(plugin))]},
+        "plugins": {"path": [str(plugin)]},
         "task": {
             "type": "text_to_video",
             "predictor": {**PREDICTOR, **predictor},
@@ -85,14 +90,16 @@ def control(clips, tmp_path_factory) -> Path:
     fields = [{"name": "control", "column": "edges"}]
     folder = placed(clips, tmp_path_factory.mktemp("control"))
     encoder = {"type": "bytes", "hidden_size": 32}
-    return config_of(folder, "control_dit.py", {"type": "local/control_dit"}, encoder, fields)
+    plugin = folder / "control_dit.py"
+    plugin.write_text(PAGE["control_dit.py"], encoding="utf-8")
+    return config_of(folder, plugin, {"type": "local/control_dit"}, encoder, fields)
 
 
 @pytest.fixture(scope="module")
 def texts(clips, tmp_path_factory) -> Path:
     folder = placed(clips, tmp_path_factory.mktemp("texts"))
     encoder = {"type": "local/two_texts", "hidden_size": 32}
-    return config_of(folder, "two_texts.py", {"type": "local/pooled_dit"}, encoder, [])
+    return config_of(folder, HERE / "two_texts.py", {"type": "local/pooled_dit"}, encoder, [])
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +122,7 @@ def references(clips, tmp_path_factory) -> Path:
     fields = [{"name": "references", "column": "shown", "kind": "images", "most": 2}]
     predictor = {"type": "local/references_dit", "in_channels": 16, "out_channels": 16}
     vae = {"type": "wan/vae", **tiny_vae(folder / "vae")}
-    return config_of(folder, "references_dit.py", predictor, encoder, fields, vae)
+    return config_of(folder, HERE / "references_dit.py", predictor, encoder, fields, vae)
 
 
 def trained(mm, config: Path, name: str, *options: object, code: int = 0) -> list[float]:
@@ -145,6 +152,25 @@ def test_ranks_buckets_a_resume_and_the_cache_train_the_same(case, request, mm):
     done = mm("cache", "build", "--config", config, *cache)
     assert done.code == 0, done.out + done.err
     assert trained(mm, config, "cached", *cache) == pytest.approx(plain, rel=1e-6)
+
+
+def test_the_page_s_model_is_checked_trained_and_sampled(mm, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("draw.py", "control_dit.py", "control.yaml"):
+        Path(name).write_text(PAGE[name], encoding="utf-8")
+    (commands,) = (block.text for block in blocks(ROOT / "docs/inputs.md") if block.language == "bash")
+    draw, check, train, sample = commands.splitlines()
+    assert draw == "python draw.py"
+    exec(compile(PAGE["draw.py"], "draw.py", "exec"), {})
+    for line, more in (
+        (train, ["train.steps=3", "lr_schedule.warmup_steps=0"]),
+        (check, []),
+        (sample, ["--steps", "2"]),
+    ):
+        program, *words = shlex.split(line)
+        done = mm(*(["train"] if program == "mm-train" else []), *words, *more)
+        assert done.code == 0, done.out + done.err
+    assert len([*Path("clips").glob("*circle.png")]) == 1
 
 
 def test_a_control_clip_given_by_name_changes_what_is_sampled(control, mm):

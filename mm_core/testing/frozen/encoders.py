@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from zlib import crc32
@@ -58,7 +58,7 @@ class _WithPictures:
         )
 
 
-def tokenizer_of(component: Any) -> Tokenizer:
+def tokenizer_of(component: Any) -> Callable[[Sequence[str]], Any]:
     """The tokenizer of a text encoder, called with captions alone."""
     tokenizer: Tokenizer = component.tokenizer()
     return _WithPictures(tokenizer, component.reads) if isinstance(component, SupportsReads) else tokenizer

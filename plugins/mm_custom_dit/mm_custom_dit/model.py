@@ -190,7 +190,7 @@ class CustomDiT(nn.Module):
 
         time, words = "condition_embedder.time_embedder", "condition_embedder.text_embedder"
         found = [
-            linear_flops("patch_embedding", rows, self.in_channels * patch, width, after=()),
+            linear_flops("patch_embedding", rows, self.patch_embedding.in_features, width, after=()),
             linear_flops(f"{time}.linear_1", times, self.sizes.freq_dim, width, after=()),
             linear_flops(f"{time}.linear_2", times, width, width, after=(f"{time}.linear_1",)),
             linear_flops("condition_embedder.time_proj", times, width, 6 * width, after=(time,)),
