@@ -43,7 +43,7 @@ class PredictorInputs:
         latents: [B,C,T,H,W], with the latents known from conditioning frames filled in.
         timestep: [B], or [B,N] per token.
         conditions: further tensors by argument name.
-        counts: bool [1,1,T,H,W], true where the prediction is used; None: everywhere.
+        counts: bool [1,1,T,H,W], or [B,1,T,H,W], true where the prediction is used; None: everywhere.
     """
 
     latents: Tensor

@@ -208,3 +208,25 @@ def test_the_plan_knows_the_shapes_of_inputs():
     _, arguments = task.sample_forward({"num_frames": 2, "height": 8, "width": 8})
     shapes = {name: tuple(arguments[name].shape) for name in ("control", "folded", "motion")}
     assert shapes == {"control": (1, 12, 2, 4, 4), "folded": (1, 4, 2, 4, 4), "motion": (1,)}
+
+
+def test_each_row_may_have_its_own_latents_that_count():
+    class Partly(Conditioned):
+        """Rows with an odd motion are shown their first latent frame, which does not count."""
+
+        def with_inputs(self, latents, timestep, given):
+            counts = torch.ones(len(latents), 1, *latents.shape[2:], dtype=torch.bool)
+            counts[:, :, 0] = (given["motion"] % 2 == 0).view(-1, 1, 1, 1)
+            return PredictorInputs(latents, timestep, given, counts)
+
+    task = make_task(Partly())
+    task.predictor.inputs = tuple(replace(row, dropout=0.0) for row in Conditioned.inputs)
+    whole = task.loss(task.prepare(batch_of(task), RNG)).total
+    plain = make_task(Conditioned())
+    plain.predictor.inputs = task.predictor.inputs
+    inputs = plain.prepare(batch_of(plain), RNG)
+    predicted = plain.predict(inputs.given, inputs.text, inputs.text_mask, None)
+    squares = (predicted - inputs.target).square()
+    rows = [squares[0, :, 1:].mean(), squares[1].mean(), squares[2, :, 1:].mean()]  # motion is 1, 2, 3
+    torch.testing.assert_close(whole, (torch.stack(rows) * inputs.factors).sum())
+    assert task.evaluate(batch_of(task), RNG, [0.5]).sums["loss"].shape == (3,)

@@ -388,9 +388,10 @@ class TextToVideo(TaskModule):
 
 
 def _squared_error(predicted: Tensor, target: Tensor, counts: Tensor | None) -> Tensor:
-    """[B] float32: the mean over (C,T,H,W) where counts[1,1,T,H,W] is true (None: everywhere)."""
+    """[B] float32: the mean over (C,T,H,W) where counts[1 or B,1,T,H,W] is true (None: everywhere)."""
     squares = (predicted.float() - target).square()
     if counts is None:
         return squares.flatten(1).mean(1)
     # torch.where instead of a product: values that do not count may be non-finite.
-    return torch.where(counts, squares, 0.0).flatten(1).sum(1) / (counts.sum() * squares.shape[1])
+    used = counts.flatten(1).sum(1).clamp(min=1) * squares.shape[1]
+    return torch.where(counts, squares, 0.0).flatten(1).sum(1) / used

@@ -116,8 +116,9 @@ def _expect_filled(
     )
     counts = found.counts
     wanted = (1, 1, *latents.shape[2:])
+    shaped = counts is None or tuple(counts.shape) in (wanted, (rows, *wanted[1:]))
     probe.expect(
-        counts is None or (counts.dtype == torch.bool and tuple(counts.shape) == wanted and counts.any()),
+        counts is None or (counts.dtype == torch.bool and shaped and counts.flatten(1).any(1).all()),
         "the counts of with_frames are of another shape or dtype, or count nothing",
         accepted=f"None, or bool [{', '.join(map(str, wanted))}] with a true element",
     )
