@@ -112,6 +112,7 @@ from mm_core.contracts.inputs import (
     ConditionShapes,
     Input,
     SupportsConditionShapes,
+    SupportsGuided,
     SupportsInputs,
 )
 from mm_core.contracts.randomness import Randomness, generators_kept, seed_generators, seeded
@@ -207,6 +208,7 @@ __all__ = [
     "SupportsForTokens",
     "SupportsFrameByFrame",
     "SupportsFrames",
+    "SupportsGuided",
     "SupportsInputs",
     "SupportsLengths",
     "SupportsLevels",
