@@ -113,6 +113,7 @@ from mm_core.contracts.inputs import (
     ConditionShapes,
     Input,
     SupportsConditionShapes,
+    SupportsGuided,
     SupportsInputs,
     SupportsReads,
 )
@@ -210,6 +211,7 @@ __all__ = [
     "SupportsForTokens",
     "SupportsFrameByFrame",
     "SupportsFrames",
+    "SupportsGuided",
     "SupportsInputs",
     "SupportsLengths",
     "SupportsLevels",

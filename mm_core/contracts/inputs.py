@@ -135,3 +135,28 @@ class SupportsInputs(Protocol):
             timestep: [B] in model units.
             given: the conditions of the table by name, [B,...] in float32.
         """
+
+
+@runtime_checkable
+class SupportsGuided(Protocol):
+    """Capability of a predictor with a formula of its own for classifier-free guidance.
+
+    Without it, the formula is unconditional + scale * (conditional - unconditional), off up to the scale 1.
+
+    Attributes:
+        guidance_off: the scale at which `guided` returns the conditional prediction. Up to it, sampling makes
+            no unconditional pass.
+    """
+
+    guidance_off: float
+
+    def guided(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
+        """The prediction [B,C,T,H,W] from those of both passes.
+
+        Pure: it reads no parameter, is called outside the forward, and computes each row from that row alone.
+
+        Args:
+            conditional: [B,C,T,H,W] float32, predicted with the prompt.
+            unconditional: as `conditional`, predicted with the negative or the empty prompt.
+            scale: of guidance, above `guidance_off`; that of the step's expert.
+        """

@@ -32,8 +32,8 @@ _LOADING = _capabilities("SelfLoading", "Streamed", "SupportsFiles")  # what fro
     by_name=("forward", "module_flops"),
     optional=_capabilities(
         *("SupportsConditionShapes", "SupportsContextPlan", "SupportsExperts", "SupportsFrames"),
-        *("SupportsInputs", "SupportsMaxFrames", "SupportsModuleFlops", "SupportsShardPlan"),
-        "SupportsWeightsFrom",
+        *("SupportsGuided", "SupportsInputs", "SupportsMaxFrames", "SupportsModuleFlops"),
+        *("SupportsShardPlan", "SupportsWeightsFrom"),
     ),
     kit="mm_core.testing.predictors.checks:KIT",
     target="DiT",

@@ -7,8 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from support.pages import blocks, command_lines
+from support.sites import HEAD, Site
 
 PAGE = Path(__file__).parents[2] / "docs/writing-a-task.md"
 SAID = {
@@ -40,9 +42,9 @@ def losses(run: Path) -> list[float]:
     return [found["loss"] for found in map(json.loads, lines) if "loss" in found]
 
 
-def test_the_page_has_two_plugins_and_their_configs(folder: Path) -> None:
+def test_the_page_has_three_plugins_and_two_configs(folder: Path) -> None:
     names = sorted(path.name for path in folder.iterdir())
-    assert names == ["pairs.py", "pairs.yaml", "tones.py", "tones.yaml"]
+    assert names == ["noisy.py", "pairs.py", "pairs.yaml", "tones.py", "tones.yaml"]
     bash = [line for block in blocks(PAGE) if block.language == "bash" for line in block.text.splitlines()]
     assert bash == [*SAID] and {*SAID} <= {*command_lines(PAGE)}
 
@@ -135,3 +137,67 @@ def test_the_page_shows_what_is_printed(
     for sentence in sentences:
         assert sentence in done.err
     assert f"{tmp_path}/tones.py, line " in done.err
+
+
+def derived(tiny: Path, folder: Path, plugin: Path | None, **task: object) -> Path:
+    """The tiny run's YAML with another task."""
+    config = yaml.safe_load(tiny.read_text())
+    config["task"] |= task
+    config["plugins"] = {"path": [str(plugin)] if plugin else []}
+    config["run"]["dir"] = str(folder)
+    path = folder / "derived.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+@pytest.mark.slow
+def test_a_task_derived_from_text_to_video_trains_and_samples(
+    folder: Path, tiny: Path, tmp_path: Path, mm
+) -> None:
+    """Without emphasis it is `text_to_video`; with it, a sample's loss is larger by at most that share."""
+    options = ["train.steps=1", "lr_schedule={type: constant}", "log.every=1", "checkpoint.every=1"]
+    found = {}
+    for name, emphasis in (("plain", 0), ("noisy", 1)):
+        given = {"type": "local/noisy", "emphasis": emphasis}
+        config = derived(tiny, tmp_path, folder / "noisy.py", **given)
+        done = mm("train", "--config", config, *options, f"run.name={name}")
+        assert done.code == 0, done.err
+        (found[name],) = losses(tmp_path / name)
+    assert 1.1 * found["plain"] < found["noisy"] < 2 * found["plain"]
+    done = mm("train", "--config", tiny, *options, "run.name=usual", f"run.dir={tmp_path}")
+    assert done.code == 0 and losses(tmp_path / "usual") == [found["plain"]], done.err
+    wanted = ("--prompt", "a red circle", "--steps", 1, "--out", tmp_path / "clips")
+    done = mm("sample", "--run", tmp_path / "noisy", *wanted)
+    assert done.code == 0 and len([*(tmp_path / "clips").glob("*.mp4")]) == 1, done.err
+    refused = mm("validate", config, "task.emphases=2")
+    assert refused.code == 1 and "did you mean 'emphasis'" in refused.err, refused.err
+
+
+CONFIG = """
+from dataclasses import dataclass, field
+from mm_core.tasks import SampleConfig, TextToVideoConfig
+
+@dataclass(frozen=True)
+class NoisyConfig(TextToVideoConfig):
+    emphasis: float = 1.0
+    sample: SampleConfig = field(default_factory=lambda: SampleConfig(steps=7))
+"""
+
+
+def test_the_config_of_a_derived_task_is_checked_without_torch(
+    site: Site, tiny: Path, tmp_path: Path
+) -> None:
+    source = HEAD + (
+        "@hookimpl\ndef mm_tasks():\n"
+        "    return [Component('noisy', 'mm_noisy.task:Noisy', config='mm_noisy.config:NoisyConfig')]\n"
+    )
+    site.plugin("noisy", source)
+    site.module("mm_noisy.config", CONFIG)
+    site.module("mm_noisy.task", "from mm_core.tasks import TextToVideo\n\nclass Noisy(TextToVideo): ...\n")
+    words = ["validate", str(derived(tiny, tmp_path, None, type="noisy/noisy", emphasis=3))]
+    code = (
+        "import sys\nfrom mm_core.cli.main import main\n"
+        f"assert main({words}) == 0\nassert 'torch' not in sys.modules"
+    )
+    done = site.run("-c", code)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Faults in predictors that take frames of their clip or have experts, and the check that finds each."""
+"""Faults in predictors with frames, experts or their own guidance, and the check that finds each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from mm_core.contracts import Expert, PredictorInputs
 from mm_core.errors import ContractError
 from mm_core.testing.kit import NotApplicable
-from mm_core.testing.predictors.capabilities import experts, given_frames
+from mm_core.testing.predictors.capabilities import experts, given_frames, guided
 from mm_core.testing.predictors.probe import PredictorProbe
 
 
@@ -109,15 +109,31 @@ class TwoExperts(Plain):
         return layer(latents.movedim(1, -1)).movedim(-1, 1).clone()
 
 
+class Guided(Plain):
+    """Guidance is added to the conditional prediction, and each token keeps that prediction's norm."""
+
+    guidance_off = 0.0
+
+    def guided(self, conditional, unconditional, scale):
+        added = conditional + scale * (conditional - unconditional)
+        return added * conditional.norm(dim=1, keepdim=True) / added.norm(dim=1, keepdim=True)
+
+
 @pytest.mark.parametrize(
-    ("check", "good"), [(given_frames, InPlace), (given_frames, Beside), (experts, TwoExperts)]
+    ("check", "good"),
+    [(given_frames, InPlace), (given_frames, Beside), (experts, TwoExperts), (guided, Guided)],
 )
 def test_good_predictors_pass(check, good):
     check(PredictorProbe(good))
 
 
 @pytest.mark.parametrize(
-    ("check", "why"), [(given_frames, "it is no .*SupportsFrames"), (experts, "it is no .*SupportsExperts")]
+    ("check", "why"),
+    [
+        (given_frames, "it is no .*SupportsFrames"),
+        (experts, "it is no .*SupportsExperts"),
+        (guided, "it is no .*SupportsGuided"),
+    ],
 )
 def test_the_checks_are_for_the_capabilities(check, why):
     with pytest.raises(NotApplicable, match=why):
@@ -273,3 +289,32 @@ def test_faults_of_experts_are_found(build, what):
     with pytest.raises(ContractError) as fault:
         experts(PredictorProbe(build))
     assert what in str(fault.value)
+
+
+GUIDED = [
+    (faulty(Guided, guidance_off=1.0), "at guidance_off = 1, guided differs from the conditional prediction"),
+    (
+        faulty(Guided, guided=lambda self, c, u, s: Guided.guided(self, u, c, s)),
+        "at guidance_off = 0, guided differs from the conditional prediction by",
+    ),
+    (
+        faulty(Guided, guided=lambda self, c, u, s: (c + s * (c - u)) * c.norm() / (c + s * (c - u)).norm()),
+        "guided of a row alone and of the same row in a batch differ by",
+    ),
+    (faulty(Guided, guided=lambda self, c, u, s: c.add_(s * (c - u))), "guided changes its arguments"),
+    (faulty(Guided, guided=lambda self, c, u, s: (c + s * (c - u)).movedim(1, -1)), "guided returned [2, 2,"),
+    (faulty(Guided, guided=lambda self, c, u, s: (c, u)), "guided returned tuple"),
+]
+
+
+@pytest.mark.parametrize(("build", "what"), GUIDED, ids=[what for _, what in GUIDED])
+def test_faults_of_guidance_are_found(build, what):
+    with pytest.raises(ContractError) as fault:
+        guided(PredictorProbe(build))
+    assert what in str(fault.value)
+
+
+def test_guidance_that_reads_a_parameter_is_found():
+    scaled = faulty(Guided, guided=lambda self, c, u, s: c + s * self.layer.weight.mean() * (c - u))
+    with pytest.raises(RuntimeError, match="meta"):
+        guided(PredictorProbe(scaled))

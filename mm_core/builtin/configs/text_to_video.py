@@ -16,7 +16,7 @@ class SampleConfig:
     """Defaults for the clips that `mm sample` and validation generate."""
 
     steps: _Size = 50  # solver steps
-    guidance: Guidance = 5.0  # guidance scale (classifier-free: off up to 1); a list: one value per expert
+    guidance: Guidance = 5.0  # guidance scale (classifier-free: usually off up to 1); a list: one per expert
     true_guidance: Annotated[float, Range(ge=0)] | None = (
         None  # predictors with embedded guidance: scale of a second, unconditional pass; null: no such pass
     )

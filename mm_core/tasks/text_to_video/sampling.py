@@ -18,9 +18,11 @@ from mm_core.contracts import (
     Ragged,
     Randomness,
     SampleRequest,
+    SupportsGuided,
 )
 from mm_core.data.media.images import fit_image
 from mm_core.errors import ContractError, did_you_mean, plural
+from mm_core.schema.fields import Guidance
 from mm_core.tasks.text_to_video.captions import Captions
 from mm_core.tasks.text_to_video.checks import SIZES, size_faults
 from mm_core.tasks.text_to_video.conditions import Conditions
@@ -55,6 +57,20 @@ class ClipSampler:
     predict: Callable[[PredictorInputs, Tensor, Tensor, str | None], Tensor]
     defaults: SampleConfig
 
+    @property
+    def guidance(self) -> SupportsGuided:
+        """The formula of classifier-free guidance: the predictor's own, or the usual one."""
+        predictor = self.inputs.predictor
+        return predictor if isinstance(predictor, SupportsGuided) else _Guidance()
+
+    def _scales(self, guidance: Guidance) -> dict[str | None, float]:
+        """The scale of classifier-free guidance of each expert, for a request's `guidance`."""
+        given = self.experts.scales(guidance)
+        if not self.conditions.embedded_guidance:
+            return given
+        second = self.defaults.true_guidance
+        return dict.fromkeys(given, self.guidance.guidance_off if second is None else second)
+
     def completed(self, request: SampleRequest) -> SampleRequest:
         """A sampling request completed with the task's defaults, and checked.
 
@@ -82,13 +98,13 @@ class ClipSampler:
             raise fault
         check_images(self.inputs.predictor, request.images, len(request.prompts))
         self._check_inputs(request.inputs, len(request.prompts), sizes["num_frames"])
-        self.experts.scales(values["guidance"])
-        second = self.defaults.true_guidance
-        if request.negative_prompt and self.conditions.embedded_guidance and (second is None or second <= 1):
+        off = self.guidance.guidance_off
+        one_pass = all(scale <= off for scale in self._scales(values["guidance"]).values())
+        if request.negative_prompt and self.conditions.embedded_guidance and one_pass:
             raise ContractError(
                 "the request has a negative prompt, but embedded guidance makes one pass only",
                 where="negative_prompt",
-                hint="set task.sample.true_guidance above 1, or remove the negative prompt",
+                hint=f"set task.sample.true_guidance above {off:g}, or remove the negative prompt",
             )
         return replace(request, **values)
 
@@ -177,16 +193,14 @@ class ClipSampler:
         device, size = noise.device, _size_of(request)
         predictor, autoencoder = self.inputs.predictor, self.inputs.autoencoder
         assert request.guidance is not None and request.steps is not None
-        given_scales = scales = self.experts.scales(request.guidance)
-        if self.conditions.embedded_guidance:
-            scales = dict.fromkeys(given_scales, self.defaults.true_guidance or 0.0)
-        guided = any(scale > 1 for scale in scales.values())
+        guidance, scales = self.guidance, self._scales(request.guidance)
+        guided = any(scale > guidance.guidance_off for scale in scales.values())
         captions = [*prompts, *[request.negative_prompt] * (len(prompts) if guided else 0)]
         shown = {name: (*values, *(values if guided else ())) for name, values in fields.items()}
         text, mask, text_conditions = self.captions.encoded_texts(captions, device, shown)
         clip_conditions = {
             expert: self.conditions.of_clips(len(prompts), size[1:], device, request.fps, scale)
-            for expert, scale in given_scales.items()
+            for expert, scale in self.experts.scales(request.guidance).items()
         }
         experts, scheduler = self.schedule_of(noise.shape[1:])
         conditions: dict[str, Tensor] = {}
@@ -206,21 +220,30 @@ class ClipSampler:
             timestep = scheduler.model_timestep(timestep.to(device))
             given = inputs.inputs(latents, timestep, conditions, own)
             rows = len(latents)
-            if scale <= 1:
+            if scale <= guidance.guidance_off:
                 prompted = {name: tensor[:rows] for name, tensor in text_conditions.items()}
                 found = self.predict(_with(given, prompted), text[:rows], mask[:rows], expert)
                 return expect(found, latents.shape, "predictor", "forward", predictor).float()
             without = given if bare is conditions else inputs.inputs(latents, timestep, bare, own)
             both = self.predict(_with(given.beside(without), text_conditions), text, mask, expert)
             expect(both, (2 * rows, *latents.shape[1:]), "predictor", "forward", predictor)
-            conditional, unconditional = both.float().chunk(2)
-            return unconditional + scale * (conditional - unconditional)
+            found = guidance.guided(*both.float().chunk(2), scale)
+            return expect(found, latents.shape, "predictor", "guided", predictor).float()
 
         clean = scheduler.integrate(velocity, noise, request.steps)
         expect(clean, noise.shape, "scheduler", "integrate", scheduler)
         # Latents of given frames go into the clip unchanged.
         clean = inputs.inputs(clean, clean.new_zeros(len(clean)), conditions).latents
         return expect(autoencoder.decode(clean), (len(clean), 3, *size), "autoencoder", "decode", autoencoder)
+
+
+class _Guidance:
+    """The usual formula of classifier-free guidance."""
+
+    guidance_off = 1.0
+
+    def guided(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
+        return unconditional + scale * (conditional - unconditional)
 
 
 def _fitted(values: Sequence[Tensor | float], size: ClipSize, device: torch.device) -> Tensor:

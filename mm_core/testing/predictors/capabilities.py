@@ -1,4 +1,4 @@
-"""Conformance checks of predictors that take frames of their clip, or that have experts."""
+"""Conformance checks of predictors with frames of their clip, experts, or a formula of guidance."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from mm_core.contracts import (
     Randomness,
     SupportsExperts,
     SupportsFrames,
+    SupportsGuided,
 )
 from mm_core.errors import plural
 from mm_core.testing.kit import NotApplicable
@@ -177,3 +178,29 @@ def experts(probe: PredictorProbe) -> None:
             any(p.grad is not None and p.grad.any() for p in module.parameters()),
             f"the expert {expert.name!r} is trained, but no weight gets a gradient from it",
         )
+
+
+def guided(probe: PredictorProbe) -> None:
+    """Conformance check: `guided` guides each row by itself, and changes nothing at `guidance_off`."""
+    module: Any = probe.on_meta()  # without values of parameters: it is called outside of the forward
+    probe.require(module, SupportsGuided)
+    latents, off = probe.inputs(module)["latents"], module.guidance_off
+    passes = [latents, Randomness(7).normal(tuple(latents.shape), "unconditional")]
+    before = [tensor.clone() for tensor in passes]
+    found = module.guided(*passes, off + 3.0)
+    probe.expect(
+        isinstance(found, Tensor) and found.shape == latents.shape,
+        f"guided returned {list(found.shape) if isinstance(found, Tensor) else type(found).__name__}",
+        accepted=f"a tensor of the shape that it got, {list(latents.shape)}",
+    )
+    probe.expect(
+        all(map(torch.equal, passes, before)),
+        "guided changes its arguments",
+        hint="use no in-place operation on them, or on a view of them",
+    )
+    alone = module.guided(*(tensor[:1] for tensor in before), off + 3.0)
+    what = "guided of a row alone and of the same row in a batch differ"
+    expect_close(probe, alone, found[:1], what, "take norms and means over a row, or over its tokens")
+    what = f"at guidance_off = {off:g}, guided differs from the conditional prediction"
+    hint = "guidance_off is 1 for u + s (c - u), and 0 for c + s (c - u)"
+    expect_close(probe, module.guided(*before, off), before[0], what, hint)
