@@ -234,7 +234,7 @@ def test_each_prompt_has_its_own_references_or_none(references, mm):
     assert len({from_file[0], made("one", "--prompt", "a", *one)[0], made("none", "--prompt", "a")[0]}) == 3
     for given, message in (
         (("--input", *both, both[0]), "a prompt has 3 pictures of `references`"),
-        (("--input", "references=3"), "the input `references` has a value that is no picture"),
+        (("--input", "references=3"), "the input `references` has a value that is not a picture"),
     ):
         done = mm("sample", "--run", run, "--prompt", "a", *given)
         assert done.code != 0 and message in done.err and "Traceback" not in done.err, done.err

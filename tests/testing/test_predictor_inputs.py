@@ -72,7 +72,7 @@ class Pooled(ImageModel):
 
 
 def test_a_model_of_images_passes_without_given_patches():
-    with pytest.raises(ContractError, match="1 of 25 checks:\nsharded_training: the component cannot be"):
+    with pytest.raises(ContractError, match="1 of 26 checks:\nsharded_training: the component cannot be"):
         check_predictor(lambda: ImageModel(), ranks=True)
     assert PredictorProbe(ImageModel).inputs(ImageModel())["latents"].shape == (2, 4, 1, 6, 4)
 

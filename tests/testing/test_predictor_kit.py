@@ -13,7 +13,7 @@ from support.conformance import edited, failed, shortcomings
 
 GOOD = Path(__file__).with_name("good_predictor.py")
 ON_RANKS = ("sharded_training", "sharded_checkpoint", "context_parallel")
-ELSEWHERE = ("compiles", "given_frames", "experts", "guided")
+ELSEWHERE = ("compiles", "given_frames", "experts", "guided", "given_inputs")
 """Tested below, and in test_predictor_capabilities.py."""
 ALONE = [name for name in PREDICTOR_CHECKS if name not in (*ON_RANKS, *ELSEWHERE)]
 

@@ -106,9 +106,8 @@ class SourceReader:
         named = source.columns
         if named.fields and not self.in_table:
             raise DataError("`columns.fields` needs a table, but this source is none", where=str(self.path))
-        self.captions: tuple[Column, ...] = (
-            named.caption if isinstance(named.caption, tuple) else (named.caption,)
-        )
+        captions = named.caption if isinstance(named.caption, tuple) else (named.caption,)
+        self.captions: tuple[Column, ...] = captions
         # A table without names has only numbers.
         sizes: dict[str, Column] = {name: getattr(named, name) for name in SIZES}
         self.sizes = {k: v for k, v in sizes.items() if type(v) is type(named.path)}
@@ -243,11 +242,8 @@ class SourceReader:
 
     def _columns(self) -> tuple[list[Column], set[Column]]:
         named = self.where.names if self.where is not None else ()
-        needed = (
-            self.source.columns.path,
-            *self.captions,
-            *(each.place for each in self.source.columns.fields),
-        )
+        own = self.source.columns
+        needed = (own.path, *self.captions, *(each.place for each in own.fields))
         columns = list(dict.fromkeys((*needed, *self.sizes.values(), *named)))
         return columns, set(columns) - set(needed)
 

@@ -140,7 +140,7 @@ class ClipSampler:
                     )
                 if most and not all(isinstance(one, Tensor) and one.dim() == 3 for one in pictures):
                     raise ContractError(
-                        f"the input `{name}` has a value that is no picture",
+                        f"the input `{name}` has a value that is not a picture",
                         where="inputs",
                         accepted=f"up to {plural(most, 'picture')} for each prompt",
                     )
@@ -203,15 +203,7 @@ class ClipSampler:
             for expert, scale in self.experts.scales(request.guidance).items()
         }
         experts, scheduler = self.schedule_of(noise.shape[1:])
-        conditions: dict[str, Tensor] = {}
-        for row in inputs.rows:
-            own: dict[str, Any] = {name: fields[name] for name in row.reads if name in fields}
-            if row.most:
-                pictures = Ragged.of_pictures(own[row.reads[0]]).changed(lambda one: one.to(device))
-                own = {row.reads[0]: pictures.floats()}
-            elif row.encoder != "image_encoder":
-                own = {name: _fitted(values, size, device) for name, values in own.items()}
-            conditions |= inputs.encode(row, own, size, device)
+        conditions = _encoded(inputs, fields, size, device)
         bare = inputs.unconditional(conditions)
 
         def velocity(latents: Tensor, timestep: Tensor) -> Tensor:
@@ -227,7 +219,8 @@ class ClipSampler:
             without = given if bare is conditions else inputs.inputs(latents, timestep, bare, own)
             both = self.predict(_with(given.beside(without), text_conditions), text, mask, expert)
             expect(both, (2 * rows, *latents.shape[1:]), "predictor", "forward", predictor)
-            found = guidance.guided(*both.float().chunk(2), scale)
+            conditional, unconditional = both.float().chunk(2)
+            found = guidance.guided(conditional, unconditional, scale)
             return expect(found, latents.shape, "predictor", "guided", predictor).float()
 
         clean = scheduler.integrate(velocity, noise, request.steps)
@@ -244,6 +237,20 @@ class _Guidance:
 
     def guided(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
         return unconditional + scale * (conditional - unconditional)
+
+
+def _encoded(inputs: GivenInputs, fields: Given, size: ClipSize, device: torch.device) -> dict[str, Tensor]:
+    """The conditions of the predictor's table of inputs, of what a request gives for each clip."""
+    found: dict[str, Tensor] = {}
+    for row in inputs.rows:
+        own: dict[str, Any] = {name: fields[name] for name in row.reads if name in fields}
+        if row.most:
+            pictures = Ragged.of_pictures(own[row.reads[0]]).changed(lambda one: one.to(device))
+            own = {row.reads[0]: pictures.floats()}
+        elif row.encoder != "image_encoder":
+            own = {name: _fitted(values, size, device) for name, values in own.items()}
+        found |= inputs.encode(row, own, size, device)
+    return found
 
 
 def _fitted(values: Sequence[Tensor | float], size: ClipSize, device: torch.device) -> Tensor:
