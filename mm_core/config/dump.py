@@ -71,6 +71,8 @@ def plain(value: object, path: str = "", literals: Mapping[str, str] = MappingPr
     if path in literals:
         return literals[path]
     held = inside(value)
+    if isinstance(value, ComponentConfig) and isinstance(held, dict):
+        held = {key: item for key, item in held.items() if key not in value.derived}
     if isinstance(held, dict):
         return {k: plain(item, f"{path}.{k}" if path else k, literals) for k, item in held.items()}
     if isinstance(held, list):

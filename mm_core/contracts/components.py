@@ -279,6 +279,15 @@ class TextEncoder(Frozen, Protocol):
 
 
 @runtime_checkable
+class SupportsCaptions(Protocol):
+    """Capability of a text encoder that is given captions in the place of tokens, such as one that calls a
+    library's own code. Its `tokenizer` and `encode` are never called; tokenizing takes the step's time."""
+
+    def encode_captions(self, captions: Sequence[str], device: torch.device) -> EncodedText:
+        """As `encode`, for B captions; states on the device."""
+
+
+@runtime_checkable
 class NoiseScheduler(Protocol):
     """A noise scheduler: noise, targets and loss weights of a diffusion process.
 

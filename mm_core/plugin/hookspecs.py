@@ -70,7 +70,7 @@ def mm_autoencoders() -> Iterable[Component]:
 
 @ComponentKind(
     "mm_core.contracts:TextEncoder",
-    optional=(*_LOADING, *_capabilities("SupportsConditionShapes", "SupportsReads")),
+    optional=(*_LOADING, *_capabilities("SupportsCaptions", "SupportsConditionShapes", "SupportsReads")),
     kit="mm_core.testing.frozen.encoders:TEXT",
     target="Words",
     tiny={"hidden_size": 16},

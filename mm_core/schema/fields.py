@@ -124,8 +124,11 @@ class ComponentConfig:
         type: the qualified name, e.g. `core/adamw`.
         options: one value per field of the component's config, with defaults filled in; nested components are
             ComponentConfigs too.
+        derived: names of options that another setting filled in, such as a folder for all parts of a task; a
+            stored config leaves them out, so that a change of that setting still reaches them.
     """
 
     kind: str
     type: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    derived: tuple[str, ...] = ()

@@ -126,3 +126,14 @@ def test_any_value_survives_writing_and_loading(place, name, rate, sizes, blocks
 def test_any_yaml_reader_reads_the_same_values(place):
     config = place.load("task.predictor.name='1e5'", "task.predictor.rate=1e-5")
     assert yaml.safe_load(to_yaml(config)) == to_mapping(config)
+
+
+def test_what_another_setting_filled_in_is_not_written(place):
+    config = place.load()
+    filled = dataclasses.replace(
+        config.task.options["predictor"], options={"depth": 2, "name": "from above"}, derived=("name",)
+    )
+    config = dataclasses.replace(
+        config, task=dataclasses.replace(config.task, options={**config.task.options, "predictor": filled})
+    )
+    assert to_mapping(config)["task"]["predictor"] == {"type": filled.type, "depth": 2}

@@ -476,3 +476,31 @@ def test_a_name_that_is_no_module_of_the_task_is_refused_in_the_plan(tiny, monke
     text = str(fault.value)
     assert re.match(r"task, .*task\.py, line \d+: `trainable` names 'head', which is not a module of", text)
     assert text.endswith("accepted: predictor, autoencoder, text_encoder")
+
+
+class Strings(ByteTextEncoder):
+    """The encoder of bytes, given captions: a library's own code tokenizes them."""
+
+    def tokenizer(self):
+        raise AssertionError("never called")
+
+    def encode(self, ids, mask):
+        raise AssertionError("never called")
+
+    def encode_captions(self, captions, device):
+        tokens = ByteTextEncoder.tokenizer(self)(captions)
+        return ByteTextEncoder.encode(self, *(each.to(device) for each in tokens))
+
+
+def test_an_encoder_that_is_given_captions_trains_caches_and_samples_as_one_of_tokens():
+    ours, other = (make_task(caption_dropout=0.5) for _ in range(2))
+    strings = Strings(8, 32)
+    strings.load(torch.device("cpu"))
+    ours.text_encoder = ours.captions.encoder = strings
+    found, wanted = (task.prepare(make_batch(task), RNG) for task in (ours, other))
+    assert torch.equal(found.text, wanted.text) and torch.equal(found.text_mask, wanted.text_mask)
+    assert not torch.equal(found.text[0], found.text[1])
+    (clip,), (same,) = (task.sample(SampleRequest(prompts=("a b",))) for task in (ours, other))
+    assert torch.equal(clip.pixels, same.pixels)
+    stored, theirs = (task.features("text states", ["a", ""]) for task in (ours, other))
+    assert all(torch.equal(a["states"], b["states"]) for a, b in zip(stored, theirs, strict=True))

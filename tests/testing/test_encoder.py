@@ -119,6 +119,25 @@ def test_an_encoder_that_reads_pictures_passes() -> None:
     assert "fields_matter" in {o.check for o in outcomes if o.status == "passed"}
 
 
+class Strings(ByteTextEncoder):
+    """An encoder that is given captions; a faulty one has other states in a batch."""
+
+    faulty = False
+
+    def encode_captions(self, captions, device):
+        hidden, mask = self.encode(*self.tokenizer()(captions))
+        return hidden - hidden.mean(0) if self.faulty else hidden, mask
+
+
+def test_an_encoder_that_is_given_captions_passes_and_a_faulty_one_is_refused() -> None:
+    outcomes = examined("core/bytes", Strings, ranks=False)
+    assert [o.reason for o in outcomes if o.status == "failed"] == []
+    by_name = {o.check: o.status for o in outcomes}
+    assert by_name["independence"] == by_name["languages"] == "passed" and by_name["tokens"] != "passed"
+    faulty = type("Faulty", (Strings,), {"faulty": True})
+    assert "alone and in a batch differ" in refusal("core/bytes", "independence", faulty)
+
+
 @dataclass
 class Tokens:
     """A tokenizer of bytes with one fault."""

@@ -18,6 +18,7 @@ from mm_core.contracts import (
     EncodedText,
     Features,
     Ragged,
+    SupportsCaptions,
     SupportsReads,
     TextEncoder,
     Tokenizer,
@@ -49,13 +50,13 @@ class TokenizeCaptions:
     """Fills `text_ids` and `text_mask` of a batch in the data worker; one of plain dicts becomes clips.
 
     Attributes:
-        tokenizer: of the text encoder.
+        tokenizer: of the text encoder; None: it is given captions.
         fields: names that the predictor's inputs read; of plain dicts, nothing else is kept.
         reads: of the text encoder (`SupportsReads`).
         drops: whether captions are dropped: with `reads`, tokens of as many empty captions come behind them.
     """
 
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
     fields: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
     drops: bool = False
@@ -66,11 +67,24 @@ class TokenizeCaptions:
             if batch.text_ids is not None:
                 return batch
         assert isinstance(batch, VideoTextBatch)
+        if self.tokenizer is None:
+            return batch
         tokens = tokens_of(self.tokenizer, batch.captions, self.reads, _fields(batch), self.drops)
         cut = cut_captions(self.tokenizer, batch.captions, tokens)
         if isinstance(tokens, Mapping):
             return replace(batch, tokens=dict(tokens), cut=cut)
         return replace(batch, text_ids=tokens[0], text_mask=tokens[1], cut=cut)
+
+
+@dataclass(frozen=True)
+class _Strings:
+    """Captions in the place of tokens (`SupportsCaptions`), and the device of their states."""
+
+    captions: list[str]
+    device: torch.device
+
+
+_Given = dict[str, Tensor] | _Strings
 
 
 def _fields(batch: VideoTextBatch) -> dict[str, Any]:
@@ -207,7 +221,7 @@ class Captions:
         found = self._encode(tokens if self.reads else self._with_empty(tokens))
         return _rows(found, slice(rows)), _rows(found, slice(rows, None))
 
-    def _of_batch(self, batch: VideoTextBatch, empty: bool) -> dict[str, Tensor]:
+    def _of_batch(self, batch: VideoTextBatch, empty: bool) -> _Given:
         ids, mask = batch.text_ids, batch.text_mask
         if batch.tokens:
             tokens = _on(batch.device, batch.tokens)
@@ -231,22 +245,31 @@ class Captions:
         device: torch.device,
         fields: Mapping[str, Any] = MappingProxyType({}),
         drops: bool = False,
-    ) -> dict[str, Tensor]:
+    ) -> _Given:
+        if isinstance(self.encoder, SupportsCaptions):
+            return _Strings([*captions], device)
         return _on(device, tokens_of(self.encoder.tokenizer(), captions, self.reads, fields, drops))
 
-    def _with_empty(self, tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _with_empty(self, tokens: _Given) -> _Given:
         """Tokens with a row of the empty caption after them."""
+        if isinstance(tokens, _Strings):
+            return replace(tokens, captions=[*tokens.captions, ""])
         device = next(iter(tokens.values())).device
-        empty = self._empty = _on(device, self._empty or self._tokens([""], device))
+        empty = self._empty = _on(device, self._empty or tokens_of(self.encoder.tokenizer(), [""], (), {}))
         return {name: _joined(own, empty[name]) for name, own in tokens.items()}
 
-    def _encode(self, tokens: Mapping[str, Tensor]) -> Encoded:
+    def _encode(self, tokens: _Given) -> Encoded:
         return self._finished(*self._states(tokens))
 
-    def _states(self, tokens: Mapping[str, Tensor]) -> Encoded:
-        rows = len(next(iter(tokens.values())))
-        encode: Callable[..., EncodedText] = self.encoder.encode
-        found = encode(*tokens.values()) if tuple(tokens) == _PAIR else encode(**tokens)
+    def _states(self, tokens: _Given) -> Encoded:
+        if isinstance(tokens, _Strings):
+            assert isinstance(self.encoder, SupportsCaptions)
+            rows = len(tokens.captions)
+            found = self.encoder.encode_captions(tokens.captions, tokens.device)
+        else:
+            rows = len(next(iter(tokens.values())))
+            encode: Callable[..., EncodedText] = self.encoder.encode
+            found = encode(*tokens.values()) if tuple(tokens) == _PAIR else encode(**tokens)
         text, mask, *others = expect_text(found, rows, self.encoder)
         given: Mapping[str, Tensor] = others[0] if others else {}
         check_returned(given, self.encoder, rows)
@@ -306,7 +329,7 @@ class Captions:
         empty = self.of_features(texts, TEXTS, device, length) if drops else None
         return self.of_features(features, TEXTS, device, length), empty
 
-    def _unpadded(self, tokens: Mapping[str, Tensor]) -> list[Features]:
+    def _unpadded(self, tokens: _Given) -> list[Features]:
         text, mask, given = self._states(tokens)
         last = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).amax(1).clamp(min=1)
         return [

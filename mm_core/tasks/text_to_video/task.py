@@ -29,6 +29,7 @@ from mm_core.contracts import (
     Randomness,
     SampleRequest,
     StepFlops,
+    SupportsCaptions,
     TaskModule,
     TextEncoder,
 )
@@ -144,7 +145,9 @@ class TextToVideo(TaskModule):
     def batch_transform(self) -> TokenizeCaptions:
         """The transform that data workers apply to a batch: tokenizing its captions."""
         encoder = self.text_encoder
-        tokenizer = returned(TextEncoder.tokenizer, encoder.tokenizer(), encoder)
+        tokenizer = None
+        if not isinstance(encoder, SupportsCaptions):
+            tokenizer = returned(TextEncoder.tokenizer, encoder.tokenizer(), encoder)
         names, drops = tuple(self._inputs.names), self.caption_dropout > 0
         return TokenizeCaptions(tokenizer, names, self.captions.reads, drops)
 

@@ -10,7 +10,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from mm_core.contracts import Randomness, SupportsReads, Tokenizer, Tokens
+from mm_core.contracts import Randomness, SupportsCaptions, SupportsReads, Tokenizer, Tokens
 from mm_core.errors import plural
 from mm_core.tasks.text_to_video.conditions import check_returned
 from mm_core.tasks.text_to_video.returned_shapes import of_named
@@ -59,9 +59,18 @@ class _WithPictures:
 
 
 def tokenizer_of(component: Any) -> Callable[[Sequence[str]], Any]:
-    """The tokenizer of a text encoder, called with captions alone."""
+    """The tokenizer of a text encoder, called with captions alone; a list of them for `SupportsCaptions`."""
+    if isinstance(component, SupportsCaptions):
+        return list
     tokenizer: Tokenizer = component.tokenizer()
     return _WithPictures(tokenizer, component.reads) if isinstance(component, SupportsReads) else tokenizer
+
+
+def _own_tokenizer(component: Any) -> Callable[[Sequence[str]], Any]:
+    """As `tokenizer_of`, for the checks of tokens."""
+    if isinstance(component, SupportsCaptions):
+        raise NotApplicable("the text encoder is given captions")
+    return tokenizer_of(component)
 
 
 def _encoded(probe: FrozenProbe, captions: Sequence[str]) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
@@ -69,11 +78,14 @@ def _encoded(probe: FrozenProbe, captions: Sequence[str]) -> tuple[Tensor, Tenso
     return _states(probe, tokenizer_of(probe.component)(captions))
 
 
-def _states(probe: FrozenProbe, given: Tokens) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
-    """Those of the tokens of captions: ids and mask, or named tensors."""
+def _states(probe: FrozenProbe, given: Tokens | list[str]) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
+    """Those of the tokens of captions: ids and mask, or named tensors; or of captions."""
     encode = probe.component.encode
     with torch.no_grad():
-        found = encode(**given) if isinstance(given, Mapping) else encode(*given)
+        if isinstance(given, list):
+            found = probe.component.encode_captions(given, torch.device("cpu"))
+        else:
+            found = encode(**given) if isinstance(given, Mapping) else encode(*given)
     if isinstance(found, Mapping) and "text" in found:
         found = of_named(found)
     probe.expect(
@@ -85,8 +97,10 @@ def _states(probe: FrozenProbe, given: Tokens) -> tuple[Tensor, Tensor, Mapping[
     return found[0], found[1], dict(found[2]) if len(found) == 3 else {}
 
 
-def _same(one: Tokens, other: Tokens) -> bool:
+def _same(one: Tokens | list[str], other: Tokens | list[str]) -> bool:
     """Whether the tokens of captions are equal."""
+    if isinstance(one, list):
+        return one == other
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     return isinstance(one, tuple) and isinstance(other, tuple) and all(map(torch.equal, one, other))
@@ -95,7 +109,7 @@ def _same(one: Tokens, other: Tokens) -> bool:
 def tokens(probe: FrozenProbe) -> None:
     """The tokenizer returns ids and mask of the captions, at most max_length tokens, padded no further; or
     named tensors, a row for each caption."""
-    tokenizer, most = tokenizer_of(probe.build()), probe.component.max_length
+    tokenizer, most = _own_tokenizer(probe.build()), probe.component.max_length
     if isinstance(given := tokenizer(_CAPTIONS), Mapping):
         for name, tensor in given.items():
             probe.expect(
@@ -145,7 +159,7 @@ def _expect_tokens(probe: FrozenProbe, ids: Tensor, mask: Tensor, captions: str,
 def picklable_tokenizer(probe: FrozenProbe) -> None:
     """The tokenizer goes to data workers: it pickles, carries no weights, and gives equal tokens there."""
     for component in (probe.component, probe.build()):
-        tokenizer = tokenizer_of(component)
+        tokenizer = _own_tokenizer(component)
         expected = tokenizer(_CAPTIONS)  # it may have opened its files by then
         again = probe.probe.in_worker("the tokenizer", tokenizer)
         expect_no_weights(
@@ -160,7 +174,7 @@ def picklable_tokenizer(probe: FrozenProbe) -> None:
 
 def same_tokens_in_each_process(probe: FrozenProbe) -> None:
     """Another process gives the captions the same tokens: a data worker, a rank, a resumed run."""
-    expected = tokenizer_of(probe.build())(_CAPTIONS)
+    expected = _own_tokenizer(probe.build())(_CAPTIONS)
     (found,) = on_ranks(1, _tokens_of, ComponentBuild(probe.probe))
     probe.expect(
         _same(expected, found),
@@ -260,8 +274,8 @@ def _own(extras: Mapping[str, Tensor], name: str, row: int) -> Tensor:
 def padding(probe: FrozenProbe) -> None:
     """Padded tokens change nothing: neither what is in them nor how many there are."""
     short, long = (tokenizer_of(probe.component)([caption]) for caption in _CAPTIONS[:3:2])
-    if isinstance(short, Mapping):
-        raise NotApplicable("the tokenizer returns named tensors, whose masks only `encode` knows")
+    if not isinstance(short, tuple):
+        raise NotApplicable("no ids and mask reach `encode`: only it knows what is padding")
     ids, mask = short[0][short[1]][None], short[1][short[1]][None]
     garbage = long[0][long[1]][None].flip(1)
     room = min(garbage.shape[1], probe.component.max_length - ids.shape[1])
@@ -297,7 +311,7 @@ def languages(probe: FrozenProbe) -> None:
 def pure(probe: FrozenProbe) -> None:
     """Equal calls return equal results: nothing is kept from call to call, and inputs stay unchanged."""
     given = tokenizer_of(probe.component)(_CAPTIONS)
-    tensors = (*given.values(),) if isinstance(given, Mapping) else given
+    tensors = (*given.values(),) if isinstance(given, Mapping) else given if isinstance(given, tuple) else ()
     check_pure(probe, "encode", lambda: _states(probe, given), tensors)
 
 
