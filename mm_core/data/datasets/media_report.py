@@ -226,10 +226,7 @@ def _read(dataset: Dataset, number: int) -> list[_Read]:
         if isinstance(dataset, MediaTextDataset):
             row = dataset.rows[number]
             name = dataset.name_of(row)
-            info, faults = dataset.decode(number)
-            if faults:
-                return [(fault.where or name, fault, "", ()) for fault in faults]
-            differs = _differences(row, info)
+            differs = _differences(row, dataset.decode(number))
             captions = dataset.captions(row)
         else:
             sample = dataset[number]

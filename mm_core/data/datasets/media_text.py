@@ -32,7 +32,7 @@ from mm_core.data.rows.media_rows import CAPTIONS, MediaRow
 from mm_core.data.rows.mixture import Mixture, drawn_tags
 from mm_core.data.rows.paths import refusal
 from mm_core.data.rows.sources import OpenedSource, SourceReader, media_of
-from mm_core.errors import ContractError, DataError, MMError, RunWarning, plural
+from mm_core.errors import ContractError, DataError, MMError, PartsError, RunWarning, plural
 from mm_core.files import open_plain, read_plain
 
 _COMPARED = 10_000  # caption files that a resume reads to compare a folder
@@ -257,12 +257,12 @@ class MediaTextDataset:
                         raise
             return self.reader.probe(path)
 
-    def decode(self, number: int) -> tuple[VideoInfo, list[DataError]]:
-        """Decodes everything of a row that training may read: the properties of its file, and the errors of
-        its further fields.
+    def decode(self, number: int) -> VideoInfo:
+        """Decodes everything of a row that training may read, and returns the properties of its file.
 
         Raises:
-            DataError: its own file or its caption could not be read.
+            PartsError: files of its further fields could not be read.
+            DataError: a sample of this row could not be read.
         """
         row, last = self.rows[number], None
         self.caption(row, None)
@@ -277,7 +277,9 @@ class MediaTextDataset:
                 last = clip_times(info, path, least, self.wanted.fps, start)[-1]
                 frames = read_all(self.reader, path, info)
             self.further.try_transform(frames, self.name_of(row))
-        return info, [*self.further.faults(row, last)]
+        if faults := dict(enumerate(self.further.faults(row, last))):
+            raise PartsError(faults, len(faults))
+        return info
 
     def _sample(self, row: MediaRow, size: Size, rng: Randomness | None) -> Sample:
         wanted, (num_frames, height, width) = self.wanted, size
