@@ -196,3 +196,153 @@ def test_a_page_that_cannot_be_written_is_an_error(tmp_path, three, capsys):
         assert main(["data", "inspect", "--config", three, "--page", str(page)]) == 1
         fault = capsys.readouterr().err
         assert what in fault and "--page" in fault
+
+
+@pytest.fixture
+def further(tmp_path: Path, encode) -> Path:
+    """A table of 4 clips of 9 frames and a picture, with controls, references and numbers, all good."""
+    for name, level, frames in (("a.mp4", 0, 9), ("edges.mp4", 250, 9), ("short.mp4", 250, 6)):
+        encode(tmp_path / name, frames, field=(0, 0, level))
+    for name, size in (("one.png", (32, 16)), ("two.png", (20, 40))):
+        Image.new("RGB", size, (200, 40, 40)).save(tmp_path / name)
+    row = {"path": "a.mp4", "cap": "x", "edges": "edges.mp4", "shown": ["one.png", "two.png"], "motion": 0.25}
+    return rewritten(
+        tmp_path / "rows.jsonl",
+        [
+            row,
+            {**row, "shown": []},
+            {**row, "edges": "short.mp4", "shown": None},
+            {**row, "shown": "two.png", "motion": "3"},
+            {**row, "path": "one.png", "edges": "two.png"},
+        ],
+    )
+
+
+def rewritten(table: Path, rows: list[dict]) -> Path:
+    table.write_text("\n".join(map(json.dumps, rows)))
+    return table
+
+
+def of_fields(table: Path, **fields: object) -> str:
+    """A run over a table with further fields."""
+    columns = [
+        {"name": "control", "column": "edges"},
+        {"name": "references", "column": "shown", "kind": "images", "most": 2},
+        {"name": "motion", "kind": "number"},
+    ]
+    source = {"annotations": str(table), "columns": {"fields": columns}}
+    return config(table.parent / "run.yaml", source, **fields)
+
+
+def checked(run: str, capsys) -> tuple[int, dict[str, list[str]]]:
+    """Number of rows that `mm data check` reads, and the reasons of each bad file."""
+    code = main(["data", "check", "--config", run, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert code == (1 if found["bad"] else 0)
+    reasons: dict[str, list[str]] = {}
+    for each in found["bad"]:
+        reasons.setdefault(each["file"], []).append(each["reason"])
+    return found["read"], reasons
+
+
+def test_check_names_row_column_and_file_of_bad_fields(tmp_path, further, capsys):
+    assert checked(of_fields(further), capsys) == (5, {})
+    rows = [json.loads(line) for line in further.read_text().splitlines()]
+    (tmp_path / "bad.mp4").write_bytes(b"<html>404</html>")
+    (tmp_path / "bad.png").write_bytes(b"")
+    (tmp_path / "out.png").symlink_to("/etc/hostname")
+    rows[0] |= {"edges": "bad.mp4", "shown": ["one.png", "bad.png"]}  # both are listed
+    rows[1] |= {"edges": "none.mp4"}
+    rows[3] |= {"shown": ["two.png", "gone.png"]}
+    rows[4] |= {"edges": "edges.mp4", "shown": "out.png"}  # the control of a picture is a picture
+    read, found = checked(of_fields(rewritten(further, rows)), capsys)
+    reasons = {
+        "bad.mp4": "in the column 'edges' of {}/a.mp4: this is not a readable video",
+        "bad.png": "in the column 'shown' of {}/a.mp4: the image is an empty file (0 bytes)",
+        "none.mp4": "in the column 'edges' of {}/a.mp4: the video does not exist",
+        "gone.png": "in the column 'shown' of {}/a.mp4: there is no such image",
+        "edges.mp4": "in the column 'edges' of {}/one.png: the image cannot be read",
+        "out.png": "in the column 'shown' of {}/one.png: the path leaves its folder through a symbolic link",
+    }
+    assert read == 5 and {*found} == {str(tmp_path / name) for name in reasons}
+    for name, reason in reasons.items():
+        (own,) = found[str(tmp_path / name)]
+        assert own.startswith(reason.format(tmp_path)), own
+
+
+def test_a_control_clip_must_have_what_training_may_read_of_its_clip(tmp_path, further, capsys):
+    assert checked(of_fields(further), capsys) == (5, {})  # 6 frames, and the first 5 are read
+    for changed in ({"num_frames": 7}, {"random_start": True}, {"height": None, "random_start": True}):
+        if changed.get("height", 8) is None:
+            changed |= {"width": None, "max_height": 16, "max_width": 16}
+        _, found = checked(of_fields(further, **changed), capsys)
+        (reason,) = found.pop(str(tmp_path / "short.mp4"))
+        assert re.match(r"in the column 'edges' of .*/a.mp4: a frame at .* is needed", reason) and not found
+
+
+def test_check_decodes_a_control_clip_to_its_last_frame(tmp_path, further, encode, capsys):
+    noise = bytearray(encode(tmp_path / "edges.mp4", 60, noise=True, gop=4).read_bytes())
+    noise[len(noise) // 2 :][:600] = noise[len(noise) // 2 : len(noise) // 2 + 600] = bytes(600)
+    (tmp_path / "edges.mp4").write_bytes(noise)
+    _, found = checked(of_fields(further), capsys)
+    ((name, reasons),) = found.items()
+    assert name == str(tmp_path / "edges.mp4") and len(reasons) == 3
+    assert all("the video is damaged at" in each for each in reasons)
+
+
+def test_the_transform_is_tried_on_control_clips_and_not_on_references(tmp_path, further, encode, capsys):
+    encode(tmp_path / "edges.mp4", 9, size=(16, 16))
+    sizes = {"height": 32, "width": 48, "transform": {"type": "resize_crop", "resize": "exact"}}
+    rows = [json.loads(line) for line in further.read_text().splitlines()][:2]
+    _, found = checked(of_fields(rewritten(further, rows), **sizes), capsys)
+    what = "the frames of 16x16 are smaller than 48x32"
+    assert found == {str(tmp_path / "edges.mp4"): [f"in the column 'edges' of {tmp_path}/a.mp4: {what}"] * 2}
+
+
+def test_validate_finds_missing_and_refused_files_of_fields(tmp_path, further, capsys):
+    run = of_fields(further, max_pixels=900)
+    assert main(["validate", run]) == 0
+    rows = [json.loads(line) for line in further.read_text().splitlines()]
+    Image.new("RGB", (40, 40)).save(tmp_path / "large.png")
+    rows[0] |= {"shown": ["none.png", "large.png"]}
+    rows[1] |= {"edges": "gone.mp4"}
+    rows[4] |= {"edges": "gone.png"}
+    rewritten(further, rows)
+    assert main(["validate", run]) == 1
+    errors = capsys.readouterr().err
+    for what in (
+        f"2 of the first 5 files in the column 'edges' of {further} cannot be found, such as gone.mp4",
+        f"1 of the first 5 files in the column 'shown' of {further} cannot be found, such as none.png",
+        f"1 of the first 5 files in the column 'shown' of {further} would be refused, such as "
+        f"{tmp_path}/large.png: the image of 40x40 is larger than",
+    ):
+        assert what in errors
+
+
+def test_the_page_of_inspect_shows_further_fields(tmp_path, further, capsys):
+    rows = [json.loads(line) for line in further.read_text().splitlines()]
+    rows[1] |= {"edges": "<none>.mp4"}
+    rewritten(further, rows)
+    page = tmp_path / "page.html"
+    assert main(["data", "inspect", "--config", of_fields(further), "--page", str(page)]) == 0
+    figures = re.findall("<figure>(.*?)</figure>", page.read_text())
+    shown = [
+        re.findall(r'(?:<span class="faint">(\w+)</span>)?<img alt="(.*?)" src="data:.*?,(.*?)">', each)
+        for each in figures
+    ]
+    names = [[(field, name) for field, name, _ in each] for each in shown]
+    references = [("references", "one.png"), ("references", "two.png")]
+    assert names == [
+        [("", "a.mp4"), ("control", "edges.mp4"), *references],
+        [("", "a.mp4")],
+        [("", "a.mp4"), ("control", "short.mp4")],
+        [("", "a.mp4"), ("control", "edges.mp4"), references[1]],
+        [("", "one.png"), ("control", "two.png"), *references],
+    ]
+    own, control, one, two = (Image.open(io.BytesIO(base64.b64decode(each))) for *_, each in shown[0])
+    assert own.size == control.size == (3 * 64 + 2 * 4, 48) and (one.size, two.size) == ((32, 16), (20, 40))
+    blues = [sheet.getpixel((100, 24))[2] for sheet in (own, control)]
+    assert blues[0] < 24 and blues[1] > 226 and one.getpixel((9, 9))[0] > 176
+    assert '<span class="faint">control</span><p class="remark">the video does not exist</p>' in figures[1]
+    assert [" motion 0.25<" in each for each in figures] == [True, True, True, False, True]
+    assert " motion 3<" in figures[3] and "&lt;none&gt;" not in "".join(figures)

@@ -17,6 +17,7 @@ from mm_core.data.cache.rows import CacheRows, PartKey
 from mm_core.data.datasets.media_text import MediaTextDataset
 from mm_core.data.media.transforms import ResizeCrop
 from mm_core.errors import DataError
+from support.archives import archive
 
 FIELDS = (MediaField("control", "edges"), MediaField("motion", kind="number"))
 
@@ -62,6 +63,9 @@ def test_a_control_clip_has_the_window_the_crop_and_the_flip_of_its_clip(tmp_pat
         ({"motion": float("nan")}, "the field `motion` is nan, not a number"),
         ({"edges": 3}, "the field `control` is 3, not a path"),
         ({"edges": ""}, "the field `control` is '', not a path"),
+        ({"edges": "a\0.mp4"}, r"the field `control` is 'a\x00.mp4', not a path"),
+        ({"edges": "\ud800.mp4"}, r"the field `control` is '\ud800.mp4', not a path"),
+        ({"shown": ["\ud800.png"]}, r"the field `shown` is ['\ud800.png'], not a path or a list"),
         ({"shown": 3}, "the field `shown` is 3, not a path or a list of paths"),
         ({"shown": ["a.png", ""]}, "the field `shown` is ['a.png', ''], not a path or a list of paths"),
         ({"shown": ["a.png"] * 3}, "the field `shown` has 3 paths, but `most` is 2"),
@@ -93,10 +97,13 @@ def test_sources_that_differ_and_names_that_are_taken_are_refused_in_the_config(
         MediaTextConfig((one, other))
 
 
-def test_a_folder_has_no_columns_for_fields(tmp_path):
+def test_folders_and_archives_have_no_columns_for_fields(tmp_path):
     rows_of(tmp_path)
-    with pytest.raises(DataError):
+    with pytest.raises(DataError, match="this source is a folder"):
         dataset(tmp_path)
+    tar = archive(tmp_path / "a.tar", {"0.mp4": (tmp_path / "0.mp4").read_bytes(), "0.txt": b"x"})
+    with pytest.raises(DataError, match=r"`columns\.fields` needs a table"):
+        dataset(tar)
 
 
 def test_a_feature_depends_on_the_fields_that_its_part_reads_and_on_no_other(tmp_path):

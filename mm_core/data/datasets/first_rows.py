@@ -5,7 +5,7 @@ What is not there yet is no error here: `mm validate` and the plan list it as mi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from mm_core.data.datasets.text_table import read_texts
 from mm_core.data.media.image_headers import TooLargeError, image_size
 from mm_core.data.rows.annotations import inside, read_annotations
 from mm_core.data.rows.json_rows import checkable
-from mm_core.data.rows.media_rows import MediaRow
+from mm_core.data.rows.media_rows import Medium, further_files
 from mm_core.data.rows.paths import check_folder, status
 from mm_core.data.rows.sources import HEAD, head
 from mm_core.errors import DataError, MMError, plural
@@ -56,35 +56,36 @@ def of_media_text(options: Mapping[str, Any]) -> Iterator[MMError]:
         except DataError as fault:
             yield fault
             continue
-        files = [row for row in rows if row.archive is None]
-        of = f"of the first {plural(len(files), 'file')} of {source.annotations}"
-        missing = [row.path for row in files if status(folder / row.path, "file") is None]
-        if missing:
-            yield DataError(
-                f"{len(missing)} {of} cannot be found, such as {missing[0]}",
-                where=str(folder),
-                hint="correct the paths, or set `folder` of the source",
-            )
-        refused: dict[type[DataError], list[DataError]] = {}
-        for row in files:
-            if each := _refused(folder, row, options["max_pixels"]):
-                refused.setdefault(type(each), []).append(each)
-        for first, *others in refused.values():
-            what = f"{1 + len(others)} {of} would be refused, such as {first.where}: {first.what}"
-            yield DataError(what, where=str(folder), accepted=first.accepted, hint=first.hint)
+        files: dict[str, list[tuple[str, Medium]]] = {}
+        for row in rows:
+            if row.archive is None:
+                files.setdefault("", []).append((row.path, row.medium))
+            for field, path, medium in further_files(row, source.columns.fields):
+                files.setdefault(f"in the column {field.place!r} ", []).append((path, medium))
+        for column, named in files.items():
+            of = f"of the first {plural(len(named), 'file')} {column}of {source.annotations}"
+            yield from _faults(folder, of, named, options["max_pixels"])
 
 
-def _refused(folder: Path, row: MediaRow, max_pixels: int) -> DataError | None:
-    """Why a file is refused wherever it is whole: it lies outside its folder, or is too large."""
-    try:
-        path = inside(folder, row.path)
-    except DataError as outside:
-        return outside
-    try:
-        if row.medium == "image":
-            image_size(path, max_pixels)
-    except TooLargeError as large:
-        return large
-    except DataError:
-        pass  # damaged
-    return None
+def _faults(folder: Path, of: str, files: Sequence[tuple[str, Medium]], max_pixels: int) -> Iterator[MMError]:
+    """Errors of files that are missing, or refused if they are whole: outside their folder or too large."""
+    missing = [path for path, _ in files if status(folder / path, "file") is None]
+    if missing:
+        yield DataError(
+            f"{len(missing)} {of} cannot be found, such as {missing[0]}",
+            where=str(folder),
+            hint="correct the paths, or set `folder` of the source",
+        )
+    refused: dict[type[DataError], list[DataError]] = {}
+    for name, medium in files:
+        path = None
+        try:
+            path = inside(folder, name)
+            if medium == "image":
+                image_size(path, max_pixels)
+        except DataError as fault:
+            if path is None or isinstance(fault, TooLargeError):  # else it is damaged
+                refused.setdefault(type(fault), []).append(fault)
+    for first, *others in refused.values():
+        what = f"{1 + len(others)} {of} would be refused, such as {first.where}: {first.what}"
+        yield DataError(what, where=str(folder), accepted=first.accepted, hint=first.hint)

@@ -20,9 +20,8 @@ from mm_core.data.datasets import Sample
 from mm_core.data.datasets.further_fields import FurtherFields
 from mm_core.data.datasets.media_sizes import IMAGE_FPS, mixed_media, of_image, sizes_of
 from mm_core.data.datasets.video_text import Size, collate_clips, made_of
-from mm_core.data.media.frames import clip_times, read_frames
+from mm_core.data.media.frames import clip_times, read_all
 from mm_core.data.media.image_headers import NoImageError, holds_clip, image_size
-from mm_core.data.media.images import read_photo
 from mm_core.data.media.limits import decoding
 from mm_core.data.media.readers import PyAVReader
 from mm_core.data.media.transforms import draws_of, levels_of, read_pixels, transform_of, transformed
@@ -33,13 +32,11 @@ from mm_core.data.rows.media_rows import CAPTIONS, MediaRow
 from mm_core.data.rows.mixture import Mixture, drawn_tags
 from mm_core.data.rows.paths import refusal
 from mm_core.data.rows.sources import OpenedSource, SourceReader, media_of
-from mm_core.errors import ContractError, DataError, MMError, RunWarning, plural
+from mm_core.errors import ContractError, DataError, MMError, PartsError, RunWarning, plural
 from mm_core.files import open_plain, read_plain
 
 _COMPARED = 10_000  # caption files that a resume reads to compare a folder
 _THREADS = 16
-
-_DECODED = 8  # frames that a check of a clip has in memory
 
 
 class MediaTextDataset:
@@ -79,7 +76,7 @@ class MediaTextDataset:
         self.transform = transform_of(transform, self.wanted.interpolation)
         folder, opened = read_once(partial(_write_rows, self.wanted.sources))
         self.further = FurtherFields(self.wanted, self.reader, self.transform, opened)
-        self.rows = MappedRows(folder, (len(self.further.kinds),) * len(opened))
+        self.rows = MappedRows(folder, tuple(len(each.columns.fields) for each in self.wanted.sources))
         self.sources: Sequence[OpenedSource] = opened
         self._made: dict[tuple[str, Size], Mapping[str, Any]] = {}  # shared by the rows that are read alike
         for source in self.sources:
@@ -147,15 +144,8 @@ class MediaTextDataset:
             self._made[medium, size] = made
         start = (self._start(rng),) if medium == "clip" else ()
         drawn = (*start, *draws_of(self.transform, rng))
-        return Source(
-            self.name_of(own),
-            self.caption(own, rng),
-            made,
-            path,
-            span,
-            drawn,
-            self.further.of(own),
-        )
+        name, caption = self.name_of(own), self.caption(own, rng)
+        return Source(name, caption, made, path, span, drawn, self.further.of(own))
 
     @property
     def _size(self) -> Size:
@@ -199,10 +189,8 @@ class MediaTextDataset:
         """The sizes of clips, and of images where the sources have any."""
         found = set().union(*media_of(options["sources"]))
         specs: dict[str, Mapping[str, Any]] = {}
-        given = {
-            **options,
-            "fields": {each.name: each.pictures for each in options["sources"][0].columns.fields},
-        }
+        fields = {each.name: each.pictures for each in options["sources"][0].columns.fields}
+        given = {**options, "fields": fields}
         if "clip" in found or not found:
             specs["clips"] = given
         if "image" in found:
@@ -273,30 +261,25 @@ class MediaTextDataset:
         """Decodes everything of a row that training may read, and returns the properties of its file.
 
         Raises:
+            PartsError: files of its further fields could not be read.
             DataError: a sample of this row could not be read.
         """
-        row = self.rows[number]
+        row, last = self.rows[number], None
         self.caption(row, None)
         with self.opened(row) as path:
-            photo = self.photo(row, path)
-            if photo is not None:
-                self._try_transform(photo, row)
-                return of_image(*photo.shape[1:3])
-            info = self.reader.probe(path)
-            least = 1 if self.wanted.height is None else self.wanted.num_frames
-            clip_times(info, path, least, self.wanted.fps, 0.0)
-            for first in range(0, info.num_frames, _DECODED):
-                frames = range(first, min(first + _DECODED, info.num_frames))
-                read = read_frames(self.reader, path, [(frame + 0.5) / info.fps for frame in frames])
-                if first == 0:
-                    self._try_transform(read[:1], row)
-            return info
-
-    def _try_transform(self, frames: Tensor, row: MediaRow) -> None:
-        """DataError if the transform refuses frames of this size; in buckets the size is not known."""
-        if self.wanted.height is not None and self.wanted.width is not None:
-            size = self.wanted.height, self.wanted.width
-            transformed(self.transform, frames, size, None, self.name_of(row))
+            frames = self.photo(row, path)
+            if frames is not None:
+                info = of_image(*frames.shape[1:3])
+            else:
+                info = self.reader.probe(path)
+                least = 1 if self.wanted.height is None else self.wanted.num_frames
+                start = 1 - 1e-9 if self.wanted.random_start else 0.0
+                last = clip_times(info, path, least, self.wanted.fps, start)[-1]
+                frames = read_all(self.reader, path, info)
+            self.further.try_transform(frames, self.name_of(row))
+        if faults := dict(enumerate(self.further.faults(row, last))):
+            raise PartsError(faults, len(faults))
+        return info
 
     def _sample(self, row: MediaRow, size: Size, rng: Randomness | None) -> Sample:
         wanted, (num_frames, height, width) = self.wanted, size
@@ -327,7 +310,7 @@ class MediaTextDataset:
         """uint8 [1,Y,X,3] of an image; None for a clip, also under the suffix of an image."""
         if row.medium == "image":
             try:
-                return read_photo(path, self.wanted.max_pixels).permute(1, 2, 0)[None]
+                return self.further.photo(path)
             except NoImageError:
                 if not holds_clip(path):
                     raise

@@ -14,6 +14,8 @@ from mm_core.data.media.limits import decoding
 from mm_core.errors import ContractError, DataError, plural
 from mm_core.plugin.checks.places import place_of_object
 
+_DECODED = 8  # frames of a whole video that are in memory at a time
+
 
 def read_frames(reader: VideoReader, path: Path, seconds: Sequence[float]) -> Tensor:
     """The frames of a video at the given times, uint8 [F,Y,X,3]. ContractError if a reader returns others."""
@@ -28,6 +30,15 @@ def read_frames(reader: VideoReader, path: Path, seconds: Sequence[float]) -> Te
             accepted=f"torch.uint8 [{len(seconds)}, Y, X, 3]",
         )
     return frames
+
+
+def read_all(reader: VideoReader, path: Path, info: VideoInfo) -> Tensor:
+    """Decodes a video with these properties to its last frame, and returns the first, uint8 [1,Y,X,3]."""
+    times = [(frame + 0.5) / info.fps for frame in range(info.num_frames)]
+    shown = read_frames(reader, path, times[:_DECODED])[:1]
+    for first in range(_DECODED, len(times), _DECODED):
+        read_frames(reader, path, times[first : first + _DECODED])
+    return shown
 
 
 def clip_times(info: VideoInfo, path: Path, num_frames: int, fps: float | None, start: float) -> list[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -13,6 +13,8 @@ from mm_core.errors import plural
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from mm_core.builtin.configs.data import MediaField
 
 Medium = Literal["image", "clip"]
 
@@ -30,6 +32,7 @@ CAPTIONS = ".txt"
 
 _LIMIT = 2**31  # of the numbers in files of rows
 _SIDES = re.compile(r"\s*(\d+)\s*[x×*,]\s*(\d+)\s*")
+_UNNAMEABLE = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")  # no file name has these
 
 
 class MediaRow(NamedTuple):
@@ -127,12 +130,24 @@ def paths_of(cell: object) -> list[str] | None:
         with suppress(ValueError):
             cell = json.loads(cell) if cell.startswith("[") else [cell] if cell else []
     found = [] if cell is None else cell
-    return found if isinstance(found, list) and all(isinstance(p, str) and p for p in found) else None
+    return found if isinstance(found, list) and all(map(_is_path, found)) else None
+
+
+def _is_path(cell: object) -> bool:
+    return isinstance(cell, str) and cell != "" and not _UNNAMEABLE.search(cell)
 
 
 def field_text(kind: str, cell: object) -> str:
     """The cell of a further field as `MediaRow.fields` has it: several paths as JSON."""
     return json.dumps(paths_of(cell)) if kind == "images" else str(cell)
+
+
+def further_files(row: MediaRow, fields: Sequence[MediaField]) -> Iterator[tuple[MediaField, str, Medium]]:
+    """Each file of a row's further fields: the field, its path, and its medium: a clip field of a picture is
+    a picture."""
+    for field, cell in zip(fields, row.fields, strict=True):
+        for path in json.loads(cell) if field.kind == "images" else [cell] if field.kind == "clip" else []:
+            yield field, path, "image" if field.kind == "images" else row.medium
 
 
 def field_fault(name: str, kind: str, cell: object, most: int) -> str | None:
@@ -147,7 +162,7 @@ def field_fault(name: str, kind: str, cell: object, most: int) -> str | None:
         number = number_of(cell)
         usable = isinstance(number, (int, float)) and not isinstance(number, bool) and isfinite(number)
         return None if usable else f"the field `{name}` is {cell!r}, not a number"
-    return None if isinstance(cell, str) and cell else f"the field `{name}` is {cell!r}, not a path"
+    return None if _is_path(cell) else f"the field `{name}` is {cell!r}, not a path"
 
 
 def _positive(value: object) -> float | None:
