@@ -92,9 +92,11 @@ def test_sources_that_differ_and_names_that_are_taken_are_refused_in_the_config(
     for fields, words in (((MediaField("caption"),), "caption is taken"), ((FIELDS[0],) * 2, "is taken")):
         with pytest.raises(ValueError, match=words):
             MediaColumns(fields=fields)
-    one, other = (MediaSource("a.jsonl", columns=MediaColumns(fields=f)) for f in (FIELDS, ()))
-    with pytest.raises(ValueError, match=r"columns\.fields differ between sources"):
-        MediaTextConfig((one, other))
+    several = [(MediaField("shown", kind="images", most=most),) for most in (1, 2)]
+    for pair in ((FIELDS, ()), several):
+        one, other = (MediaSource("a.jsonl", columns=MediaColumns(fields=fields)) for fields in pair)
+        with pytest.raises(ValueError, match=r"columns\.fields differ between sources"):
+            MediaTextConfig((one, other))
 
 
 def test_folders_and_archives_have_no_columns_for_fields(tmp_path):

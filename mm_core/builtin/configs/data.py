@@ -162,9 +162,11 @@ class MediaTextConfig:
         _one_of(self.interpolation, self.transform)
         if not self.sources:
             raise ValueError("sources is empty: list at least one table, folder or archive")
-        first, *others = ([(f.name, f.kind) for f in each.columns.fields] for each in self.sources)
+        first, *others = ([(f.name, f.kind, f.most) for f in each.columns.fields] for each in self.sources)
         if any(fields != first for fields in others):
-            raise ValueError("columns.fields differ between sources; name the same fields in each of them")
+            raise ValueError(
+                "columns.fields differ between sources; give each of them the same names, kinds and `most`"
+            )
         for one, other in (("height", "width"), ("max_height", "max_width")):
             if (getattr(self, one) is None) != (getattr(self, other) is None):
                 raise ValueError(f"{one} and {other} belong together; set both, or none of them")
