@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,16 +20,17 @@ from mm_core.config.sections import RunConfig
 from mm_core.contracts import Batch, CountingTokenizer, Features, Randomness, SupportsCache, TaskModule
 from mm_core.data.cache.claims import Claims
 from mm_core.data.cache.reading import Read, Reading, Wanted
-from mm_core.data.cache.rows import keys_of_texts
+from mm_core.data.cache.rows import PartKey, keys_of_texts
 from mm_core.data.cache.samples import FAULT, on_host
 from mm_core.data.cache.shards import FAULTY, SHARD_BYTES, Keys, finite, size_of
-from mm_core.data.cache.store import Store
+from mm_core.data.cache.store import Store, reduced
 from mm_core.data.loading.cut_captions import CutCaptions
 from mm_core.data.loading.loader import faults_raised
 from mm_core.data.loading.workers import StartWorker, read_by_workers, read_on, start_server
 from mm_core.data.media.limits import DecodeLimit
 from mm_core.device import current_device, set_numerics
 from mm_core.errors import CacheError, DataError
+from mm_core.files import remove_stale_stages
 from mm_core.loading.frozen import load_frozen
 from mm_core.plan import RunCache, cache_of
 from mm_core.runtime.ranks import Ranks
@@ -40,6 +41,7 @@ _MEDIA, _TEXTS = 128, 1024
 _TEXTS_AT_ONCE = 16
 _EVERY = 5.0  # seconds between two lines of progress
 _WAIT = 1.0
+_ABANDONED = 24 * 3600.0  # seconds without a write after which another host's unfinished shard is removed
 
 
 @dataclass(frozen=True)
@@ -86,23 +88,21 @@ def build_cache(config: RunConfig, show: Callable[[Progress], None]) -> Built:
     """
     set_numerics(config.run.deterministic, config.run.float32_matmul)
     task, cache = cache_of(config, create=True)
-    cache.store.tidy()
+    remove_stale_stages(cache.store.folder / "shards", ".*.tmp-*", patience=_ABANDONED)
     cache.record_facts()
     own, ranks = Built(), Ranks.current()
     shown = show if ranks.rank == 0 else None
     _repair(cache.store, ranks, own, shown)
-    for of in ("media", "text"):
-        if any(part.of == of for part in cache.parts):
-            _Build(config, task, cache, own, of, shown).run()
-    total = Built()
+    for of_text in sorted({part.of_text for part in cache.parts}):
+        _Build(config, task, cache, own, of_text, shown).run()
+    total = Built(cut=own.cut.of_ranks(True))
     for one in ranks.gather(own):
         total.encoded += one.encoded
         total.unreadable += one.unreadable
         total.removed += one.removed
         total.summed += one.summed
         total.left_out |= one.left_out
-    total.cut = own.cut.of_ranks(True)
-    media = {split: keys for split, part, keys in cache.tables() if not cache.keyed[part].of_text}
+    media = {split: keys for split, part, keys in cache.tables() if not part.of_text}
     total.unreadable += sum(cache.without_keys(split, keys) for split, keys in media.items())
     return total
 
@@ -117,7 +117,7 @@ def _repair(store: Store, ranks: Ranks, built: Built, show: Callable[[Progress],
         if (faults or before) and claims.take(shard.path.stem):
             try:
                 if shard.path.exists():  # else another build has replaced it
-                    store.repair(shard, faults)
+                    reduced(shard, ~np.isin(np.arange(len(shard.keys)), [*faults]))
                     built.removed += len(faults)
                     built.summed += (len(shard.keys) - len(faults)) * before
             finally:
@@ -161,31 +161,28 @@ class _Build:
         task: TaskModule,
         cache: RunCache,
         built: Built,
-        of: Literal["media", "text"],
+        of_text: bool,
         show: Callable[[Progress], None] | None,
     ) -> None:
         self.config, self.task, self.cache, self.built, self.show = config, task, cache, built, show
-        self.what, self.of_text = ("texts", True) if of == "text" else ("samples", False)
-        self.parts = [number for number, part in enumerate(cache.parts) if part.of == of]
+        self.what, self.of_text = "texts" if of_text else "samples", of_text
+        self.parts = [part for part in cache.parts if part.of_text == of_text]
         self.store, self.device = cache.store, current_device()
         self.claims = Claims(cache.store.folder / "claims")
         self.splits = [split.rows for split in cache.splits.values()]
-        tables = [split.table[:, :, self.parts] for split in cache.splits.values()]
-        if self.of_text:
-            tables.append(np.stack([*cache.texts.values()])[:, :, None] if cache.texts else tables[0][:0])
+        columns = [number for number, part in enumerate(cache.parts) if part in self.parts]
+        tables = [split.table[:, :, columns] for split in cache.splits.values()]
+        if of_text and cache.texts:
+            tables.append(np.stack([*cache.texts.values()])[:, :, None])
         wanted = [np.argwhere(table["high"][:, :, 0] != 0) for table in tables]
         keys = np.concatenate([table[tuple(own.T)] for table, own in zip(tables, wanted, strict=True)])
         items = np.concatenate([np.insert(own, 0, number, 1) for number, own in enumerate(wanted)])
         _, first = np.unique(keys[:, 0][["high", "low"]], return_index=True)
         self.keys, self.items, total = keys[first], items[first], len(first)
-        self.left_out = np.zeros(total, bool)
-        size = min(_TEXTS if self.of_text else _MEDIA, max(8, -(-total // 64)))
-        self.chunks = {
-            f"{self.what}-{size}-{self.keys[first, 0].tobytes()[:16].hex()}": range(
-                first, min(first + size, total)
-            )
-            for first in range(0, total, size)
-        }
+        size = min(_TEXTS if of_text else _MEDIA, max(8, -(-total // 64)))
+        chunks = [range(first, min(first + size, total)) for first in range(0, total, size)]
+        names = (self.keys[own.start, 0].tobytes()[:16].hex() for own in chunks)
+        self.chunks = {f"{self.what}-{size}-{name}": own for name, own in zip(names, chunks, strict=True)}
         self._open: dict[str, tuple[int, list[_Entry]]] = {}
         self._loaded: set[str] = set()
         self._began, self._shown = time.monotonic(), 0.0
@@ -240,26 +237,29 @@ class _Build:
     def _lacking(self, own: range) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Which items are to be encoded."""
         lacking = (self.store.find(self.keys[own.start : own.stop]) < 0).any(1)
-        return np.asarray(lacking & ~self.left_out[own.start : own.stop])
+        out = [
+            number - own.start for what, number in self.built.left_out if what == self.what and number in own
+        ]
+        lacking[out] = False
+        return np.asarray(lacking)
 
     def _texts(self, chunks: Iterable[_Chunk]) -> Generator[Read, None, None]:
         beside = [*self.cache.texts]
         tokenizer = getattr(self.task.batch_transform(), "tokenizer", None)
         for chunk, numbers in chunks:
             for first in range(0, len(numbers), _TEXTS_AT_ONCE):
-                own = numbers[first : first + _TEXTS_AT_ONCE]
-                texts, faults = [], []
-                for number in own:
+                texts, own, faults = list[str](), list[int](), []
+                for number in numbers[first : first + _TEXTS_AT_ONCE]:
                     split, row, variant = self.items[number].tolist()
                     try:
                         rows = None if split == len(self.splits) else self.splits[split]
                         texts.append(beside[row] if rows is None else rows.source(row, variant).caption or "")
+                        own.append(number)
                     except DataError as error:
                         faults.append((number, error.what, True))
                 if isinstance(tokenizer, CountingTokenizer):
                     self.built.cut.count(tokenizer, texts)
-                bad = {number for number, *_ in faults}
-                yield Read(chunk, [(texts, [number for number in own if number not in bad])], faults)
+                yield Read(chunk, [(texts, own)], faults)
 
     def _media(self, chunks: Iterable[_Chunk]) -> Generator[Read, None, None]:
         loader, asked = self.config.data.loader, _Asked(self._in_batches(chunks))
@@ -301,29 +301,31 @@ class _Build:
         entries: list[_Entry] = []
         for number, why, may_pass in read.faults:
             if may_pass or not self._unchanged([number], None, fresh=True)[0]:
-                self._leave_out(number, why)
+                self.built.left_out[self.what, number] = why
                 continue
             keys = self.keys[number].copy()
             keys["encoder"] = FAULTY
             reason = torch.tensor([*why.encode()[:500]], dtype=torch.uint8)
             entries += [(keys[n : n + 1], {FAULT: reason}) for n in range(len(self.parts))]
             self.built.unreadable += 1
-        for given, all_numbers in read.batches:
-            same = self._unchanged(all_numbers, given)
-            numbers = np.asarray(all_numbers, int)
-            for number in numbers[~same].tolist():
-                self._leave_out(number, "its file or caption was changed")
+        for given, numbers in read.batches:
+            same = self._unchanged(numbers, given)
+            changed = [(self.what, number) for number, kept in zip(numbers, same, strict=True) if not kept]
+            self.built.left_out |= dict.fromkeys(changed, "its file or caption was changed")
             lacking = same[:, None] & (self.store.find(self.keys[numbers]) < 0)
             given = given.to(self.device) if isinstance(given, Batch) and lacking.any() else given
             for column in np.flatnonzero(lacking.any(0)).tolist():
-                number = self.parts[column]
-                rows, part = self._features(number, given), self.cache.parts[number].name
+                part = self.parts[column]
+                rows = self._features(part, given)
                 for n in np.flatnonzero(lacking[:, column]).tolist():
                     if not finite(rows[n]):
-                        why = f"the {part} of {self._name(numbers[n])} are not finite"
-                        self._leave_out(int(numbers[n]), why)
+                        split, row, variant = self.items[numbers[n]].tolist()
+                        name = self.cache.name([*self.cache.splits, "texts"][split], row, variant)
+                        self.built.left_out[self.what, numbers[n]] = (
+                            f"the {part.name} of {name} are not finite"
+                        )
                         continue
-                    self.built.encoded[part] += 1
+                    self.built.encoded[part.name] += 1
                     entries.append((self.keys[numbers[n], column : column + 1], rows[n]))
         left, held = self._open[read.chunk]
         left -= len(read.faults) + sum(len(own) for _, own in read.batches)
@@ -332,38 +334,28 @@ class _Build:
         if not left or sum(size_of(row) for _, row in held) >= SHARD_BYTES:
             self._write(read.chunk)
 
-    def _name(self, number: int) -> str:
-        split, row, variant = self.items[number].tolist()
-        return self.cache.name([*self.cache.splits, "texts"][split], row, variant)
-
-    def _leave_out(self, number: int, why: str) -> None:
-        self.left_out[number] = True
-        self.built.left_out[self.what, number] = why
-
     def _unchanged(
         self, numbers: Sequence[int], given: Batch | list[str] | None, fresh: bool = False
     ) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Which items still have the keys that they had at the start; what is encoded else is not theirs."""
-        keyed = self.cache.keyed
-        found = np.empty((len(numbers), len(self.parts)), self.keys.dtype)
         if isinstance(given, list):
-            found = keys_of_texts(keyed[self.parts[0]], given)[:, None]
-        for number, split in enumerate(self.splits if not self.of_text else ()):
-            places = [n for n, item in enumerate(numbers) if self.items[item, 0] == number]
-            rows = [tuple(self.items[numbers[n], 1:].tolist()) for n in places]
-            found[places] = split.keys(rows, keyed, self.cache.hashes, fresh)[:, self.parts]
+            found = keys_of_texts(self.parts[0], given)[:, None]
+        else:
+            split = self.splits[self.items[numbers[0], 0]]  # a batch has rows of one split
+            rows = [(row, variant) for _, row, variant in self.items[numbers].tolist()]
+            found = split.keys(rows, self.parts, self.store.hashes, fresh)
         return np.asarray((found == self.keys[numbers]).all(1))
 
-    def _features(self, part: int, given: Batch | list[str]) -> list[Features]:
+    def _features(self, part: PartKey, given: Batch | list[str]) -> list[Features]:
         """The features of a part, with its components loaded when they are first needed."""
         assert isinstance(self.task, SupportsCache)
-        for name in self.cache.parts[part].components:
+        for name in part.components:
             if name not in self._loaded:
                 component: nn.Module = self.task.get_submodule(name)
                 load_frozen(component, self.device, self.config.registry)
                 self._loaded.add(name)
         with torch.no_grad():
-            return [on_host(row) for row in self.task.features(self.cache.parts[part].name, given)]
+            return [on_host(row) for row in self.task.features(part.name, given)]
 
     def _write(self, chunk: str) -> None:
         """Writes what is encoded of a chunk; one that is done is released."""

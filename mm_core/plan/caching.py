@@ -47,7 +47,7 @@ def open_cache(
         PlanError: the task or a dataset cannot be cached, or an encoder is trained.
         CacheError: the cache cannot be opened, or files of an encoder cannot be read.
     """
-    section, ranks = config.data.cache or CacheSection(), Ranks.current()
+    section = config.data.cache or CacheSection()
     parts = _parts(config, task)
     rows = {}
     for split, dataset in datasets.items():
@@ -61,17 +61,17 @@ def open_cache(
         own, variants = _own_size(config, split), section.variants if split == "train" else 1
         rows[split] = rows_of_dataset(dataset, own, variants, config.run.seed, f"data.{split}")
     folder = Path(section.dir)
-    tables, (facts, keyed) = read_once(partial(_begin_tables, config, task, parts, rows, folder, create))
-    _fill_tables(rows, keyed, folder, tables, ranks)
+    tables, keyed = read_once(partial(_begin_tables, config, task, parts, rows, folder, create))
+    _fill_tables(rows, keyed, folder, tables)
     splits = {
-        name: CachedSplit(rows[name], path := tables / f"{name}.npy", np.load(path, mmap_mode="r"))
-        for name in rows
+        name: CachedSplit(own, path := tables / f"{name}.npy", np.load(path, mmap_mode="r"))
+        for name, own in rows.items()
     }
-    texts = _texts(config, parts)
-    keys = {
-        text: keys_of_texts(part, [text]) for part in keyed if part.of_text for text in dict.fromkeys(texts)
-    }
-    return RunCache(Store(folder), parts, tuple(keyed), facts, splits, keys, section, ranks)
+    texts = [text for part in keyed for text in part.texts]
+    if config.validation is not None and (samples := config.validation.samples) is not None:
+        texts += [*samples.prompts, samples.negative_prompt]
+    keys = {text: keys_of_texts(part, [text]) for part in keyed if part.of_text for text in texts}
+    return RunCache(Store(folder), keyed, splits, keys, section)
 
 
 def _parts(config: RunConfig, task: TaskModule) -> tuple[CachePart, ...]:
@@ -105,14 +105,6 @@ def _own_size(config: RunConfig, split: str) -> Size | None:
     return None if None in found else (found[0], found[1], found[2])  # type: ignore[return-value]
 
 
-def _texts(config: RunConfig, parts: Sequence[CachePart]) -> list[str]:
-    """The texts that are needed beside captions."""
-    found = [text for part in parts for text in part.texts]
-    if config.validation is not None and (samples := config.validation.samples) is not None:
-        found += [*samples.prompts, samples.negative_prompt]
-    return found
-
-
 def _begin_tables(
     config: RunConfig,
     task: TaskModule,
@@ -121,32 +113,37 @@ def _begin_tables(
     folder: Path,
     create: bool,
     into: Path,
-) -> tuple[list[dict[str, Any]], list[PartKey]]:
-    """Makes an empty table of keys for each split; returns the facts and digests of the parts."""
-    hashes = FileHashes(Store(folder, create=create).folder / FILES)
-    known: dict[str, dict[str, Any]] = {}
-    facts: list[dict[str, Any]] = []
-    for part in parts:
-        for name in part.components:
-            if name not in known:
-                section: ComponentConfig = config.task.options[name]
-                known[name] = component_facts(section, getattr(task, name), section.type, hashes)
-        components = {name: known[name] for name in part.components}
-        about = {"version": FEATURES, "libraries": libraries(part.of == "text")}
-        about["float32_matmul"] = config.run.float32_matmul or "highest"
-        facts.append({"part": part.name, "settings": dict(part.settings), "components": components, **about})
+) -> list[PartKey]:
+    """Makes an empty table of keys for each split; returns the parts with their digests."""
+    hashes = Store(folder, create=create).hashes
+    components: dict[str, dict[str, Any]] = {}
+    for name in dict.fromkeys(name for part in parts for name in part.components):
+        section: ComponentConfig = config.task.options[name]
+        components[name] = component_facts(section, getattr(task, name), section.type, hashes)
     hashes.save()
     for name, own in rows.items():
         shape = (len(own), own.variants, len(parts))
         np.lib.format.open_memmap(into / f"{name}.npy", "w+", KEY, shape).flush()
-    keyed = zip(parts, facts, strict=True)
-    return facts, [PartKey(p.name, p.of == "text", digest_of(f), p.fields, p.caption) for p, f in keyed]
+    return [_keyed(part, components, config.run.float32_matmul or "highest") for part in parts]
 
 
-def _fill_tables(
-    rows: Mapping[str, CacheRows], keyed: Sequence[PartKey], folder: Path, tables: Path, ranks: Ranks
-) -> None:
+def _keyed(part: CachePart, components: Mapping[str, dict[str, Any]], float32_matmul: str) -> PartKey:
+    of_text = part.of == "text"
+    facts = {
+        "part": part.name,
+        "settings": dict(part.settings),
+        "components": {name: components[name] for name in part.components},
+        "version": FEATURES,
+        "libraries": libraries(of_text),
+        "float32_matmul": float32_matmul,
+    }
+    more = (part.components, part.texts, facts)
+    return PartKey(part.name, of_text, digest_of(facts), part.fields, part.caption, *more)
+
+
+def _fill_tables(rows: Mapping[str, CacheRows], keyed: Sequence[PartKey], folder: Path, tables: Path) -> None:
     """Fills in the keys: the ranks share the files to be hashed, then those of a host its table."""
+    ranks = Ranks.current()
     mates = [rank for rank, place in enumerate(ranks.gather(str(tables))) if place == str(tables)]
     shares = [(ranks.rank, ranks.count), (mates.index(ranks.rank), len(mates))]
     for share in dict.fromkeys(shares):
@@ -181,32 +178,33 @@ def in_cache(
         return dict(datasets), [], None
     fills = config.data.cache.missing == "encode"
     cache = open_cache(config, task, datasets, create=fills)
-    mine = {name: cache.lacking(name) for name in ("texts", *cache.splits)}
-    everyone = cache.ranks.gather((mine, cache.survey()[1] if any(mine.values()) else []))
-    lacking = {name: set().union(*(each[name] for each, _ in everyone)) for name in mine}
-    if any(lacking.values()) and not fills:
-        raise _incomplete(cache, next(lines for _, lines in everyone if lines))
-    filling = lacking["train"] | lacking["texts"]
+    mine = cache.lacking()
+    everyone = Ranks.current().gather((mine, cache.survey()[1] if mine else []))
+    lacking = set[tuple[str, str]]().union(*(each for each, _ in everyone))
+    if lacking and not fills:
+        text = "\n".join(f"  {line}" for line in next(lines for _, lines in everyone if lines))
+        raise CacheError(
+            f"features of this run are not in the cache:\n{text}",
+            where=str(cache.store.folder),
+            hint="run `mm cache build` with this config, or set data.cache.missing: encode",
+        )
     found, whole = dict(datasets), True
+    filling = {part for name, part in lacking if name in ("train", "texts")}
     for name, split in cache.splits.items():
-        if name == "train" or not lacking[name] | lacking["texts"]:
+        if name == "train" or not any(of in (name, "texts") for of, _ in lacking):
             found[name] = _cached(cache, split, datasets[name], filling if name == "train" else set())
         else:
             whole = False
     samples = config.validation is not None and config.validation.samples is not None
-    incomplete = set().union(*lacking.values())
-    held = [
-        part.name
-        for part in cache.parts
-        if not whole or part.name in incomplete or (samples and part.of == "media")
-    ]
-    covered = {name for part in cache.parts for name in part.components}
-    needed = {name for part in cache.parts if part.name in held for name in part.components}
+    incomplete = {part for _, part in lacking}
+    held = [p for p in cache.parts if not whole or p.name in incomplete or (samples and not p.of_text)]
+    covered, needed = ({name for part in each for name in part.components} for each in (cache.parts, held))
     spared = [name for name in task.frozen if name in covered - needed]
     task.frozen = tuple(name for name in task.frozen if name not in spared)
-    if cache.text_part is not None:
-        assert isinstance(task, SupportsCache)
-        task.use_texts(partial(_text_features, cache.store, cache.keyed[cache.text_part]))
+    for part in cache.parts:
+        if part.of_text:
+            assert isinstance(task, SupportsCache)
+            task.use_texts(partial(_text_features, cache.store, part))
     notes = [f"features are read from {cache.section.dir}; not loaded: {', '.join(spared) or 'nothing'}"]
     for name, split in cache.splits.items():
         notes += [f"data.{name}: {note}" for note in split.rows.drawn_otherwise(repeats=name == "train")]
@@ -237,19 +235,8 @@ def _text_features(store: Store, part: PartKey, text: str) -> Any:
 
 
 def _cached(cache: RunCache, split: CachedSplit, dataset: AnyDataset, fills: set[str]) -> AnyDataset:
-    needed = dict.fromkeys(text for part in cache.parts for text in part.texts)
-    texts = {text: cache.texts[text] for text in needed}
-    made = CachedSamples(split.rows, cache.keyed, cache.store.folder, split.path, texts, fills)
+    texts = {text: cache.texts[text] for part in cache.parts for text in part.texts}
+    made = CachedSamples(split.rows, cache.parts, cache.store.folder, split.path, texts, fills)
     if isinstance(dataset, BucketedSamples):
         return BucketedSamples(made, dataset.buckets, dataset.of_row)
     return made
-
-
-def _incomplete(cache: RunCache, lines: Sequence[str]) -> MMError:
-    """The error that names samples and reasons."""
-    text = "\n".join(f"  {line}" for line in lines)
-    return CacheError(
-        f"features of this run are not in the cache:\n{text}",
-        where=str(cache.store.folder),
-        hint="run `mm cache build` with this config, or set data.cache.missing: encode",
-    )

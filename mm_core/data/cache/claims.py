@@ -10,6 +10,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from mm_core.data.cache.shards import writing
 from mm_core.errors import CacheError
 from mm_core.files import open_plain, os_reason
 from mm_core.processes import alive, started
@@ -40,17 +41,11 @@ class Claims:
         path = self.folder / name
         if not _freed(path):
             return False
-        try:
-            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        except FileExistsError:
-            return False
-        except OSError as error:
-            what = f"the cache cannot be written: {os_reason(error)}"
-            raise CacheError(what, where=str(self.folder), hint="free space or change permissions") from None
-        with os.fdopen(handle, "w") as file:
+        with writing(self.folder), suppress(FileExistsError), path.open("x") as file:
             file.write(f"{os.getpid()} {started(os.getpid())}@{socket.gethostname()}")
-        self._own.add(name)
-        return True
+            self._own.add(name)
+            return True
+        return False
 
     def touch(self) -> None:
         """Shows that this process is alive."""

@@ -68,9 +68,8 @@ class Reading(TorchDataset[Any]):
                 faults.append((number, error.what, _may_pass(error)))
                 continue
             shapes = tuple(getattr(value, "shape", None) for value in sample.values())
-            found.setdefault(shapes, []).append(
-                (number, {**sample, "key": SampleKey(variant, row), "weight": 1.0})
-            )
+            own = {**sample, "key": SampleKey(variant, row), "weight": 1.0}
+            found.setdefault(shapes, []).append((number, own))
         batches: list[tuple[Batch | list[str], list[int]]] = []
         for samples in found.values():
             with code.guarded("the dataset's collate"):
@@ -83,12 +82,9 @@ class Reading(TorchDataset[Any]):
 def _may_pass(error: BaseException | None) -> bool:
     """Whether the system refused something, such as a file on a network share, and no decoder the content."""
     while error is not None:
-        number = getattr(error, "errno", None)
-        if isinstance(error, MemoryError) or (
-            isinstance(error, OSError) and number not in (None, errno.EPERM)
-        ):
-            return (
-                True  # EPERM is what decoders return for damaged content, and Pillow's errors have no number
-            )
+        # EPERM is what decoders return for damaged content, and Pillow's errors have no number.
+        refused = isinstance(error, OSError) and error.errno not in (None, errno.EPERM)
+        if refused or isinstance(error, MemoryError):
+            return True
         error = error.__cause__ or error.__context__
     return False

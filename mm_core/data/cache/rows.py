@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,8 +50,8 @@ class PartKey(NamedTuple):
         name: as in `CachePart`.
         of_text: whether captions are encoded, not media.
         digest: of everything that the features depend on but the sample.
-        fields: as in `CachePart`.
-        caption: as in `CachePart`.
+        fields: as in `CachePart`; so are `caption`, `components` and `texts`.
+        facts: what the digest is made of, as plain values.
     """
 
     name: str
@@ -59,6 +59,9 @@ class PartKey(NamedTuple):
     digest: bytes
     fields: tuple[str, ...] = ()
     caption: bool = False
+    components: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
+    facts: Mapping[str, Any] = {}
 
 
 @dataclass
@@ -77,13 +80,9 @@ class CacheRows:
     sizes: Tensor | None
     variants: int
     seed: int
-    _made: dict[int, tuple[object, bytes]] = field(default_factory=dict, init=False, repr=False)
 
     def __len__(self) -> int:
         return int(self.dataset.num_sources())
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_made": {}}
 
     def rows_of(self, epoch: int) -> Sequence[int] | Tensor:
         """The row of each sample of an epoch."""
@@ -99,9 +98,14 @@ class CacheRows:
         """Which rows training may read: in buckets, those that fit one."""
         return np.ones(len(self), bool) if self.sizes is None else (self.sizes[:, 0] > 0).numpy()
 
-    def source(self, row: int, variant: int) -> Source:
-        """What decides a sample. DataError if it is known that the sample cannot be read."""
-        source: Source = self.dataset.source_of(row, self.size_of(row), self._rng(row, variant))
+    def source(self, row: int, variant: int, place: int | None = None) -> Source:
+        """What decides a sample, drawn as that of `place`, if given, in the epoch of its variant.
+
+        Raises:
+            DataError: it is known that the sample cannot be read.
+        """
+        rng = self._rng(row if place is None else place, variant)
+        source: Source = self.dataset.source_of(row, self.size_of(row), rng)
         return source
 
     def drawn_otherwise(self, repeats: bool) -> list[str]:
@@ -117,35 +121,31 @@ class CacheRows:
         rows, used, found = self.rows_of(0), self.used(), dict[str, None]()
         for place in range(0, len(rows), -(-len(rows) // _COMPARED) or 1):
             row = int(rows[place])
-            drawn = (0, row), (0, place), (self.variants, row)
+            if not used[row]:
+                continue
             with suppress(DataError):
-                cached, online, later = (self._drawn(row, *at) for at in drawn) if used[row] else (None,) * 3
+                sources = self.source(row, 0), self.source(row, 0, place), self.source(row, self.variants)
+                cached, online, later = ((source.caption, source.drawn) for source in sources)
                 if cached != online:
                     found[_REUSED] = None
                 if repeats and cached != later:
                     found[_REPEATED.format(self.variants)] = None
         return [*found]
 
-    def _drawn(self, row: int, epoch: int, place: int) -> tuple[str | None, object]:
-        rng = Randomness(self.seed).at("data", epoch, place)
-        source: Source = self.dataset.source_of(row, self.size_of(row), rng)
-        return source.caption, source.drawn
-
     def read(self, row: int, variant: int) -> dict[str, Any]:
         """Reads and decodes a sample, as training without the cache does. DataError if it cannot be read."""
         rng = self._rng(row, variant)
         seed_generators(Randomness(self.seed).at("draws", variant, row))
-        size = self.size_of(row)
         sample: dict[str, Any]
-        if size is not None:
+        if (size := self.size_of(row)) is not None:
             sample = self.dataset.sample_of(row, size, rng)
         else:
             sample = self.dataset[row] if rng is None else self.dataset.sample_at(row, rng)
         return sample
 
-    def _rng(self, row: int, variant: int) -> Randomness | None:
+    def _rng(self, place: int, epoch: int) -> Randomness | None:
         random = isinstance(self.dataset, SupportsSampleAt)
-        return Randomness(self.seed).at("data", variant, row) if random else None
+        return Randomness(self.seed).at("data", epoch, place) if random else None
 
     def fill(self, table: Keys, parts: Sequence[PartKey], hashes: FileHashes, share: tuple[int, int]) -> None:
         """Fills in a share of the keys [R,V,P] of all samples; zeros for rows that are not used or readable.
@@ -197,22 +197,24 @@ class CacheRows:
         self, sources: Sequence[Source], parts: Sequence[PartKey], hashes: FileHashes, fresh: bool = False
     ) -> Keys:
         """The keys [N,P] of sources; zeros for media that cannot be read."""
-        spans = []
+        spans, known = list[Span](), dict[int, bytes]()
         for each in sources:
             image = "max_pixels" in each.made  # of the dataset: what a reader decodes has the reader's
             clip = not image and each.made.get("reader") is not None
-            if each.path is not None:
-                spans.append(Span(each.path, *(each.span or (0, -1)), clip=clip, image=image))
-            for value in each.fields.values():
+            for value, span in (
+                (each.path, each.span or ()),
+                *((value, ()) for value in each.fields.values()),
+            ):
                 if isinstance(value, Path):
-                    spans.append(Span(value, clip=clip, image=image))
+                    spans.append(Span(value, *span, clip=clip, image=image))
                 elif isinstance(value, tuple):
                     spans += [Span(path, image=True) for path in value]
         contents = iter(hashes.of(spans, fresh))
         rows: list[bytes] = []
         for source in sources:
             content = next(contents) if source.path is not None else digest(b"drawn")
-            made, drawn = self._made_digest(source.made), repr(source.drawn).encode()
+            made = known.get(id(source.made)) or known.setdefault(id(source.made), digest_of(source.made))
+            drawn = repr(source.drawn).encode()
             own = {name: _field_digest(value, contents) for name, value in source.fields.items()}
             for part in parts:
                 further = [own.get(name) for name in part.fields]
@@ -226,14 +228,6 @@ class CacheRows:
                     shown = digest(content, drawn) if source.path is None else content
                     rows.append(b"".join((key, shown[:8], made[:8], part.digest[:8])))
         return np.frombuffer(b"".join(rows), KEY).reshape(len(sources), len(parts))
-
-    def _made_digest(self, made: object) -> bytes:
-        known = self._made.get(id(made))
-        if known is None or known[0] is not made:
-            if len(self._made) > 4096:
-                self._made.clear()
-            known = self._made[id(made)] = (made, digest_of(made))
-        return known[1]
 
 
 def _field_digest(value: Path | float | tuple[Path, ...], contents: Iterator[bytes | None]) -> bytes | None:
