@@ -171,7 +171,7 @@ class _Build:
         self.claims = Claims(cache.store.folder / "claims")
         self.splits = [split.rows for split in cache.splits.values()]
         columns = [number for number, part in enumerate(cache.parts) if part in self.parts]
-        tables = [split.table[:, :, columns] for split in cache.splits.values()]
+        tables = [split.keys[:, :, columns] for split in cache.splits.values()]
         if of_text and cache.texts:
             tables.append(np.stack([*cache.texts.values()])[:, :, None])
         wanted = [np.argwhere(table["high"][:, :, 0] != 0) for table in tables]
@@ -236,12 +236,8 @@ class _Build:
 
     def _lacking(self, own: range) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Which items are to be encoded."""
-        lacking = (self.store.find(self.keys[own.start : own.stop]) < 0).any(1)
-        out = [
-            number - own.start for what, number in self.built.left_out if what == self.what and number in own
-        ]
-        lacking[out] = False
-        return np.asarray(lacking)
+        left_out = np.array([(self.what, number) in self.built.left_out for number in own], bool)
+        return np.asarray((self.store.find(self.keys[own.start : own.stop]) < 0).any(1) & ~left_out)
 
     def _texts(self, chunks: Iterable[_Chunk]) -> Generator[Read, None, None]:
         beside = [*self.cache.texts]
@@ -321,9 +317,8 @@ class _Build:
                     if not finite(rows[n]):
                         split, row, variant = self.items[numbers[n]].tolist()
                         name = self.cache.name([*self.cache.splits, "texts"][split], row, variant)
-                        self.built.left_out[self.what, numbers[n]] = (
-                            f"the {part.name} of {name} are not finite"
-                        )
+                        why = f"the {part.name} of {name} are not finite"
+                        self.built.left_out[self.what, numbers[n]] = why
                         continue
                     self.built.encoded[part.name] += 1
                     entries.append((self.keys[numbers[n], column : column + 1], rows[n]))

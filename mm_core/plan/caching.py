@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,10 @@ from mm_core.data.loading.bucketed import BucketedSamples
 from mm_core.data.loading.plain import AnyDataset, PlainBatches, PlainSamples
 from mm_core.data.loading.seeding import build_split
 from mm_core.data.rows.mapped_rows import read_once
-from mm_core.errors import CacheError, MMError, PlanError
+from mm_core.errors import CacheError, PlanError
 from mm_core.plan.bucketing import in_buckets
 from mm_core.plan.planning import build_task, check_data
-from mm_core.plan.run_cache import CachedSplit, RunCache
+from mm_core.plan.run_cache import RunCache
 from mm_core.plugin.checks.places import place_of_object
 from mm_core.plugin.checks.values import returned
 from mm_core.runtime.ranks import Ranks
@@ -61,12 +62,18 @@ def open_cache(
         own, variants = _own_size(config, split), section.variants if split == "train" else 1
         rows[split] = rows_of_dataset(dataset, own, variants, config.run.seed, f"data.{split}")
     folder = Path(section.dir)
-    tables, keyed = read_once(partial(_begin_tables, config, task, parts, rows, folder, create))
+
+    def begin(into: Path) -> list[PartKey]:
+        """Makes an empty table of keys for each split."""
+        keyed = _keyed(config, task, parts, Store(folder, create=create).hashes)
+        for name, own in rows.items():
+            shape = (len(own), own.variants, len(parts))
+            np.lib.format.open_memmap(into / f"{name}.npy", "w+", KEY, shape).flush()
+        return keyed
+
+    tables, keyed = read_once(begin)
     _fill_tables(rows, keyed, folder, tables)
-    splits = {
-        name: CachedSplit(own, path := tables / f"{name}.npy", np.load(path, mmap_mode="r"))
-        for name, own in rows.items()
-    }
+    splits = {name: CachedSamples(own, keyed, folder, tables / f"{name}.npy") for name, own in rows.items()}
     texts = [text for part in keyed for text in part.texts]
     if config.validation is not None and (samples := config.validation.samples) is not None:
         texts += [*samples.prompts, samples.negative_prompt]
@@ -105,40 +112,23 @@ def _own_size(config: RunConfig, split: str) -> Size | None:
     return None if None in found else (found[0], found[1], found[2])  # type: ignore[return-value]
 
 
-def _begin_tables(
-    config: RunConfig,
-    task: TaskModule,
-    parts: Sequence[CachePart],
-    rows: Mapping[str, CacheRows],
-    folder: Path,
-    create: bool,
-    into: Path,
+def _keyed(
+    config: RunConfig, task: TaskModule, parts: Sequence[CachePart], hashes: FileHashes
 ) -> list[PartKey]:
-    """Makes an empty table of keys for each split; returns the parts with their digests."""
-    hashes = Store(folder, create=create).hashes
+    """The parts with their digests."""
     components: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(name for part in parts for name in part.components):
         section: ComponentConfig = config.task.options[name]
         components[name] = component_facts(section, getattr(task, name), section.type, hashes)
     hashes.save()
-    for name, own in rows.items():
-        shape = (len(own), own.variants, len(parts))
-        np.lib.format.open_memmap(into / f"{name}.npy", "w+", KEY, shape).flush()
-    return [_keyed(part, components, config.run.float32_matmul or "highest") for part in parts]
-
-
-def _keyed(part: CachePart, components: Mapping[str, dict[str, Any]], float32_matmul: str) -> PartKey:
-    of_text = part.of == "text"
-    facts = {
-        "part": part.name,
-        "settings": dict(part.settings),
-        "components": {name: components[name] for name in part.components},
-        "version": FEATURES,
-        "libraries": libraries(of_text),
-        "float32_matmul": float32_matmul,
-    }
-    more = (part.components, part.texts, facts)
-    return PartKey(part.name, of_text, digest_of(facts), part.fields, part.caption, *more)
+    found = []
+    for part in parts:
+        own, of_text = {name: components[name] for name in part.components}, part.of == "text"
+        facts = {"part": part.name, "settings": dict(part.settings), "components": own, "version": FEATURES}
+        facts |= {"libraries": libraries(of_text), "float32_matmul": config.run.float32_matmul or "highest"}
+        more = (part.fields, part.caption, part.components, part.texts, facts)
+        found.append(PartKey(part.name, of_text, digest_of(facts), *more))
+    return found
 
 
 def _fill_tables(rows: Mapping[str, CacheRows], keyed: Sequence[PartKey], folder: Path, tables: Path) -> None:
@@ -148,18 +138,12 @@ def _fill_tables(rows: Mapping[str, CacheRows], keyed: Sequence[PartKey], folder
     shares = [(ranks.rank, ranks.count), (mates.index(ranks.rank), len(mates))]
     for share in dict.fromkeys(shares):
         hashes = FileHashes(folder / FILES)
-        fault: MMError | None = None
-        try:
-            for name, own in rows.items():
-                table = np.load(tables / f"{name}.npy", mmap_mode="r+")
-                own.fill(table, keyed, hashes, share)
-                table.flush()
-        except MMError as error:
-            fault = error
+        for name, own in rows.items():
+            table = np.load(tables / f"{name}.npy", mmap_mode="r+")
+            own.fill(table, keyed, hashes, share)
+            table.flush()
         hashes.save()
-        for found in ranks.gather(fault):
-            if found is not None:
-                raise found
+        ranks.gather(None)  # until all have filled in their shares
 
 
 def in_cache(
@@ -179,7 +163,7 @@ def in_cache(
     fills = config.data.cache.missing == "encode"
     cache = open_cache(config, task, datasets, create=fills)
     mine = cache.lacking()
-    everyone = Ranks.current().gather((mine, cache.survey()[1] if mine else []))
+    everyone = Ranks.current().gather((mine, cache.survey({})[1] if mine else []))
     lacking = set[tuple[str, str]]().union(*(each for each, _ in everyone))
     if lacking and not fills:
         text = "\n".join(f"  {line}" for line in next(lines for _, lines in everyone if lines))
@@ -192,7 +176,7 @@ def in_cache(
     filling = {part for name, part in lacking if name in ("train", "texts")}
     for name, split in cache.splits.items():
         if name == "train" or not any(of in (name, "texts") for of, _ in lacking):
-            found[name] = _cached(cache, split, datasets[name], filling if name == "train" else set())
+            found[name] = _cached(split, datasets[name], filling if name == "train" else set())
         else:
             whole = False
     samples = config.validation is not None and config.validation.samples is not None
@@ -234,9 +218,8 @@ def _text_features(store: Store, part: PartKey, text: str) -> Any:
     return store.get(keys_of_texts(part, [text]))[0]
 
 
-def _cached(cache: RunCache, split: CachedSplit, dataset: AnyDataset, fills: set[str]) -> AnyDataset:
-    texts = {text: cache.texts[text] for part in cache.parts for text in part.texts}
-    made = CachedSamples(split.rows, cache.parts, cache.store.folder, split.path, texts, fills)
+def _cached(split: CachedSamples, dataset: AnyDataset, fills: set[str]) -> AnyDataset:
+    made = replace(split, fills=fills)
     if isinstance(dataset, BucketedSamples):
         return BucketedSamples(made, dataset.buckets, dataset.of_row)
     return made

@@ -15,7 +15,8 @@ import numpy as np
 
 from mm_core.config.sections import CacheSection
 from mm_core.data.cache.keys import digest_of
-from mm_core.data.cache.rows import CacheRows, PartKey
+from mm_core.data.cache.rows import PartKey
+from mm_core.data.cache.samples import CachedSamples
 from mm_core.data.cache.shards import DAMAGED, FAULTY, NOT_FINITE, Keys, writing
 from mm_core.data.cache.store import Store
 from mm_core.errors import DataError
@@ -27,21 +28,6 @@ _SHOWN = 5
 NEW = "not encoded yet, or its content has changed"
 VARIANT = "other random starts or crops of it are there, not this one"
 MADE = "its frames, size or transform have changed"
-
-
-@dataclass(frozen=True)
-class CachedSplit:
-    """The keys of one split's features.
-
-    Attributes:
-        rows: of its dataset.
-        path: file of the table.
-        table: keys [R,V,P], mapped into memory; zeros where nothing is to be cached.
-    """
-
-    rows: CacheRows
-    path: Path
-    table: Keys
 
 
 class PartStatus(NamedTuple):
@@ -69,7 +55,7 @@ class RunCache:
 
     store: Store
     parts: Sequence[PartKey]
-    splits: dict[str, CachedSplit]
+    splits: dict[str, CachedSamples]
     texts: dict[str, Keys]
     section: CacheSection
 
@@ -77,7 +63,7 @@ class RunCache:
         """Split, part and its keys [R,V]; those of the texts beside captions last, as split `texts`."""
         for name, split in self.splits.items():
             for number, part in enumerate(self.parts):
-                yield name, part, split.table[:, :, number]
+                yield name, part, split.keys[:, :, number]
         if self.texts:
             yield "texts", self.part_of_texts, np.stack([*self.texts.values()])
 
@@ -133,14 +119,13 @@ class RunCache:
         shown = f" ({'; '.join(changes[:3])})" if changes else ""
         return f"the {' and '.join(part.components)} has changed{shown}"
 
-    def survey(self, faults: Mapping[int, str] | None = None) -> tuple[list[PartStatus], list[str]]:
+    def survey(self, faults: Mapping[int, str]) -> tuple[list[PartStatus], list[str]]:
         """What is there of each part of each split; and of what is not, a line for each part and reason with
         the number, and the first samples by name.
 
         Args:
             faults: of entries that are not there since they cannot be used, from `Store.faults`.
         """
-        faults = faults or {}
         rows: list[PartStatus] = []
         counts: Counter[tuple[str, str]] = Counter()
         named: dict[tuple[str, str], list[str]] = {}

@@ -201,12 +201,11 @@ class CacheRows:
         for each in sources:
             image = "max_pixels" in each.made  # of the dataset: what a reader decodes has the reader's
             clip = not image and each.made.get("reader") is not None
-            for value, span in (
-                (each.path, each.span or ()),
-                *((value, ()) for value in each.fields.values()),
-            ):
+            if each.path is not None:
+                spans.append(Span(each.path, *(each.span or (0, -1)), clip=clip, image=image))
+            for value in each.fields.values():
                 if isinstance(value, Path):
-                    spans.append(Span(value, *span, clip=clip, image=image))
+                    spans.append(Span(value, clip=clip, image=image))
                 elif isinstance(value, tuple):
                     spans += [Span(path, image=True) for path in value]
         contents = iter(hashes.of(spans, fresh))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mm_core.contracts import Batch, FeatureBatch, Features, Randomness
-from mm_core.data.cache.rows import CacheRows, PartKey, Size
+from mm_core.data.cache.rows import CacheRows, PartKey, Size, keys_of_texts
 from mm_core.data.cache.shards import Keys
 from mm_core.data.cache.store import Store
 from mm_core.errors import CacheError, ContractError, DataError
@@ -51,8 +51,7 @@ class CachedSamples:
         rows: of the dataset.
         parts: of the features.
         folder: of the cache.
-        table: file of the keys [R,V,P].
-        texts: of the texts that every batch needs, their keys.
+        table: file of the keys [R,V,P]; zeros where nothing is to be cached.
         fills: parts that are encoded in training where they are not cached; of others that is an error.
     """
 
@@ -60,7 +59,6 @@ class CachedSamples:
     parts: Sequence[PartKey]
     folder: Path
     table: Path
-    texts: Mapping[str, Keys]
     fills: Collection[str] = ()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -77,19 +75,19 @@ class CachedSamples:
         return Store(self.folder)
 
     @cached_property
-    def _keys(self) -> Keys:
+    def keys(self) -> Keys:
+        """The keys [R,V,P], mapped into memory."""
         keys: Keys = np.load(self.table, mmap_mode="r")
         return keys
 
     @cached_property
     def _fixed(self) -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
-        for text, keys in self.texts.items():
-            (part,) = (part.name for part in self.parts if part.of_text)
-            (features,) = self.store.get(keys)
-            if features is None and part not in self.fills:
-                raise self._gone(repr(text), part)
-            found[text] = {} if features is None else stacked([{part: features}])
+        for part, text in ((each, text) for each in self.parts for text in each.texts):
+            (features,) = self.store.get(keys_of_texts(part, [text]))
+            if features is None and part.name not in self.fills:
+                raise self._gone(repr(text), part.name)
+            found[text] = {} if features is None else stacked([{part.name: features}])
         return found
 
     def _gone(self, what: str, part: str) -> CacheError:
@@ -128,7 +126,7 @@ class CachedSamples:
             CacheError: its features are not cached, and it may not be read.
         """
         variant = int(rng.path[-2]) % self.rows.variants if rng is not None else 0
-        keys = np.asarray(self._keys[row, variant])
+        keys = np.asarray(self.keys[row, variant])
         if not keys["high"].all():
             self.rows.read(row, variant)  # raises its DataError
             raise DataError("it could not be read when the run started", where=f"row {row}")
