@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
@@ -183,7 +183,7 @@ class _Build:
         chunks = [range(first, min(first + size, total)) for first in range(0, total, size)]
         names = (self.keys[own.start, 0].tobytes()[:16].hex() for own in chunks)
         self.chunks = {f"{self.what}-{size}-{name}": own for name, own in zip(names, chunks, strict=True)}
-        self._open: dict[str, tuple[int, list[_Entry]]] = {}
+        self._entries: list[_Entry] = []
         self._loaded: set[str] = set()
         self._began, self._shown = time.monotonic(), 0.0
         self._before = self._done()
@@ -199,13 +199,15 @@ class _Build:
                     time.sleep(_WAIT)
                     continue
                 with closing(read(chain([first], taken))) as found:
-                    for each in found:
-                        self._encode(each)
-                        self._progress()
+                    for chunk, reads in groupby(found, lambda each: each.chunk):
+                        for each in reads:
+                            self._encode(each)
+                            self._progress()
+                        self._write()
+                        self.claims.release(chunk)
         finally:
             with suppress(CacheError):
-                for chunk in [*self._open]:
-                    self._write(chunk)
+                self._write()
             self.claims.release_all()
         self.claims.sweep()
         self._progress(last=True)
@@ -226,7 +228,6 @@ class _Build:
             own = self.chunks[name]
             numbers = (own.start + np.flatnonzero(self._lacking(own))).tolist()
             if numbers:
-                self._open[name] = (len(numbers), [])
                 yield name, numbers
             else:
                 self.claims.release(name)
@@ -283,18 +284,18 @@ class _Build:
         """Items of a chunk that have one size, as many as a micro-batch has."""
         most = self.config.train.micro_batch_size
         for chunk, numbers in chunks:
-            by_size: dict[Any, list[int]] = {}
+            by_size: dict[Any, list[tuple[int, int, int]]] = {}
             for number in numbers:
-                split, row, _ = self.items[number].tolist()
-                by_size.setdefault((split, self.splits[split].size_of(row)), []).append(number)
-            for group in by_size.values():
+                split, row, variant = self.items[number].tolist()
+                alike = split, self.splits[split].size_of(row)
+                by_size.setdefault(alike, []).append((number, row, variant))
+            for (split, _), group in by_size.items():
                 for first in range(0, len(group), most):
-                    own = group[first : first + most]
-                    yield Wanted(chunk, own, [tuple(self.items[n].tolist()) for n in own])
+                    yield Wanted(chunk, split, group[first : first + most])
 
     def _encode(self, read: Read) -> None:
         """Encodes what was read, and writes a shard when there is enough."""
-        entries: list[_Entry] = []
+        entries = self._entries
         for number, why, may_pass in read.faults:
             if may_pass or not self._unchanged([number], None, fresh=True)[0]:
                 self.built.left_out[self.what, number] = why
@@ -322,12 +323,9 @@ class _Build:
                         continue
                     self.built.encoded[part.name] += 1
                     entries.append((self.keys[numbers[n], column : column + 1], rows[n]))
-        left, held = self._open[read.chunk]
-        left -= len(read.faults) + sum(len(own) for _, own in read.batches)
-        self._open[read.chunk] = (left, held := held + entries)
         self.claims.touch()
-        if not left or sum(size_of(row) for _, row in held) >= SHARD_BYTES:
-            self._write(read.chunk)
+        if sum(size_of(row) for _, row in entries) >= SHARD_BYTES:
+            self._write()
 
     def _unchanged(
         self, numbers: Sequence[int], given: Batch | list[str] | None, fresh: bool = False
@@ -352,15 +350,11 @@ class _Build:
         with torch.no_grad():
             return [on_host(row) for row in self.task.features(part.name, given)]
 
-    def _write(self, chunk: str) -> None:
-        """Writes what is encoded of a chunk; one that is done is released."""
-        left, entries = self._open[chunk]
+    def _write(self) -> None:
+        """Writes what is encoded of a chunk."""
+        entries, self._entries = self._entries, []
         if entries:
             self.store.add(np.concatenate([key for key, _ in entries]), [row for _, row in entries])
-        self._open[chunk] = (left, [])
-        if not left:
-            del self._open[chunk]
-            self.claims.release(chunk)
 
     def _progress(self, last: bool = False) -> None:
         if self.show is None or not (last or time.monotonic() - self._shown > _EVERY):

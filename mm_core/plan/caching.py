@@ -162,11 +162,12 @@ def in_cache(
         return dict(datasets), [], None
     fills = config.data.cache.missing == "encode"
     cache = open_cache(config, task, datasets, create=fills)
-    mine = cache.lacking()
-    everyone = Ranks.current().gather((mine, cache.survey({})[1] if mine else []))
+    rows, lines = cache.survey({})
+    mine = {(row.split, row.part) for row in rows if row.missing or row.stale}
+    everyone = Ranks.current().gather((mine, lines))
     lacking = set[tuple[str, str]]().union(*(each for each, _ in everyone))
     if lacking and not fills:
-        text = "\n".join(f"  {line}" for line in next(lines for _, lines in everyone if lines))
+        text = "\n".join(f"  {line}" for line in next(each for _, each in everyone if each))
         raise CacheError(
             f"features of this run are not in the cache:\n{text}",
             where=str(cache.store.folder),

@@ -91,14 +91,6 @@ class RunCache:
             named = f"data.{split}: row {row}"
         return named + f" (variant {variant})" * (variant > 0)
 
-    def lacking(self) -> set[tuple[str, str]]:
-        """Each split and the name of a part of which it misses something."""
-        return {
-            (split, part.name)
-            for split, part, keys in self.tables()
-            if ((self.store.find(keys) < 0) & (keys["high"] != 0)).any()
-        }
-
     def reasons(self, part: PartKey, keys: Keys) -> list[str]:
         """Why keys [N] have no entry: what is there of the same content, but made or encoded differently."""
         known = self.store.keys

@@ -53,6 +53,11 @@ def digest(*parts: bytes) -> bytes:
     return hashlib.blake2b(b"".join(parts), digest_size=16).digest()
 
 
+Hash = bytes | None
+_Named = tuple[Span, bytes, int | None]
+"""A span, a digest of its file's path, size and time of change, and the time; None without a file."""
+
+
 class Lookup:
     """Finds keys of 128 bits among others by binary search.
 
@@ -94,9 +99,6 @@ class FileHashes:
         """Number of files that were read."""
         self._new: dict[bytes, bytes] = {}
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return FileHashes, (self.folder,)
-
     @cached_property
     def _known(self) -> Lookup:
         found, self._loaded = [np.empty(0, _KNOWN)], list[Path]()
@@ -108,44 +110,36 @@ class FileHashes:
                     found.append(np.frombuffer(content[16:], _KNOWN))
         return Lookup(np.concatenate(found))
 
-    def of(self, spans: Sequence[Span], fresh: bool = False) -> list[bytes | None]:
+    def of(self, spans: Sequence[Span], fresh: bool = False) -> list[Hash]:
         """The 16 bytes of the hash of each file; None where there is none, or it cannot be read.
 
         Args:
             spans: the files.
             fresh: whether known ones are read again.
         """
-        names = [_name(span) for span in spans]
-        found = self._of(spans, names, _hashed, fresh)
+        named = [_name(span) for span in spans]
+        found = self._of(named, _hashed, fresh)
         media = [n for n, each in enumerate(spans) if each.version and found[n] is not None]
-        versions = [(digest(names[n][0], spans[n].version), names[n][1]) for n in media]
-        marks = self._of([spans[n] for n in media], versions, _marked, fresh)
-        for n, mark in zip(media, marks, strict=True):
+        versions = [(span, digest(key, span.version), at) for span, key, at in (named[n] for n in media)]
+        for n, mark in zip(media, self._of(versions, _marked, fresh), strict=True):
             if mark != _AS_EVER:
                 found[n] = digest(found[n] or b"", mark or b"")
         return found
 
-    def _of(
-        self,
-        spans: Sequence[Span],
-        names: Sequence[tuple[bytes, int | None]],
-        read: Callable[[Span], bytes | None],
-        fresh: bool,
-    ) -> list[bytes | None]:
+    def _of(self, named: Sequence[_Named], read: Callable[[Span], Hash], fresh: bool) -> list[Hash]:
         """16 bytes of each span under its name: known ones, or what is read."""
-        keys = np.frombuffer(b"".join(key for key, _ in names), _KNOWN.descr[:2])
+        keys = np.frombuffer(b"".join(key for _, key, _ in named), _KNOWN.descr[:2])
         places = self._known.find(keys).tolist()
         found = [
             self._new.get(key) or (None if place < 0 else self._known.keys["hash"][place].tobytes())
-            for (key, _), place in zip(names, places, strict=True)
+            for (_, key, _), place in zip(named, places, strict=True)
         ]
-        there = [n for n, (_, changed) in enumerate(names) if changed is not None]
+        there = [n for n, (*_, changed) in enumerate(named) if changed is not None]
         unknown = [n for n in there if fresh or found[n] is None]
         self.read += len(unknown) * (read is _hashed)
         with ThreadPoolExecutor(_THREADS) as pool:
-            for place, fact in zip(unknown, pool.map(read, (spans[n] for n in unknown)), strict=True):
-                found[place] = fact
-                key, changed = names[place]
+            for place, fact in zip(unknown, pool.map(read, (named[n][0] for n in unknown)), strict=True):
+                found[place], (_, key, changed) = fact, named[place]
                 if fact is not None and changed is not None and time.time_ns() - changed > _RECENT:
                     self._new[key] = fact
         return found
@@ -169,14 +163,13 @@ class FileHashes:
             del self._known
 
 
-def _name(span: Span) -> tuple[bytes, int | None]:
-    """A digest of a file's path, size and time of change, and the time; None without a file."""
+def _name(span: Span) -> _Named:
     try:
         found = span.path.stat()
     except (OSError, ValueError):
-        return bytes(16), None
+        return span, bytes(16), None
     name = f"{span.path.absolute()}\0{found.st_size}\0{found.st_mtime_ns}\0{span.start}\0{span.size}"
-    return digest(os.fsencode(name)), found.st_mtime_ns
+    return span, digest(os.fsencode(name)), found.st_mtime_ns
 
 
 def _marked(span: Span) -> bytes:
@@ -188,7 +181,7 @@ def _marked(span: Span) -> bytes:
     return _AS_EVER
 
 
-def _hashed(span: Span) -> bytes | None:
+def _hashed(span: Span) -> Hash:
     found, left = hashlib.blake2b(digest_size=16), span.size if span.size >= 0 else sys.maxsize
     try:
         with open_plain(span.path) as file:

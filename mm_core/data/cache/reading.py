@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset as TorchDataset
 
@@ -15,17 +14,15 @@ from mm_core.data.loading.loader import AuthorCode, CodeError, Fault
 from mm_core.errors import CacheError, DataError
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """Rows to read: their numbers among the items, and (split, row, variant) of each."""
+class Wanted(NamedTuple):
+    """Rows of a split to read: (number among the items, row, variant) of each."""
 
     chunk: str
-    numbers: list[int]
-    rows: list[tuple[int, int, int]]
+    split: int
+    items: list[tuple[int, int, int]]
 
 
-@dataclass(frozen=True)
-class Read:
+class Read(NamedTuple):
     """What there is to encode: batches of equal samples, or texts, with their numbers.
 
     Attributes:
@@ -43,8 +40,7 @@ class Reading(TorchDataset[Any]):
     """The work of a data worker: rows -> samples -> batches."""
 
     def __init__(self, rows: Sequence[CacheRows], seed: int) -> None:
-        self._code = [AuthorCode(own.dataset, None, Randomness(seed)) for own in rows]
-        self._rows = rows
+        self._splits = [(own, AuthorCode(own.dataset, None, Randomness(seed))) for own in rows]
 
     def __getitem__(self, wanted: Wanted) -> Read | Fault:
         with generators_kept():
@@ -56,9 +52,8 @@ class Reading(TorchDataset[Any]):
     def _read(self, wanted: Wanted) -> Read:
         faults: list[tuple[int, str, bool]] = []
         found: dict[Any, list[tuple[int, dict[str, Any]]]] = {}
-        split = wanted.rows[0][0]
-        rows, code = self._rows[split], self._code[split]
-        for number, (_, row, variant) in zip(wanted.numbers, wanted.rows, strict=True):
+        rows, code = self._splits[wanted.split]
+        for number, row, variant in wanted.items:
             try:
                 with code.guarded(f"row {row}"):
                     sample = rows.read(row, variant)

@@ -108,13 +108,10 @@ class Shard:
 
 def finite(features: Mapping[str, Tensor]) -> bool:
     """Whether all numbers of an entry are finite."""
-    for tensor in features.values():
-        if tensor.is_floating_point() and tensor.numel():
-            # NaN is the minimum of what has any; 10 times as fast as `isfinite` of each element
-            ends = (tensor.float() if tensor.itemsize == 1 else tensor).aminmax()
-            if not (ends.min.isfinite() & ends.max.isfinite()):
-                return False
-    return True
+    floats = (each for each in features.values() if each.is_floating_point() and each.numel())
+    # NaN is the minimum of what has any; 10 times as fast as `isfinite` of each element
+    ends = ((each.float() if each.itemsize == 1 else each).aminmax() for each in floats)
+    return all(bool(each.min.isfinite() & each.max.isfinite()) for each in ends)
 
 
 def _checksum(key: np.void, features: Mapping[str, Tensor]) -> int:
