@@ -92,7 +92,7 @@ def _status(args: argparse.Namespace) -> int:
     faults = cache.store.faults()
     rows, lines = cache.survey(faults)
     without = sum(len(shard.keys) for shard in cache.store.shards if shard.sums is None)
-    unused = int((~cache.needed()).sum())
+    unused = int((~cache.needed(cache.store)).sum())
     size = sum(shard.path.stat().st_size for shard in cache.store.shards)
     lacking = any(row.missing or row.stale for row in rows)
     if args.json:
@@ -115,6 +115,8 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _prune(args: argparse.Namespace) -> int:
+    import numpy as np
+
     from mm_core.config.load import load_config
     from mm_core.plan import cache_of
 
@@ -123,10 +125,7 @@ def _prune(args: argparse.Namespace) -> int:
     if len({cache.store.folder.resolve() for cache in caches}) > 1:
         raise MMError("the configs name different caches", where="--config", hint="prune one cache at a time")
     first = caches[0]
-    needed = first.needed()
-    for cache in caches[1:]:
-        cache.store = first.store  # opened at another time, it may have other places
-        needed |= cache.needed()
+    needed = np.any([cache.needed(first.store) for cache in caches], axis=0)
     freed = first.store.keep(needed)
     print(f"{first.section.dir}: removed {plural(int((~needed).sum()), 'entry')}, {human_size(freed)}")
     return 0

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import Batch, CountingTokenizer, Features, Randomness, SupportsCache, TaskModule
 from mm_core.data.cache.claims import Claims
+from mm_core.data.cache.hashes import FileHashes
 from mm_core.data.cache.reading import Read, Reading, Wanted
 from mm_core.data.cache.rows import PartKey, keys_of_texts
 from mm_core.data.cache.samples import FAULT, on_host
@@ -149,26 +150,25 @@ class _Asked:
         self._waiting.popleft()
 
 
+@dataclass
 class _Build:
     """Encodes samples or texts on one rank: claims chunks, encodes their items, writes shards of them.
 
     Items are what the run needs, in the order of their keys, which other builds share.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        task: TaskModule,
-        cache: RunCache,
-        built: Built,
-        of_text: bool,
-        show: Callable[[Progress], None] | None,
-    ) -> None:
-        self.config, self.task, self.cache, self.built, self.show = config, task, cache, built, show
-        self.what, self.of_text = "texts" if of_text else "samples", of_text
+    config: RunConfig
+    task: TaskModule
+    cache: RunCache
+    built: Built
+    of_text: bool
+    show: Callable[[Progress], None] | None
+
+    def __post_init__(self) -> None:
+        cache, of_text = self.cache, self.of_text
+        self.what, self.device = "texts" if of_text else "samples", current_device()
         self.parts = [part for part in cache.parts if part.of_text == of_text]
-        self.store, self.device = cache.store, current_device()
-        self.claims = Claims(cache.store.folder / "claims")
+        self.store, self.claims = cache.store, Claims(cache.store.folder / "claims")
         self.splits = [split.rows for split in cache.splits.values()]
         columns = [number for number, part in enumerate(cache.parts) if part in self.parts]
         tables = [split.keys[:, :, columns] for split in cache.splits.values()]
@@ -260,7 +260,6 @@ class _Build:
 
     def _media(self, chunks: Iterable[_Chunk]) -> Generator[Read, None, None]:
         loader, asked = self.config.data.loader, _Asked(self._in_batches(chunks))
-        context = start_server([Reading.__module__]) if loader.workers else None
         limit = DecodeLimit(self.config.data.decode_seconds)
         batches: DataLoader[Any] = DataLoader(
             Reading(self.splits, self.config.run.seed),
@@ -268,8 +267,9 @@ class _Build:
             sampler=asked,
             num_workers=loader.workers,
             prefetch_factor=loader.prefetch if loader.workers else None,
+            # The server starts first: it may move the folder in which workers register.
+            multiprocessing_context=start_server([Reading.__module__]) if loader.workers else None,
             worker_init_fn=StartWorker(limit) if loader.workers else None,
-            multiprocessing_context=context,
             generator=torch.Generator().manual_seed(0),
         )
 
@@ -297,7 +297,8 @@ class _Build:
         """Encodes what was read, and writes a shard when there is enough."""
         entries = self._entries
         for number, why, may_pass in read.faults:
-            if may_pass or not self._unchanged([number], None, fresh=True)[0]:
+            unread = FileHashes(self.store.folder / "none")  # of a file that it knows, it would read nothing
+            if may_pass or not self._unchanged([number], None, unread)[0]:
                 self.built.left_out[self.what, number] = why
                 continue
             keys = self.keys[number].copy()
@@ -306,7 +307,7 @@ class _Build:
             entries += [(keys[n : n + 1], {FAULT: reason}) for n in range(len(self.parts))]
             self.built.unreadable += 1
         for given, numbers in read.batches:
-            same = self._unchanged(numbers, given)
+            same = self._unchanged(numbers, given, self.store.hashes)
             changed = [(self.what, number) for number, kept in zip(numbers, same, strict=True) if not kept]
             self.built.left_out |= dict.fromkeys(changed, "its file or caption was changed")
             lacking = same[:, None] & (self.store.find(self.keys[numbers]) < 0)
@@ -328,7 +329,7 @@ class _Build:
             self._write()
 
     def _unchanged(
-        self, numbers: Sequence[int], given: Batch | list[str] | None, fresh: bool = False
+        self, numbers: Sequence[int], given: Batch | list[str] | None, hashes: FileHashes
     ) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Which items still have the keys that they had at the start; what is encoded else is not theirs."""
         if isinstance(given, list):
@@ -336,7 +337,7 @@ class _Build:
         else:
             split = self.splits[self.items[numbers[0], 0]]  # a batch has rows of one split
             rows = [(row, variant) for _, row, variant in self.items[numbers].tolist()]
-            found = split.keys(rows, self.parts, self.store.hashes, fresh)
+            found = split.keys(rows, self.parts, hashes)
         return np.asarray((found == self.keys[numbers]).all(1))
 
     def _features(self, part: PartKey, given: Batch | list[str]) -> list[Features]:

@@ -14,7 +14,7 @@ from mm_core.config.sections import CacheSection, RunConfig
 from mm_core.contracts import CachePart, SupportsCache, TaskModule
 from mm_core.data.cache.hashes import FILES, FileHashes
 from mm_core.data.cache.keys import FEATURES, component_facts, digest_of, libraries
-from mm_core.data.cache.rows import CacheRows, PartKey, Size, keys_of_texts, rows_of_dataset
+from mm_core.data.cache.rows import CacheRows, PartKey, keys_of_texts, rows_of_dataset
 from mm_core.data.cache.samples import CachedSamples
 from mm_core.data.cache.shards import KEY
 from mm_core.data.cache.store import Store
@@ -59,8 +59,8 @@ def open_cache(
                 accepted="sampler, variable",
                 hint="remove data.cache, or write the dataset as a component with `source_of`",
             )
-        own, variants = _own_size(config, split), section.variants if split == "train" else 1
-        rows[split] = rows_of_dataset(dataset, own, variants, config.run.seed, f"data.{split}")
+        options, variants = config.data.splits[split].options, section.variants if split == "train" else 1
+        rows[split] = rows_of_dataset(dataset, options, variants, config.run.seed, f"data.{split}")
     folder = Path(section.dir)
 
     def begin(into: Path) -> list[PartKey]:
@@ -104,12 +104,6 @@ def _parts(config: RunConfig, task: TaskModule) -> tuple[CachePart, ...]:
                     hint=f"remove data.cache, or do not train the {name}",
                 )
     return parts
-
-
-def _own_size(config: RunConfig, split: str) -> Size | None:
-    """Frames, height and width of a dataset, if its config sets them."""
-    found = [config.data.splits[split].options.get(name) for name in ("num_frames", "height", "width")]
-    return None if None in found else (found[0], found[1], found[2])  # type: ignore[return-value]
 
 
 def _keyed(
@@ -173,16 +167,15 @@ def in_cache(
             where=str(cache.store.folder),
             hint="run `mm cache build` with this config, or set data.cache.missing: encode",
         )
-    found, whole = dict(datasets), True
-    filling = {part for name, part in lacking if name in ("train", "texts")}
-    for name, split in cache.splits.items():
-        if name == "train" or not any(of in (name, "texts") for of, _ in lacking):
-            found[name] = _cached(split, datasets[name], filling if name == "train" else set())
-        else:
-            whole = False
+    found, splits = dict(datasets), {split for split, _ in lacking}
+    filling = {part for split, part in lacking if split in ("train", "texts")}
+    whole = {name for name in cache.splits if name == "train" or not splits & {name, "texts"}}
+    for name in whole:
+        found[name] = _cached(cache.splits[name], datasets[name], filling if name == "train" else set())
     samples = config.validation is not None and config.validation.samples is not None
     incomplete = {part for _, part in lacking}
-    held = [p for p in cache.parts if not whole or p.name in incomplete or (samples and not p.of_text)]
+    every = whole < cache.splits.keys()
+    held = [p for p in cache.parts if every or p.name in incomplete or (samples and not p.of_text)]
     covered, needed = ({name for part in each for name in part.components} for each in (cache.parts, held))
     spared = [name for name in task.frozen if name in covered - needed]
     task.frozen = tuple(name for name in task.frozen if name not in spared)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -120,7 +120,7 @@ class RunCache:
         """
         rows: list[PartStatus] = []
         counts: Counter[tuple[str, str]] = Counter()
-        named: dict[tuple[str, str], list[str]] = {}
+        named: dict[tuple[str, str], list[str]] = defaultdict(list)
         for split, part, keys in self.tables():
             places, wanted = self.store.find(keys), keys["high"] != 0
             usable = (places >= 0) & ~np.isin(places, [*faults])
@@ -135,20 +135,19 @@ class RunCache:
             rows.append(PartStatus(split, part.name, len(there) - bad, len(reasons) - new, new, unreadable))
             for row, variant, reason in zip(*(n.tolist() for n in lacking), reasons, strict=True):
                 counts[part.name, reason] += 1
-                shown = named.setdefault((part.name, reason), [])
-                if len(shown) < _SHOWN:
-                    shown.append(self.name(split, row, variant))
+                if counts[part.name, reason] <= _SHOWN:
+                    named[part.name, reason].append(self.name(split, row, variant))
         return rows, [
             f"{part}: {count:,} not cached: {reason}: {'; '.join(named[part, reason])}"
             + "; ..." * (count > _SHOWN)
             for (part, reason), count in counts.items()
         ]
 
-    def needed(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Which entries of the store this run needs."""
-        found = np.zeros(len(self.store), bool)
+    def needed(self, store: Store) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Which entries of a store this run needs; it may have been opened at another time than the run's."""
+        found = np.zeros(len(store), bool)
         for _, _, keys in self.tables():
-            places = self.store.find(keys)
+            places = store.find(keys)
             found[places[places >= 0]] = True
         return found
 

@@ -110,23 +110,18 @@ class FileHashes:
                     found.append(np.frombuffer(content[16:], _KNOWN))
         return Lookup(np.concatenate(found))
 
-    def of(self, spans: Sequence[Span], fresh: bool = False) -> list[Hash]:
-        """The 16 bytes of the hash of each file; None where there is none, or it cannot be read.
-
-        Args:
-            spans: the files.
-            fresh: whether known ones are read again.
-        """
+    def of(self, spans: Sequence[Span]) -> list[Hash]:
+        """The 16 bytes of the hash of each file; None where there is none, or it cannot be read."""
         named = [_name(span) for span in spans]
-        found = self._of(named, _hashed, fresh)
+        found = self._of(named, _hashed)
         media = [n for n, each in enumerate(spans) if each.version and found[n] is not None]
         versions = [(span, digest(key, span.version), at) for span, key, at in (named[n] for n in media)]
-        for n, mark in zip(media, self._of(versions, _marked, fresh), strict=True):
+        for n, mark in zip(media, self._of(versions, _marked), strict=True):
             if mark != _AS_EVER:
                 found[n] = digest(found[n] or b"", mark or b"")
         return found
 
-    def _of(self, named: Sequence[_Named], read: Callable[[Span], Hash], fresh: bool) -> list[Hash]:
+    def _of(self, named: Sequence[_Named], read: Callable[[Span], Hash]) -> list[Hash]:
         """16 bytes of each span under its name: known ones, or what is read."""
         keys = np.frombuffer(b"".join(key for _, key, _ in named), _KNOWN.descr[:2])
         places = self._known.find(keys).tolist()
@@ -134,8 +129,7 @@ class FileHashes:
             self._new.get(key) or (None if place < 0 else self._known.keys["hash"][place].tobytes())
             for (_, key, _), place in zip(named, places, strict=True)
         ]
-        there = [n for n, (*_, changed) in enumerate(named) if changed is not None]
-        unknown = [n for n in there if fresh or found[n] is None]
+        unknown = [n for n, (*_, changed) in enumerate(named) if changed is not None and found[n] is None]
         self.read += len(unknown) * (read is _hashed)
         with ThreadPoolExecutor(_THREADS) as pool:
             for place, fact in zip(unknown, pool.map(read, (named[n][0] for n in unknown)), strict=True):

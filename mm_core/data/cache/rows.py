@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from mm_core.contracts import (
@@ -169,20 +170,13 @@ class CacheRows:
                     what = f"{rows.stop:,} of {plural(len(self), 'row')} hashed in {shown - began:.0f} s"
                     warnings.warn(f"{what}; later starts read only what has changed", RunWarning, 2)
 
-    def keys(
-        self,
-        places: Sequence[tuple[int, int]],
-        parts: Sequence[PartKey],
-        hashes: FileHashes,
-        fresh: bool = False,
-    ) -> Keys:
+    def keys(self, places: Sequence[tuple[int, int]], parts: Sequence[PartKey], hashes: FileHashes) -> Keys:
         """The keys [N,P] of samples (row, variant); zeros for those that cannot be read.
 
         Args:
             places: of the samples.
             parts: of the features.
             hashes: of files.
-            fresh: whether files are read again.
         """
         found = np.zeros((len(places), len(parts)), KEY)
         sources, known = [], []
@@ -190,12 +184,10 @@ class CacheRows:
             with suppress(DataError):  # training reads it, and lists it with the reason
                 sources.append(self.source(row, variant))
                 known.append(number)
-        found[known] = self.keys_of(sources, parts, hashes, fresh)
+        found[known] = self.keys_of(sources, parts, hashes)
         return found
 
-    def keys_of(
-        self, sources: Sequence[Source], parts: Sequence[PartKey], hashes: FileHashes, fresh: bool = False
-    ) -> Keys:
+    def keys_of(self, sources: Sequence[Source], parts: Sequence[PartKey], hashes: FileHashes) -> Keys:
         """The keys [N,P] of sources; zeros for media that cannot be read."""
         spans, known = list[Span](), dict[int, bytes]()
         for each in sources:
@@ -208,7 +200,7 @@ class CacheRows:
                     spans.append(Span(value, clip=clip, image=image))
                 elif isinstance(value, tuple):
                     spans += [Span(path, image=True) for path in value]
-        contents = iter(hashes.of(spans, fresh))
+        contents = iter(hashes.of(spans))
         rows: list[bytes] = []
         for source in sources:
             content = next(contents) if source.path is not None else digest(b"drawn")
@@ -250,12 +242,14 @@ def keys_of_texts(part: PartKey, texts: Sequence[str]) -> Keys:
     return np.frombuffer(b"".join(text_key(part, text) for text in texts), KEY)
 
 
-def rows_of_dataset(dataset: Dataset, own: Size | None, variants: int, seed: int, where: str) -> CacheRows:
+def rows_of_dataset(
+    dataset: Dataset, options: Mapping[str, Any], variants: int, seed: int, where: str
+) -> CacheRows:
     """The rows of a run's dataset, in buckets or not.
 
     Args:
         dataset: of a split.
-        own: frames, height and width of a dataset that reads its rows in any size, without buckets.
+        options: of the dataset: the size of one that reads its rows in any size, without buckets.
         variants: samples of each row.
         seed: the run's.
         where: the dataset's key in the config.
@@ -263,8 +257,6 @@ def rows_of_dataset(dataset: Dataset, own: Size | None, variants: int, seed: int
     Raises:
         PlanError: it does not describe its samples.
     """
-    import torch
-
     held = dataset.dataset if isinstance(dataset, BucketedSamples) else dataset
     if not isinstance(held, SupportsSources):
         raise PlanError(
@@ -276,6 +268,7 @@ def rows_of_dataset(dataset: Dataset, own: Size | None, variants: int, seed: int
     if isinstance(dataset, BucketedSamples):
         of_bucket = torch.tensor([*(bucket.size for bucket in dataset.buckets), (0, 0, 0)])
         return CacheRows(held, of_bucket[dataset.of_row], variants, seed)
-    if own is not None and isinstance(held, SupportsRowSizes):
+    own = [options.get(name) for name in ("num_frames", "height", "width")]
+    if None not in own and isinstance(held, SupportsRowSizes):
         return CacheRows(held, torch.tensor([own]).expand(held.num_sources(), 3), variants, seed)
     return CacheRows(held, None, variants, seed)

@@ -6,7 +6,7 @@ import re
 import secrets
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,12 +83,11 @@ class Shard:
         Raises:
             CacheError: the file cannot be read.
         """
-        try:
+        with suppress(FileNotFoundError):  # another process has removed it
             data = mapped(self.path)
-        except FileNotFoundError:  # another process has removed it
-            return {}
-        found = {place: self._fault(place, self._features(data, place)) for place in range(len(self.keys))}
-        return {place: fault for place, fault in found.items() if fault}
+            each = ((n, self._fault(n, self._features(data, n))) for n in range(len(self.keys)))
+            return {place: fault for place, fault in each if fault}
+        return {}
 
     def _features(self, data: Any, place: int) -> Features:
         for count, names in self.groups:

@@ -79,15 +79,11 @@ class Store:
                     replace_text(about, _FORMAT)
             found = read_plain(about)[:200].decode(errors="replace")
         except FileNotFoundError:
-            raise CacheError(
-                "there is no feature cache",
-                where=str(self.folder),
-                hint="run `mm cache build --config ...` first, or check data.cache.dir",
-            ) from None
+            hint = "run `mm cache build --config ...` first, or check data.cache.dir"
+            raise CacheError("there is no feature cache", where=str(self.folder), hint=hint) from None
         except OSError as error:
-            raise CacheError(
-                f"the cache cannot be opened: {os_reason(error)}", where=str(self.folder)
-            ) from None
+            what = f"the cache cannot be opened: {os_reason(error)}"
+            raise CacheError(what, where=str(self.folder)) from None
         if found != _FORMAT:
             raise CacheError(
                 f"the cache has another format: {found.strip()[:60]!r}",
@@ -130,10 +126,9 @@ class Store:
                 self._looked = time.monotonic()
                 self.refresh()
                 places = self.find(keys)
-            try:
+            with suppress(FileNotFoundError):
                 return [None if place < 0 else self.read(place) for place in places.tolist()]
-            except FileNotFoundError:
-                self.refresh()
+            self.refresh()
         return [None] * len(keys)
 
     def read(self, place: int) -> Features:
