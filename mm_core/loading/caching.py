@@ -9,11 +9,10 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from itertools import chain, groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 from torch.utils.data import DataLoader
 
 from mm_core.config.sections import RunConfig
@@ -42,11 +41,9 @@ _MEDIA, _TEXTS = 128, 1024
 _TEXTS_AT_ONCE = 16
 _EVERY = 5.0  # seconds between two lines of progress
 _WAIT = 1.0
-_ABANDONED = 24 * 3600.0  # seconds without a write after which another host's unfinished shard is removed
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(NamedTuple):
     """How far a build of a cache is, over all ranks.
 
     Attributes:
@@ -89,7 +86,7 @@ def build_cache(config: RunConfig, show: Callable[[Progress], None]) -> Built:
     """
     set_numerics(config.run.deterministic, config.run.float32_matmul)
     task, cache = cache_of(config, create=True)
-    remove_stale_stages(cache.store.folder / "shards", ".*.tmp-*", patience=_ABANDONED)
+    remove_stale_stages(cache.store.folder / "shards", ".*.tmp-*", patience=24 * 3600.0)
     cache.record_facts()
     own, ranks = Built(), Ranks.current()
     shown = show if ranks.rank == 0 else None
@@ -345,8 +342,7 @@ class _Build:
         assert isinstance(self.task, SupportsCache)
         for name in part.components:
             if name not in self._loaded:
-                component: nn.Module = self.task.get_submodule(name)
-                load_frozen(component, self.device, self.config.registry)
+                load_frozen(self.task.get_submodule(name), self.device, self.config.registry)
                 self._loaded.add(name)
         with torch.no_grad():
             return [on_host(row) for row in self.task.features(part.name, given)]

@@ -64,13 +64,9 @@ class RunCache:
         for name, split in self.splits.items():
             for number, part in enumerate(self.parts):
                 yield name, part, split.keys[:, :, number]
-        if self.texts:
-            yield "texts", self.part_of_texts, np.stack([*self.texts.values()])
-
-    @property
-    def part_of_texts(self) -> PartKey:
-        """The part of texts, in a cache that has one."""
-        return next(part for part in self.parts if part.of_text)
+        for part in self.parts:
+            if part.of_text and self.texts:
+                yield "texts", part, np.stack([*self.texts.values()])
 
     def without_keys(self, split: str, keys: Keys) -> int:
         """How many samples of a split have no key, since their file or caption cannot be read.
@@ -106,7 +102,7 @@ class RunCache:
 
     def _encoder_change(self, part: PartKey, before: int) -> str:
         """What is different in the components of a part from those that an entry was encoded by."""
-        old = self._recorded(before)
+        _, old = self._recorded(before)
         changes = [*_changes(old, json.loads(json.dumps(part.facts)))] if old else []
         shown = f" ({'; '.join(changes[:3])})" if changes else ""
         return f"the {' and '.join(part.components)} has changed{shown}"
@@ -154,22 +150,19 @@ class RunCache:
     def record_facts(self) -> None:
         """Writes what the digests are made of, so that later changes can be named."""
         for part in self.parts:
-            number = int.from_bytes(part.digest[:8], "little")
-            if self._recorded(number) is None:
-                path = self._facts_file(number)
+            path, known = self._recorded(int.from_bytes(part.digest[:8], "little"))
+            if known is None:
                 with writing(path.parent):
                     replace_text(path, json.dumps(part.facts, indent=1, sort_keys=True))
 
-    def _facts_file(self, number: int) -> Path:
-        return self.store.folder / "facts" / f"{number:016x}.json"
-
-    def _recorded(self, number: int) -> dict[str, Any] | None:
-        """What a digest that begins with this number is made of; None without a whole file of it."""
+    def _recorded(self, number: int) -> tuple[Path, dict[str, Any] | None]:
+        """The file of what a digest that begins with this number is made of, and that; None unless whole."""
+        path = self.store.folder / "facts" / f"{number:016x}.json"
         with suppress(OSError, ValueError, RecursionError):
-            found: dict[str, Any] = json.loads(read_plain(self._facts_file(number)))
+            found: dict[str, Any] = json.loads(read_plain(path))
             if int.from_bytes(digest_of(found)[:8], "little") == number:
-                return found
-        return None
+                return path, found
+        return path, None
 
 
 def _alike(keys: Keys, known: Keys, *fields: str) -> np.ndarray[Any, np.dtype[np.bool_]]:

@@ -69,8 +69,7 @@ class Reading(TorchDataset[Any]):
         for samples in found.values():
             with code.guarded("the dataset's collate"):
                 collated = rows.dataset.collate([sample for _, sample in samples])
-            batch = code.finished(collated, [0], "what collate returns")
-            batches.append((batch, [number for number, _ in samples]))
+            batches.append((code.finished(collated, [0], "what collate returns"), [n for n, _ in samples]))
         return Read(wanted.chunk, batches, faults)
 
 

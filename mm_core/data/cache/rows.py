@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from mm_core.contracts import (
     Dataset,
@@ -78,14 +77,14 @@ class CacheRows:
     """
 
     dataset: Any
-    sizes: Tensor | None
+    sizes: torch.Tensor | None
     variants: int
     seed: int
 
     def __len__(self) -> int:
         return int(self.dataset.num_sources())
 
-    def rows_of(self, epoch: int) -> Sequence[int] | Tensor:
+    def rows_of(self, epoch: int) -> Sequence[int] | torch.Tensor:
         """The row of each sample of an epoch."""
         if isinstance(self.dataset, SupportsRowSizes):
             return self.dataset.epoch_rows(epoch)

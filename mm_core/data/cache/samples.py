@@ -173,17 +173,18 @@ class CachedSamples:
 
 def stacked(rows: Sequence[Mapping[str, Features]]) -> dict[str, Any]:
     """`part.name` -> the features of all rows, padded at the end with zeros; int64 features as lists."""
-    found: dict[str, Any] = {}
-    for part, features in rows[0].items():
-        for name in features:
-            column = [row[part][name] for row in rows]
-            whole, key = column[0].dtype is torch.int64, f"{part}.{name}"
-            found[key] = [each.tolist() for each in column] if whole else _padded(key, column)
-    return found
+    columns = {
+        f"{part}.{name}": [row[part][name] for row in rows]
+        for part, features in rows[0].items()
+        for name in features
+    }
+    return {name: _column(name, column) for name, column in columns.items()}
 
 
-def _padded(name: str, column: Sequence[Tensor]) -> Tensor:
+def _column(name: str, column: Sequence[Tensor]) -> Any:
     """Texts are padded; clips of several sizes would train on the zeros beside them."""
+    if column[0].dtype is torch.int64:
+        return [each.tolist() for each in column]
     shapes = {tuple(each.shape) for each in column}
     if len(shapes) == 1:
         return torch.stack([*column])

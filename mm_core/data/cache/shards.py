@@ -208,12 +208,9 @@ def write_shard(folder: Path, keys: Keys, entries: Sequence[Mapping[str, Tensor]
             try:
                 save({name: torch.empty(0, dtype=dtype)})
             except (KeyError, SafetensorError):
-                raise CacheError(
-                    f"features of {dtype} cannot be cached",
-                    where=name,
-                    accepted="the dtypes of safetensors",
-                    hint="let the task's `features` return another dtype",
-                ) from None
+                what, accepted = f"features of {dtype} cannot be cached", "the dtypes of safetensors"
+                hint = "let the task's `features` return another dtype"
+                raise CacheError(what, where=name, accepted=accepted, hint=hint) from None
             tensors[f"{number}/{name}"] = torch.stack([entries[place][name] for place in places])
     path = folder / f"{secrets.token_hex(8)}.safetensors"
     staged = path.with_name(stage_name(f".{path.stem}"))

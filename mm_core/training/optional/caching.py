@@ -103,7 +103,7 @@ class FilledBatches(Iterator[FeatureBatch], Callback):
     def _fixed(self, text: str) -> dict[str, Any]:
         """The features of a text that every batch needs, encoded once."""
         if text not in self._texts:
-            name = self._cache.part_of_texts.name
+            name = next(part.name for part in self._cache.parts if part.of_text)
             features = on_host(self._task.features(name, [text])[0])
             self._add(self._cache.texts[text], features, repr(text))
             self._texts[text] = stacked([{name: features}])
