@@ -65,7 +65,7 @@ def open_cache(
 
     def begin(into: Path) -> list[PartKey]:
         """Makes an empty table of keys for each split."""
-        keyed = _keyed(config, task, parts, Store(folder, create=create).hashes)
+        keyed = _keyed(config, task, parts, Store(folder, create=create))
         for name, own in rows.items():
             shape = (len(own), own.variants, len(parts))
             np.lib.format.open_memmap(into / f"{name}.npy", "w+", KEY, shape).flush()
@@ -106,15 +106,13 @@ def _parts(config: RunConfig, task: TaskModule) -> tuple[CachePart, ...]:
     return parts
 
 
-def _keyed(
-    config: RunConfig, task: TaskModule, parts: Sequence[CachePart], hashes: FileHashes
-) -> list[PartKey]:
-    """The parts with their digests."""
+def _keyed(config: RunConfig, task: TaskModule, parts: Sequence[CachePart], store: Store) -> list[PartKey]:
+    """The parts with their digests, of files that the cache remembers or that are read now."""
     components: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(name for part in parts for name in part.components):
         section: ComponentConfig = config.task.options[name]
-        components[name] = component_facts(section, getattr(task, name), section.type, hashes)
-    hashes.save()
+        components[name] = component_facts(section, getattr(task, name), section.type, store.hashes)
+    store.hashes.save()
     found = []
     for part in parts:
         own, of_text = {name: components[name] for name in part.components}, part.of == "text"
@@ -169,13 +167,12 @@ def in_cache(
         )
     found, splits = dict(datasets), {split for split, _ in lacking}
     filling = {part for split, part in lacking if split in ("train", "texts")}
-    whole = {name for name in cache.splits if name == "train" or not splits & {name, "texts"}}
-    for name in whole:
+    online = {name for name in cache.splits if name != "train" and splits & {name, "texts"}}
+    for name in cache.splits.keys() - online:
         found[name] = _cached(cache.splits[name], datasets[name], filling if name == "train" else set())
     samples = config.validation is not None and config.validation.samples is not None
     incomplete = {part for _, part in lacking}
-    every = whole < cache.splits.keys()
-    held = [p for p in cache.parts if every or p.name in incomplete or (samples and not p.of_text)]
+    held = [p for p in cache.parts if online or p.name in incomplete or (samples and not p.of_text)]
     covered, needed = ({name for part in each for name in part.components} for each in (cache.parts, held))
     spared = [name for name in task.frozen if name in covered - needed]
     task.frozen = tuple(name for name in task.frozen if name not in spared)

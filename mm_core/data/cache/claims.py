@@ -71,7 +71,7 @@ class Claims:
 
 
 def _freed(path: Path) -> bool:
-    """Removes the claim of a dead process; false where a living one has the chunk, also since this look."""
+    """Removes the claim of a dead process; false where a living one has the chunk, claimed meanwhile too."""
     try:
         claim, silent = _read(path), time.time() - path.stat().st_mtime
     except FileNotFoundError:
