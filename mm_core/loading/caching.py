@@ -294,7 +294,7 @@ class _Build:
         """Encodes what was read, and writes a shard when there is enough."""
         entries = self._entries
         for number, why, may_pass in read.faults:
-            unread = FileHashes(self.store.folder / "none")  # of a file that it knows, it would read nothing
+            unread = FileHashes(self.store.folder / "none")  # it knows no file, so that all are read again
             if may_pass or not self._unchanged([number], None, unread)[0]:
                 self.built.left_out[self.what, number] = why
                 continue

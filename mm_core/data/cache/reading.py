@@ -40,7 +40,8 @@ class Reading(TorchDataset[Any]):
     """The work of a data worker: rows -> samples -> batches."""
 
     def __init__(self, rows: Sequence[CacheRows], seed: int) -> None:
-        self._splits = [(own, AuthorCode(own.dataset, None, Randomness(seed))) for own in rows]
+        # In a worker, the code comes first: it imports the one-file plugins that the rows are made of.
+        self._splits = [(AuthorCode(own.dataset, None, Randomness(seed)), own) for own in rows]
 
     def __getitem__(self, wanted: Wanted) -> Read | Fault:
         with generators_kept():
@@ -52,7 +53,7 @@ class Reading(TorchDataset[Any]):
     def _read(self, wanted: Wanted) -> Read:
         faults: list[tuple[int, str, bool]] = []
         found: dict[Any, list[tuple[int, dict[str, Any]]]] = {}
-        rows, code = self._splits[wanted.split]
+        code, rows = self._splits[wanted.split]
         for number, row, variant in wanted.items:
             try:
                 with code.guarded(f"row {row}"):
