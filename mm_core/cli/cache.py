@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mm_core.cli.options import add_allow_code, config_of, human_size, print_json, print_table
 from mm_core.cli.ranks import add_ranks, on_ranks
@@ -16,27 +16,21 @@ if TYPE_CHECKING:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="build|status|prune", required=True)
-    build = actions.add_parser(
-        "build", help="encode what is missing; stop and start it as you like", allow_abbrev=False
-    )
-    status = actions.add_parser(
-        "status", help="what is there, what is missing and why (exit code 1)", allow_abbrev=False
-    )
-    prune = actions.add_parser("prune", help="remove what this run does not need", allow_abbrev=False)
-    for action in (build, status):
-        action.add_argument("--config", required=True, metavar="YAML", help="the run's config file")
-    prune.add_argument(
-        "--config",
-        required=True,
-        action="append",
-        metavar="YAML",
-        help="a run that uses the cache; repeatable",
-    )
-    for action in (build, status, prune):
+    one: dict[str, Any] = {"required": True, "metavar": "YAML", "help": "the run's config file"}
+    several = {**one, "action": "append", "help": "a run that uses the cache; repeatable"}
+    for name, config, shown in (
+        ("build", one, "encode what is missing; stop and start it as you like"),
+        ("status", one, "what is there, what is missing and why (exit code 1)"),
+        ("prune", several, "remove what this run does not need"),
+    ):
+        action = actions.add_parser(name, help=shown, allow_abbrev=False)
+        action.add_argument("--config", **config)
         action.add_argument("overrides", nargs="*", metavar="key=value", help="override a config key")
         add_allow_code(action)
-    add_ranks(build, and_share=": each encodes a share")
-    status.add_argument("--json", action="store_true", help="print JSON")
+        if name == "build":
+            add_ranks(action, and_share=": each encodes a share")
+        if name == "status":
+            action.add_argument("--json", action="store_true", help="print JSON")
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -98,7 +92,7 @@ def _status(args: argparse.Namespace) -> int:
     faults = cache.store.faults()
     rows, lines = cache.survey(faults)
     without = sum(len(shard.keys) for shard in cache.store.shards if shard.sums is None)
-    unused = int((~cache.needed()).sum())
+    unused = int((~cache.needed(cache.store)).sum())
     size = sum(shard.path.stat().st_size for shard in cache.store.shards)
     lacking = any(row.missing or row.stale for row in rows)
     if args.json:
@@ -121,6 +115,8 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _prune(args: argparse.Namespace) -> int:
+    import numpy as np
+
     from mm_core.config.load import load_config
     from mm_core.plan import cache_of
 
@@ -129,10 +125,7 @@ def _prune(args: argparse.Namespace) -> int:
     if len({cache.store.folder.resolve() for cache in caches}) > 1:
         raise MMError("the configs name different caches", where="--config", hint="prune one cache at a time")
     first = caches[0]
-    needed = first.needed()
-    for cache in caches[1:]:
-        cache.store = first.store  # opened at another time, it may have other places
-        needed |= cache.needed()
+    needed = np.any([cache.needed(first.store) for cache in caches], axis=0)
     freed = first.store.keep(needed)
     print(f"{first.section.dir}: removed {plural(int((~needed).sum()), 'entry')}, {human_size(freed)}")
     return 0

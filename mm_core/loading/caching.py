@@ -8,28 +8,29 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any, Literal
+from itertools import chain, groupby
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 from torch.utils.data import DataLoader
 
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import Batch, CountingTokenizer, Features, Randomness, SupportsCache, TaskModule
 from mm_core.data.cache.claims import Claims
+from mm_core.data.cache.hashes import FileHashes
 from mm_core.data.cache.reading import Read, Reading, Wanted
-from mm_core.data.cache.rows import keys_of_texts
+from mm_core.data.cache.rows import PartKey, keys_of_texts
 from mm_core.data.cache.samples import FAULT, on_host
 from mm_core.data.cache.shards import FAULTY, SHARD_BYTES, Keys, finite, size_of
-from mm_core.data.cache.store import Store
+from mm_core.data.cache.store import Store, reduced
 from mm_core.data.loading.cut_captions import CutCaptions
 from mm_core.data.loading.loader import faults_raised
 from mm_core.data.loading.workers import StartWorker, read_by_workers, read_on, start_server
 from mm_core.data.media.limits import DecodeLimit
 from mm_core.device import current_device, set_numerics
 from mm_core.errors import CacheError, DataError
+from mm_core.files import remove_stale_stages
 from mm_core.loading.frozen import load_frozen
 from mm_core.plan import RunCache, cache_of
 from mm_core.runtime.ranks import Ranks
@@ -42,8 +43,7 @@ _EVERY = 5.0  # seconds between two lines of progress
 _WAIT = 1.0
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(NamedTuple):
     """How far a build of a cache is, over all ranks.
 
     Attributes:
@@ -86,23 +86,21 @@ def build_cache(config: RunConfig, show: Callable[[Progress], None]) -> Built:
     """
     set_numerics(config.run.deterministic, config.run.float32_matmul)
     task, cache = cache_of(config, create=True)
-    cache.store.tidy()
+    remove_stale_stages(cache.store.folder / "shards", ".*.tmp-*", patience=24 * 3600.0)
     cache.record_facts()
     own, ranks = Built(), Ranks.current()
     shown = show if ranks.rank == 0 else None
     _repair(cache.store, ranks, own, shown)
-    for of in ("media", "text"):
-        if any(part.of == of for part in cache.parts):
-            _Build(config, task, cache, own, of, shown).run()
-    total = Built()
+    for of_text in sorted({part.of_text for part in cache.parts}):
+        _Build(config, task, cache, own, of_text, shown).run()
+    total = Built(cut=own.cut.of_ranks(True))
     for one in ranks.gather(own):
         total.encoded += one.encoded
         total.unreadable += one.unreadable
         total.removed += one.removed
         total.summed += one.summed
         total.left_out |= one.left_out
-    total.cut = own.cut.of_ranks(True)
-    media = {split: keys for split, part, keys in cache.tables() if not cache.keyed[part].of_text}
+    media = {split: keys for split, part, keys in cache.tables() if not part.of_text}
     total.unreadable += sum(cache.without_keys(split, keys) for split, keys in media.items())
     return total
 
@@ -117,7 +115,7 @@ def _repair(store: Store, ranks: Ranks, built: Built, show: Callable[[Progress],
         if (faults or before) and claims.take(shard.path.stem):
             try:
                 if shard.path.exists():  # else another build has replaced it
-                    store.repair(shard, faults)
+                    reduced(shard, ~np.isin(np.arange(len(shard.keys)), [*faults]))
                     built.removed += len(faults)
                     built.summed += (len(shard.keys) - len(faults)) * before
             finally:
@@ -149,44 +147,40 @@ class _Asked:
         self._waiting.popleft()
 
 
+@dataclass
 class _Build:
     """Encodes samples or texts on one rank: claims chunks, encodes their items, writes shards of them.
 
     Items are what the run needs, in the order of their keys, which other builds share.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        task: TaskModule,
-        cache: RunCache,
-        built: Built,
-        of: Literal["media", "text"],
-        show: Callable[[Progress], None] | None,
-    ) -> None:
-        self.config, self.task, self.cache, self.built, self.show = config, task, cache, built, show
-        self.what, self.of_text = ("texts", True) if of == "text" else ("samples", False)
-        self.parts = [number for number, part in enumerate(cache.parts) if part.of == of]
-        self.store, self.device = cache.store, current_device()
-        self.claims = Claims(cache.store.folder / "claims")
+    config: RunConfig
+    task: TaskModule
+    cache: RunCache
+    built: Built
+    of_text: bool
+    show: Callable[[Progress], None] | None
+
+    def __post_init__(self) -> None:
+        cache, of_text = self.cache, self.of_text
+        self.what, self.device = "texts" if of_text else "samples", current_device()
+        self.parts = [part for part in cache.parts if part.of_text == of_text]
+        self.store, self.claims = cache.store, Claims(cache.store.folder / "claims")
         self.splits = [split.rows for split in cache.splits.values()]
-        tables = [split.table[:, :, self.parts] for split in cache.splits.values()]
-        if self.of_text:
-            tables.append(np.stack([*cache.texts.values()])[:, :, None] if cache.texts else tables[0][:0])
+        columns = [number for number, part in enumerate(cache.parts) if part in self.parts]
+        tables = [split.keys[:, :, columns] for split in cache.splits.values()]
+        if of_text and cache.texts:
+            tables.append(np.stack([*cache.texts.values()])[:, :, None])
         wanted = [np.argwhere(table["high"][:, :, 0] != 0) for table in tables]
         keys = np.concatenate([table[tuple(own.T)] for table, own in zip(tables, wanted, strict=True)])
         items = np.concatenate([np.insert(own, 0, number, 1) for number, own in enumerate(wanted)])
         _, first = np.unique(keys[:, 0][["high", "low"]], return_index=True)
         self.keys, self.items, total = keys[first], items[first], len(first)
-        self.left_out = np.zeros(total, bool)
-        size = min(_TEXTS if self.of_text else _MEDIA, max(8, -(-total // 64)))
-        self.chunks = {
-            f"{self.what}-{size}-{self.keys[first, 0].tobytes()[:16].hex()}": range(
-                first, min(first + size, total)
-            )
-            for first in range(0, total, size)
-        }
-        self._open: dict[str, tuple[int, list[_Entry]]] = {}
+        size = min(_TEXTS if of_text else _MEDIA, max(8, -(-total // 64)))
+        chunks = [range(first, min(first + size, total)) for first in range(0, total, size)]
+        names = (self.keys[own.start, 0].tobytes()[:16].hex() for own in chunks)
+        self.chunks = {f"{self.what}-{size}-{name}": own for name, own in zip(names, chunks, strict=True)}
+        self._entries: list[_Entry] = []
         self._loaded: set[str] = set()
         self._began, self._shown = time.monotonic(), 0.0
         self._before = self._done()
@@ -202,13 +196,15 @@ class _Build:
                     time.sleep(_WAIT)
                     continue
                 with closing(read(chain([first], taken))) as found:
-                    for each in found:
-                        self._encode(each)
-                        self._progress()
+                    for chunk, reads in groupby(found, lambda each: each.chunk):
+                        for each in reads:
+                            self._encode(each)
+                            self._progress()
+                        self._write()
+                        self.claims.release(chunk)
         finally:
             with suppress(CacheError):
-                for chunk in [*self._open]:
-                    self._write(chunk)
+                self._write()
             self.claims.release_all()
         self.claims.sweep()
         self._progress(last=True)
@@ -229,7 +225,6 @@ class _Build:
             own = self.chunks[name]
             numbers = (own.start + np.flatnonzero(self._lacking(own))).tolist()
             if numbers:
-                self._open[name] = (len(numbers), [])
                 yield name, numbers
             else:
                 self.claims.release(name)
@@ -239,31 +234,29 @@ class _Build:
 
     def _lacking(self, own: range) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Which items are to be encoded."""
-        lacking = (self.store.find(self.keys[own.start : own.stop]) < 0).any(1)
-        return np.asarray(lacking & ~self.left_out[own.start : own.stop])
+        left_out = np.array([(self.what, number) in self.built.left_out for number in own], bool)
+        return np.asarray((self.store.find(self.keys[own.start : own.stop]) < 0).any(1) & ~left_out)
 
     def _texts(self, chunks: Iterable[_Chunk]) -> Generator[Read, None, None]:
         beside = [*self.cache.texts]
         tokenizer = getattr(self.task.batch_transform(), "tokenizer", None)
         for chunk, numbers in chunks:
             for first in range(0, len(numbers), _TEXTS_AT_ONCE):
-                own = numbers[first : first + _TEXTS_AT_ONCE]
-                texts, faults = [], []
-                for number in own:
+                texts, own, faults = list[str](), list[int](), []
+                for number in numbers[first : first + _TEXTS_AT_ONCE]:
                     split, row, variant = self.items[number].tolist()
                     try:
                         rows = None if split == len(self.splits) else self.splits[split]
                         texts.append(beside[row] if rows is None else rows.source(row, variant).caption or "")
+                        own.append(number)
                     except DataError as error:
                         faults.append((number, error.what, True))
                 if isinstance(tokenizer, CountingTokenizer):
                     self.built.cut.count(tokenizer, texts)
-                bad = {number for number, *_ in faults}
-                yield Read(chunk, [(texts, [number for number in own if number not in bad])], faults)
+                yield Read(chunk, [(texts, own)], faults)
 
     def _media(self, chunks: Iterable[_Chunk]) -> Generator[Read, None, None]:
         loader, asked = self.config.data.loader, _Asked(self._in_batches(chunks))
-        context = start_server([Reading.__module__]) if loader.workers else None
         limit = DecodeLimit(self.config.data.decode_seconds)
         batches: DataLoader[Any] = DataLoader(
             Reading(self.splits, self.config.run.seed),
@@ -271,8 +264,9 @@ class _Build:
             sampler=asked,
             num_workers=loader.workers,
             prefetch_factor=loader.prefetch if loader.workers else None,
+            # The server starts first: it may move the folder in which workers register.
+            multiprocessing_context=start_server([Reading.__module__]) if loader.workers else None,
             worker_init_fn=StartWorker(limit) if loader.workers else None,
-            multiprocessing_context=context,
             generator=torch.Generator().manual_seed(0),
         )
 
@@ -287,93 +281,77 @@ class _Build:
         """Items of a chunk that have one size, as many as a micro-batch has."""
         most = self.config.train.micro_batch_size
         for chunk, numbers in chunks:
-            by_size: dict[Any, list[int]] = {}
+            by_size: dict[Any, list[tuple[int, int, int]]] = {}
             for number in numbers:
-                split, row, _ = self.items[number].tolist()
-                by_size.setdefault((split, self.splits[split].size_of(row)), []).append(number)
-            for group in by_size.values():
+                split, row, variant = self.items[number].tolist()
+                alike = split, self.splits[split].size_of(row)
+                by_size.setdefault(alike, []).append((number, row, variant))
+            for (split, _), group in by_size.items():
                 for first in range(0, len(group), most):
-                    own = group[first : first + most]
-                    yield Wanted(chunk, own, [tuple(self.items[n].tolist()) for n in own])
+                    yield Wanted(chunk, split, group[first : first + most])
 
     def _encode(self, read: Read) -> None:
         """Encodes what was read, and writes a shard when there is enough."""
-        entries: list[_Entry] = []
+        entries = self._entries
         for number, why, may_pass in read.faults:
-            if may_pass or not self._unchanged([number], None, fresh=True)[0]:
-                self._leave_out(number, why)
+            unread = FileHashes(self.store.folder / "none")  # it knows no file, so that all are read again
+            if may_pass or not self._unchanged([number], None, unread)[0]:
+                self.built.left_out[self.what, number] = why
                 continue
             keys = self.keys[number].copy()
             keys["encoder"] = FAULTY
             reason = torch.tensor([*why.encode()[:500]], dtype=torch.uint8)
             entries += [(keys[n : n + 1], {FAULT: reason}) for n in range(len(self.parts))]
             self.built.unreadable += 1
-        for given, all_numbers in read.batches:
-            same = self._unchanged(all_numbers, given)
-            numbers = np.asarray(all_numbers, int)
-            for number in numbers[~same].tolist():
-                self._leave_out(number, "its file or caption was changed")
+        for given, numbers in read.batches:
+            same = self._unchanged(numbers, given, self.store.hashes)
+            changed = [(self.what, number) for number, kept in zip(numbers, same, strict=True) if not kept]
+            self.built.left_out |= dict.fromkeys(changed, "its file or caption was changed")
             lacking = same[:, None] & (self.store.find(self.keys[numbers]) < 0)
             given = given.to(self.device) if isinstance(given, Batch) and lacking.any() else given
             for column in np.flatnonzero(lacking.any(0)).tolist():
-                number = self.parts[column]
-                rows, part = self._features(number, given), self.cache.parts[number].name
+                part = self.parts[column]
+                rows = self._features(part, given)
                 for n in np.flatnonzero(lacking[:, column]).tolist():
                     if not finite(rows[n]):
-                        why = f"the {part} of {self._name(numbers[n])} are not finite"
-                        self._leave_out(int(numbers[n]), why)
+                        split, row, variant = self.items[numbers[n]].tolist()
+                        name = self.cache.name([*self.cache.splits, "texts"][split], row, variant)
+                        why = f"the {part.name} of {name} are not finite"
+                        self.built.left_out[self.what, numbers[n]] = why
                         continue
-                    self.built.encoded[part] += 1
+                    self.built.encoded[part.name] += 1
                     entries.append((self.keys[numbers[n], column : column + 1], rows[n]))
-        left, held = self._open[read.chunk]
-        left -= len(read.faults) + sum(len(own) for _, own in read.batches)
-        self._open[read.chunk] = (left, held := held + entries)
         self.claims.touch()
-        if not left or sum(size_of(row) for _, row in held) >= SHARD_BYTES:
-            self._write(read.chunk)
-
-    def _name(self, number: int) -> str:
-        split, row, variant = self.items[number].tolist()
-        return self.cache.name([*self.cache.splits, "texts"][split], row, variant)
-
-    def _leave_out(self, number: int, why: str) -> None:
-        self.left_out[number] = True
-        self.built.left_out[self.what, number] = why
+        if sum(size_of(row) for _, row in entries) >= SHARD_BYTES:
+            self._write()
 
     def _unchanged(
-        self, numbers: Sequence[int], given: Batch | list[str] | None, fresh: bool = False
+        self, numbers: Sequence[int], given: Batch | list[str] | None, hashes: FileHashes
     ) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Which items still have the keys that they had at the start; what is encoded else is not theirs."""
-        keyed = self.cache.keyed
-        found = np.empty((len(numbers), len(self.parts)), self.keys.dtype)
         if isinstance(given, list):
-            found = keys_of_texts(keyed[self.parts[0]], given)[:, None]
-        for number, split in enumerate(self.splits if not self.of_text else ()):
-            places = [n for n, item in enumerate(numbers) if self.items[item, 0] == number]
-            rows = [tuple(self.items[numbers[n], 1:].tolist()) for n in places]
-            found[places] = split.keys(rows, keyed, self.cache.hashes, fresh)[:, self.parts]
+            found = keys_of_texts(self.parts[0], given)[:, None]
+        else:
+            split = self.splits[self.items[numbers[0], 0]]  # a batch has rows of one split
+            rows = [(row, variant) for _, row, variant in self.items[numbers].tolist()]
+            found = split.keys(rows, self.parts, hashes)
         return np.asarray((found == self.keys[numbers]).all(1))
 
-    def _features(self, part: int, given: Batch | list[str]) -> list[Features]:
+    def _features(self, part: PartKey, given: Batch | list[str]) -> list[Features]:
         """The features of a part, with its components loaded when they are first needed."""
         assert isinstance(self.task, SupportsCache)
-        for name in self.cache.parts[part].components:
+        for name in part.components:
             if name not in self._loaded:
-                component: nn.Module = self.task.get_submodule(name)
-                load_frozen(component, self.device, self.config.registry)
+                load_frozen(self.task.get_submodule(name), self.device, self.config.registry)
                 self._loaded.add(name)
         with torch.no_grad():
-            return [on_host(row) for row in self.task.features(self.cache.parts[part].name, given)]
+            return [on_host(row) for row in self.task.features(part.name, given)]
 
-    def _write(self, chunk: str) -> None:
-        """Writes what is encoded of a chunk; one that is done is released."""
-        left, entries = self._open[chunk]
+    def _write(self) -> None:
+        """Writes what is encoded of a chunk."""
+        entries, self._entries = self._entries, []
         if entries:
             self.store.add(np.concatenate([key for key, _ in entries]), [row for _, row in entries])
-        self._open[chunk] = (left, [])
-        if not left:
-            del self._open[chunk]
-            self.claims.release(chunk)
 
     def _progress(self, last: bool = False) -> None:
         if self.show is None or not (last or time.monotonic() - self._shown > _EVERY):

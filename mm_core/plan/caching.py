@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from mm_core.config.sections import CacheSection, RunConfig
 from mm_core.contracts import CachePart, SupportsCache, TaskModule
 from mm_core.data.cache.hashes import FILES, FileHashes
 from mm_core.data.cache.keys import FEATURES, component_facts, digest_of, libraries
-from mm_core.data.cache.rows import CacheRows, PartKey, Size, keys_of_texts, rows_of_dataset
+from mm_core.data.cache.rows import CacheRows, PartKey, keys_of_texts, rows_of_dataset
 from mm_core.data.cache.samples import CachedSamples
 from mm_core.data.cache.shards import KEY
 from mm_core.data.cache.store import Store
@@ -22,10 +23,10 @@ from mm_core.data.loading.bucketed import BucketedSamples
 from mm_core.data.loading.plain import AnyDataset, PlainBatches, PlainSamples
 from mm_core.data.loading.seeding import build_split
 from mm_core.data.rows.mapped_rows import read_once
-from mm_core.errors import CacheError, MMError, PlanError
+from mm_core.errors import CacheError, PlanError
 from mm_core.plan.bucketing import in_buckets
 from mm_core.plan.planning import build_task, check_data
-from mm_core.plan.run_cache import CachedSplit, RunCache
+from mm_core.plan.run_cache import RunCache
 from mm_core.plugin.checks.places import place_of_object
 from mm_core.plugin.checks.values import returned
 from mm_core.runtime.ranks import Ranks
@@ -47,7 +48,7 @@ def open_cache(
         PlanError: the task or a dataset cannot be cached, or an encoder is trained.
         CacheError: the cache cannot be opened, or files of an encoder cannot be read.
     """
-    section, ranks = config.data.cache or CacheSection(), Ranks.current()
+    section = config.data.cache or CacheSection()
     parts = _parts(config, task)
     rows = {}
     for split, dataset in datasets.items():
@@ -58,20 +59,26 @@ def open_cache(
                 accepted="sampler, variable",
                 hint="remove data.cache, or write the dataset as a component with `source_of`",
             )
-        own, variants = _own_size(config, split), section.variants if split == "train" else 1
-        rows[split] = rows_of_dataset(dataset, own, variants, config.run.seed, f"data.{split}")
+        options, variants = config.data.splits[split].options, section.variants if split == "train" else 1
+        rows[split] = rows_of_dataset(dataset, options, variants, config.run.seed, f"data.{split}")
     folder = Path(section.dir)
-    tables, (facts, keyed) = read_once(partial(_begin_tables, config, task, parts, rows, folder, create))
-    _fill_tables(rows, keyed, folder, tables, ranks)
-    splits = {
-        name: CachedSplit(rows[name], path := tables / f"{name}.npy", np.load(path, mmap_mode="r"))
-        for name in rows
-    }
-    texts = _texts(config, parts)
-    keys = {
-        text: keys_of_texts(part, [text]) for part in keyed if part.of_text for text in dict.fromkeys(texts)
-    }
-    return RunCache(Store(folder), parts, tuple(keyed), facts, splits, keys, section, ranks)
+
+    def begin(into: Path) -> list[PartKey]:
+        """Makes an empty table of keys for each split."""
+        keyed = _keyed(config, task, parts, Store(folder, create=create))
+        for name, own in rows.items():
+            shape = (len(own), own.variants, len(parts))
+            np.lib.format.open_memmap(into / f"{name}.npy", "w+", KEY, shape).flush()
+        return keyed
+
+    tables, keyed = read_once(begin)
+    _fill_tables(rows, keyed, folder, tables)
+    splits = {name: CachedSamples(own, keyed, folder, tables / f"{name}.npy") for name, own in rows.items()}
+    texts = [text for part in keyed for text in part.texts]
+    if config.validation is not None and (samples := config.validation.samples) is not None:
+        texts += [*samples.prompts, samples.negative_prompt]
+    keys = {text: keys_of_texts(part, [text]) for part in keyed if part.of_text for text in texts}
+    return RunCache(Store(folder), keyed, splits, keys, section)
 
 
 def _parts(config: RunConfig, task: TaskModule) -> tuple[CachePart, ...]:
@@ -99,70 +106,36 @@ def _parts(config: RunConfig, task: TaskModule) -> tuple[CachePart, ...]:
     return parts
 
 
-def _own_size(config: RunConfig, split: str) -> Size | None:
-    """Frames, height and width of a dataset, if its config sets them."""
-    found = [config.data.splits[split].options.get(name) for name in ("num_frames", "height", "width")]
-    return None if None in found else (found[0], found[1], found[2])  # type: ignore[return-value]
-
-
-def _texts(config: RunConfig, parts: Sequence[CachePart]) -> list[str]:
-    """The texts that are needed beside captions."""
-    found = [text for part in parts for text in part.texts]
-    if config.validation is not None and (samples := config.validation.samples) is not None:
-        found += [*samples.prompts, samples.negative_prompt]
+def _keyed(config: RunConfig, task: TaskModule, parts: Sequence[CachePart], store: Store) -> list[PartKey]:
+    """The parts with their digests, of files that the cache remembers or that are read now."""
+    components: dict[str, dict[str, Any]] = {}
+    for name in dict.fromkeys(name for part in parts for name in part.components):
+        section: ComponentConfig = config.task.options[name]
+        components[name] = component_facts(section, getattr(task, name), section.type, store.hashes)
+    store.hashes.save()
+    found = []
+    for part in parts:
+        own, of_text = {name: components[name] for name in part.components}, part.of == "text"
+        facts = {"part": part.name, "settings": dict(part.settings), "components": own, "version": FEATURES}
+        facts |= {"libraries": libraries(of_text), "float32_matmul": config.run.float32_matmul or "highest"}
+        more = (part.fields, part.caption, part.components, part.texts, facts)
+        found.append(PartKey(part.name, of_text, digest_of(facts), *more))
     return found
 
 
-def _begin_tables(
-    config: RunConfig,
-    task: TaskModule,
-    parts: Sequence[CachePart],
-    rows: Mapping[str, CacheRows],
-    folder: Path,
-    create: bool,
-    into: Path,
-) -> tuple[list[dict[str, Any]], list[PartKey]]:
-    """Makes an empty table of keys for each split; returns the facts and digests of the parts."""
-    hashes = FileHashes(Store(folder, create=create).folder / FILES)
-    known: dict[str, dict[str, Any]] = {}
-    facts: list[dict[str, Any]] = []
-    for part in parts:
-        for name in part.components:
-            if name not in known:
-                section: ComponentConfig = config.task.options[name]
-                known[name] = component_facts(section, getattr(task, name), section.type, hashes)
-        components = {name: known[name] for name in part.components}
-        about = {"version": FEATURES, "libraries": libraries(part.of == "text")}
-        about["float32_matmul"] = config.run.float32_matmul or "highest"
-        facts.append({"part": part.name, "settings": dict(part.settings), "components": components, **about})
-    hashes.save()
-    for name, own in rows.items():
-        shape = (len(own), own.variants, len(parts))
-        np.lib.format.open_memmap(into / f"{name}.npy", "w+", KEY, shape).flush()
-    keyed = zip(parts, facts, strict=True)
-    return facts, [PartKey(p.name, p.of == "text", digest_of(f), p.fields, p.caption) for p, f in keyed]
-
-
-def _fill_tables(
-    rows: Mapping[str, CacheRows], keyed: Sequence[PartKey], folder: Path, tables: Path, ranks: Ranks
-) -> None:
+def _fill_tables(rows: Mapping[str, CacheRows], keyed: Sequence[PartKey], folder: Path, tables: Path) -> None:
     """Fills in the keys: the ranks share the files to be hashed, then those of a host its table."""
+    ranks = Ranks.current()
     mates = [rank for rank, place in enumerate(ranks.gather(str(tables))) if place == str(tables)]
     shares = [(ranks.rank, ranks.count), (mates.index(ranks.rank), len(mates))]
     for share in dict.fromkeys(shares):
         hashes = FileHashes(folder / FILES)
-        fault: MMError | None = None
-        try:
-            for name, own in rows.items():
-                table = np.load(tables / f"{name}.npy", mmap_mode="r+")
-                own.fill(table, keyed, hashes, share)
-                table.flush()
-        except MMError as error:
-            fault = error
+        for name, own in rows.items():
+            table = np.load(tables / f"{name}.npy", mmap_mode="r+")
+            own.fill(table, keyed, hashes, share)
+            table.flush()
         hashes.save()
-        for found in ranks.gather(fault):
-            if found is not None:
-                raise found
+        ranks.gather(None)  # until all have filled in their shares
 
 
 def in_cache(
@@ -181,32 +154,32 @@ def in_cache(
         return dict(datasets), [], None
     fills = config.data.cache.missing == "encode"
     cache = open_cache(config, task, datasets, create=fills)
-    mine = {name: cache.lacking(name) for name in ("texts", *cache.splits)}
-    everyone = cache.ranks.gather((mine, cache.survey()[1] if any(mine.values()) else []))
-    lacking = {name: set().union(*(each[name] for each, _ in everyone)) for name in mine}
-    if any(lacking.values()) and not fills:
-        raise _incomplete(cache, next(lines for _, lines in everyone if lines))
-    filling = lacking["train"] | lacking["texts"]
-    found, whole = dict(datasets), True
-    for name, split in cache.splits.items():
-        if name == "train" or not lacking[name] | lacking["texts"]:
-            found[name] = _cached(cache, split, datasets[name], filling if name == "train" else set())
-        else:
-            whole = False
+    rows, lines = cache.survey({})
+    mine = {(row.split, row.part) for row in rows if row.missing or row.stale}
+    everyone = Ranks.current().gather((mine, lines))
+    lacking = set[tuple[str, str]]().union(*(each for each, _ in everyone))
+    if lacking and not fills:
+        text = "\n".join(f"  {line}" for line in next(each for _, each in everyone if each))
+        raise CacheError(
+            f"features of this run are not in the cache:\n{text}",
+            where=str(cache.store.folder),
+            hint="run `mm cache build` with this config, or set data.cache.missing: encode",
+        )
+    found, splits = dict(datasets), {split for split, _ in lacking}
+    filling = {part for split, part in lacking if split in ("train", "texts")}
+    online = {name for name in cache.splits if name != "train" and splits & {name, "texts"}}
+    for name in cache.splits.keys() - online:
+        found[name] = _cached(cache.splits[name], datasets[name], filling if name == "train" else set())
     samples = config.validation is not None and config.validation.samples is not None
-    incomplete = set().union(*lacking.values())
-    held = [
-        part.name
-        for part in cache.parts
-        if not whole or part.name in incomplete or (samples and part.of == "media")
-    ]
-    covered = {name for part in cache.parts for name in part.components}
-    needed = {name for part in cache.parts if part.name in held for name in part.components}
+    incomplete = {part for _, part in lacking}
+    held = [p for p in cache.parts if online or p.name in incomplete or (samples and not p.of_text)]
+    covered, needed = ({name for part in each for name in part.components} for each in (cache.parts, held))
     spared = [name for name in task.frozen if name in covered - needed]
     task.frozen = tuple(name for name in task.frozen if name not in spared)
-    if cache.text_part is not None:
-        assert isinstance(task, SupportsCache)
-        task.use_texts(partial(_text_features, cache.store, cache.keyed[cache.text_part]))
+    for part in cache.parts:
+        if part.of_text:
+            assert isinstance(task, SupportsCache)
+            task.use_texts(partial(_text_features, cache.store, part))
     notes = [f"features are read from {cache.section.dir}; not loaded: {', '.join(spared) or 'nothing'}"]
     for name, split in cache.splits.items():
         notes += [f"data.{name}: {note}" for note in split.rows.drawn_otherwise(repeats=name == "train")]
@@ -236,20 +209,8 @@ def _text_features(store: Store, part: PartKey, text: str) -> Any:
     return store.get(keys_of_texts(part, [text]))[0]
 
 
-def _cached(cache: RunCache, split: CachedSplit, dataset: AnyDataset, fills: set[str]) -> AnyDataset:
-    needed = dict.fromkeys(text for part in cache.parts for text in part.texts)
-    texts = {text: cache.texts[text] for text in needed}
-    made = CachedSamples(split.rows, cache.keyed, cache.store.folder, split.path, texts, fills)
+def _cached(split: CachedSamples, dataset: AnyDataset, fills: set[str]) -> AnyDataset:
+    made = replace(split, fills=fills)
     if isinstance(dataset, BucketedSamples):
         return BucketedSamples(made, dataset.buckets, dataset.of_row)
     return made
-
-
-def _incomplete(cache: RunCache, lines: Sequence[str]) -> MMError:
-    """The error that names samples and reasons."""
-    text = "\n".join(f"  {line}" for line in lines)
-    return CacheError(
-        f"features of this run are not in the cache:\n{text}",
-        where=str(cache.store.folder),
-        hint="run `mm cache build` with this config, or set data.cache.missing: encode",
-    )

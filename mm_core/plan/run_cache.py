@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mm_core.config.sections import CacheSection
-from mm_core.contracts import CachePart
-from mm_core.data.cache.hashes import FILES, FileHashes
 from mm_core.data.cache.keys import digest_of
-from mm_core.data.cache.rows import CacheRows, PartKey
-from mm_core.data.cache.shards import DAMAGED, FAULTY, NOT_FINITE, Keys
+from mm_core.data.cache.rows import PartKey
+from mm_core.data.cache.samples import CachedSamples
+from mm_core.data.cache.shards import DAMAGED, FAULTY, NOT_FINITE, Keys, writing
 from mm_core.data.cache.store import Store
-from mm_core.errors import CacheError, DataError
-from mm_core.files import os_reason, read_plain, replace_text
-from mm_core.runtime.ranks import Ranks
+from mm_core.errors import DataError
+from mm_core.files import read_plain, replace_text
 
 _SHOWN = 5
 """How many samples of each reason are named."""
@@ -30,21 +28,6 @@ _SHOWN = 5
 NEW = "not encoded yet, or its content has changed"
 VARIANT = "other random starts or crops of it are there, not this one"
 MADE = "its frames, size or transform have changed"
-
-
-@dataclass(frozen=True)
-class CachedSplit:
-    """The keys of one split's features.
-
-    Attributes:
-        rows: of its dataset.
-        path: file of the table.
-        table: keys [R,V,P], mapped into memory; zeros where nothing is to be cached.
-    """
-
-    rows: CacheRows
-    path: Path
-    table: Keys
 
 
 class PartStatus(NamedTuple):
@@ -65,35 +48,25 @@ class RunCache:
     Attributes:
         store: the entries.
         parts: of the task.
-        keyed: their digests.
-        facts: what each digest is made of, as plain values.
         splits: by split.
         texts: keys of the texts that are needed beside captions: the empty one, prompts.
         section: of the config.
-        ranks: that have opened it together.
     """
 
     store: Store
-    parts: tuple[CachePart, ...]
-    keyed: tuple[PartKey, ...]
-    facts: list[dict[str, Any]]
-    splits: dict[str, CachedSplit]
+    parts: Sequence[PartKey]
+    splits: dict[str, CachedSamples]
     texts: dict[str, Keys]
     section: CacheSection
-    ranks: Ranks
 
-    @property
-    def text_part(self) -> int | None:
-        """Number of the part of texts; None if there is none."""
-        return next((n for n, part in enumerate(self.keyed) if part.of_text), None)
-
-    def tables(self) -> Iterator[tuple[str, int, Keys]]:
-        """Split, number of the part, and its keys [R,V]; the texts beside captions last, as split `texts`."""
+    def tables(self) -> Iterator[tuple[str, PartKey, Keys]]:
+        """Split, part and its keys [R,V]; those of the texts beside captions last, as split `texts`."""
         for name, split in self.splits.items():
-            for part in range(len(self.keyed)):
-                yield name, part, split.table[:, :, part]
-        if self.text_part is not None and self.texts:
-            yield "texts", self.text_part, np.stack([*self.texts.values()])
+            for number, part in enumerate(self.parts):
+                yield name, part, split.keys[:, :, number]
+        for part in self.parts:
+            if part.of_text and self.texts:
+                yield "texts", part, np.stack([*self.texts.values()])
 
     def without_keys(self, split: str, keys: Keys) -> int:
         """How many samples of a split have no key, since their file or caption cannot be read.
@@ -114,24 +87,11 @@ class RunCache:
             named = f"data.{split}: row {row}"
         return named + f" (variant {variant})" * (variant > 0)
 
-    @cached_property
-    def hashes(self) -> FileHashes:
-        """Hashes of the files of samples, as they were when the keys were made."""
-        return FileHashes(self.store.folder / FILES)
-
-    def lacking(self, split: str) -> set[str]:
-        """Names of the parts of which a split misses something."""
-        return {
-            self.keyed[part].name
-            for name, part, keys in self.tables()
-            if name == split and ((self.store.find(keys) < 0) & (keys["high"] != 0)).any()
-        }
-
-    def reasons(self, part: int, keys: Keys) -> list[str]:
+    def reasons(self, part: PartKey, keys: Keys) -> list[str]:
         """Why keys [N] have no entry: what is there of the same content, but made or encoded differently."""
         known = self.store.keys
         found = np.full(len(keys), NEW, dtype=object)
-        if not self.keyed[part].of_text:
+        if not part.of_text:
             found[_alike(keys, known, "encoder")] = MADE
         if (same := _alike(keys, known, "made")).any():
             first = keys[same][0]
@@ -140,92 +100,79 @@ class RunCache:
         found[_alike(keys, known, "made", "encoder")] = VARIANT
         return [str(each) for each in found]
 
-    def _encoder_change(self, part: int, before: int) -> str:
+    def _encoder_change(self, part: PartKey, before: int) -> str:
         """What is different in the components of a part from those that an entry was encoded by."""
-        names = " and ".join(self.parts[part].components)
-        old = self._recorded(before)
-        changes = [*_changes(old, json.loads(json.dumps(self.facts[part])))] if old else []
+        _, old = self._recorded(before)
+        changes = [*_changes(old, json.loads(json.dumps(part.facts)))] if old else []
         shown = f" ({'; '.join(changes[:3])})" if changes else ""
-        return f"the {names} has changed{shown}"
+        return f"the {' and '.join(part.components)} has changed{shown}"
 
-    def survey(self, faults: Mapping[int, str] | None = None) -> tuple[list[PartStatus], list[str]]:
+    def survey(self, faults: Mapping[int, str]) -> tuple[list[PartStatus], list[str]]:
         """What is there of each part of each split; and of what is not, a line for each part and reason with
         the number, and the first samples by name.
 
         Args:
             faults: of entries that are not there since they cannot be used, from `Store.faults`.
         """
-        faults = faults or {}
         rows: list[PartStatus] = []
         counts: Counter[tuple[str, str]] = Counter()
-        named: dict[tuple[str, str], list[str]] = {}
+        named: dict[tuple[str, str], list[str]] = defaultdict(list)
         for split, part, keys in self.tables():
-            name, places, wanted = self.keyed[part].name, self.store.find(keys), keys["high"] != 0
+            places, wanted = self.store.find(keys), keys["high"] != 0
             usable = (places >= 0) & ~np.isin(places, [*faults])
             there = self.store.keys[places[wanted & usable]]
             bad = unreadable = int((there["encoder"] == FAULTY).sum())
-            if not self.keyed[part].of_text:
+            if not part.of_text:
                 unreadable += self.without_keys(split, keys)
-            lacking = np.argwhere(wanted & ~usable)
-            found = zip(
-                places[tuple(lacking.T)].tolist(), self.reasons(part, keys[tuple(lacking.T)]), strict=True
-            )
-            reasons = [faults.get(place, why) for place, why in found]
+            lacking = np.nonzero(wanted & ~usable)
+            whys = zip(places[lacking].tolist(), self.reasons(part, keys[lacking]), strict=True)
+            reasons = [faults.get(place, why) for place, why in whys]
             new = sum(reason in (NEW, VARIANT, DAMAGED, NOT_FINITE) for reason in reasons)
-            rows.append(PartStatus(split, name, len(there) - bad, len(reasons) - new, new, unreadable))
-            for (row, variant), reason in zip(lacking.tolist(), reasons, strict=True):
-                counts[name, reason] += 1
-                shown = named.setdefault((name, reason), [])
-                if len(shown) < _SHOWN:
-                    shown.append(self.name(split, row, variant))
+            rows.append(PartStatus(split, part.name, len(there) - bad, len(reasons) - new, new, unreadable))
+            for row, variant, reason in zip(*(n.tolist() for n in lacking), reasons, strict=True):
+                counts[part.name, reason] += 1
+                if counts[part.name, reason] <= _SHOWN:
+                    named[part.name, reason].append(self.name(split, row, variant))
         return rows, [
             f"{part}: {count:,} not cached: {reason}: {'; '.join(named[part, reason])}"
             + "; ..." * (count > _SHOWN)
             for (part, reason), count in counts.items()
         ]
 
-    def needed(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Which entries of the store this run needs."""
-        found = np.zeros(len(self.store), bool)
+    def needed(self, store: Store) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Which entries of a store this run needs; it may have been opened at another time than the run's."""
+        found = np.zeros(len(store), bool)
         for _, _, keys in self.tables():
-            places = self.store.find(keys)
+            places = store.find(keys)
             found[places[places >= 0]] = True
         return found
 
     def record_facts(self) -> None:
         """Writes what the digests are made of, so that later changes can be named."""
-        for part, facts in zip(self.keyed, self.facts, strict=True):
-            number = int.from_bytes(part.digest[:8], "little")
-            if self._recorded(number) is None:
-                path = self._facts_file(number)
-                try:
-                    replace_text(path, json.dumps(facts, indent=1, sort_keys=True))
-                except OSError as error:
-                    what = f"the cache cannot be written: {os_reason(error)}"
-                    raise CacheError(what, where=str(path.parent)) from None
+        for part in self.parts:
+            path, known = self._recorded(int.from_bytes(part.digest[:8], "little"))
+            if known is None:
+                with writing(path.parent):
+                    replace_text(path, json.dumps(part.facts, indent=1, sort_keys=True))
 
-    def _facts_file(self, number: int) -> Path:
-        return self.store.folder / "facts" / f"{number:016x}.json"
-
-    def _recorded(self, number: int) -> dict[str, Any] | None:
-        """What a digest that begins with this number is made of; None without a whole file of it."""
+    def _recorded(self, number: int) -> tuple[Path, dict[str, Any] | None]:
+        """The file of what a digest that begins with this number is made of, and that; None unless whole."""
+        path = self.store.folder / "facts" / f"{number:016x}.json"
         with suppress(OSError, ValueError, RecursionError):
-            found: dict[str, Any] = json.loads(read_plain(self._facts_file(number)))
+            found: dict[str, Any] = json.loads(read_plain(path))
             if int.from_bytes(digest_of(found)[:8], "little") == number:
-                return found
-        return None
+                return path, found
+        return path, None
 
 
 def _alike(keys: Keys, known: Keys, *fields: str) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """Which keys [N] share content and other fields with a known one."""
-    factor = np.uint64(0x9E3779B97F4A7C15)
-    mixed = [keys["content"].copy(), known["content"].copy()]
-    for field in fields:
-        mixed = [
-            (old ^ each[field]) * factor + np.uint64(1)
-            for old, each in zip(mixed, (keys, known), strict=True)
-        ]
-    return np.isin(mixed[0], mixed[1])
+
+    def mixed(each: Keys) -> np.ndarray[Any, Any]:
+        factor = np.uint64(0x9E3779B97F4A7C15)
+        return reduce(lambda found, field: (found ^ each[field]) * factor, fields, each["content"])
+
+    return np.isin(mixed(keys), mixed(known))
 
 
 def _changes(old: object, new: object, key: str = "") -> Iterator[str]:

@@ -26,7 +26,7 @@ from safetensors.torch import save
 from mm_core.data.cache import claims
 from mm_core.data.cache.claims import Claims
 from mm_core.data.cache.samples import stacked
-from mm_core.data.cache.shards import FAULTY, KEY, Keys, open_shard
+from mm_core.data.cache.shards import FAULTY, KEY, Keys, mapped, open_shard
 from mm_core.data.cache.store import Store
 from mm_core.data.datasets.video_text import made_of
 from mm_core.errors import CacheError, ContractError
@@ -273,7 +273,7 @@ def test_no_flipped_byte_of_a_header_does_more_than_be_refused(tmp_path_factory,
     try:
         shard = open_shard(path)
         for place in range(len(shard.keys)):
-            shard.entry(shard.mapped(), place)
+            shard.entry(mapped(shard.path), place)
     except CacheError:
         pass
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mm_core.contracts import DictBatch, FeatureBatch, Input, PredictorInputs, SampleRequest
-from mm_core.data.cache.samples import joined
+from mm_core.data.cache.samples import stacked
 from mm_core.errors import ContractError
 from support.text_to_video import RNG, SmallPredictor, make_batch, make_task
 
@@ -93,8 +93,7 @@ def test_features_of_the_cache_give_the_inputs_of_the_batch():
         given = batch.captions if part.of == "text" else batch
         for row, found in zip(rows, task.features(part.name, given), strict=True):
             row[part.name] = found
-    cached = joined(batch.keys, batch.sample_weights, batch.ids, rows, {})
-    assert isinstance(cached, FeatureBatch)
+    cached = FeatureBatch(batch.keys, batch.sample_weights, batch.ids, stacked(rows), {})
     one, other = task.prepare(batch, RNG), task.prepare(cached, RNG)
     for name in ("control", "folded", "motion"):
         assert torch.equal(one.given.conditions[name], other.given.conditions[name])
@@ -197,7 +196,7 @@ def test_a_whole_number_is_one_in_the_cache_too():
         given = batch.captions if part.of == "text" else batch
         for row, found in zip(rows, task.features(part.name, given), strict=True):
             row[part.name] = found
-    cached = joined(batch.keys, batch.sample_weights, batch.ids, rows, {})
+    cached = FeatureBatch(batch.keys, batch.sample_weights, batch.ids, stacked(rows), {})
     for each in (batch, cached):
         task.loss(task.prepare(each, RNG))
         assert task.predictor.kind.dtype == torch.int64 and task.predictor.kind.tolist() == [4, 5, 6]

@@ -8,8 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mm_core.contracts import DictBatch, Input, PredictorInputs, Ragged, Randomness, SampleRequest
-from mm_core.data.cache.samples import joined
+from mm_core.contracts import (
+    DictBatch,
+    FeatureBatch,
+    Input,
+    PredictorInputs,
+    Ragged,
+    Randomness,
+    SampleRequest,
+)
+from mm_core.data.cache.samples import stacked
 from mm_core.data.loading.loader import AuthorCode, CodeError
 from mm_core.diffusion.encoders.text import ByteTextEncoder, ByteTokenizer
 from mm_core.errors import ContractError
@@ -166,17 +174,17 @@ def test_features_of_the_cache_give_what_the_batch_does(dropout):
             row[name] = found
     batch = batch_of(task)
     for chosen in ((0, 1, 2), (0,), (2, 1)):
-        cached = joined(
+        cached = FeatureBatch(
             [batch.keys[n] for n in chosen],
             batch.sample_weights[: len(chosen)],
             [""] * len(chosen),
-            [rows[n] for n in chosen],
+            stacked([rows[n] for n in chosen]),
             {},
         )
         found = task.loss(task.prepare(cached, RNG)).total
         wanted = sum(task.loss(task.prepare(alone(task, n), RNG)).total for n in chosen)
         torch.testing.assert_close(found, wanted)
-    whole = joined(batch.keys, batch.sample_weights, batch.ids, rows, {})
+    whole = FeatureBatch(batch.keys, batch.sample_weights, batch.ids, stacked(rows), {})
     one, other = task.prepare(batch, RNG), task.prepare(whole, RNG)
     assert all(torch.equal(t, other.given.conditions[n]) for n, t in one.given.conditions.items())
     assert torch.equal(task.loss(one).total, task.loss(other).total)

@@ -10,6 +10,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from mm_core.data.cache.shards import writing
 from mm_core.errors import CacheError
 from mm_core.files import open_plain, os_reason
 from mm_core.processes import alive, started
@@ -17,7 +18,7 @@ from mm_core.processes import alive, started
 SILENT = 600.0
 """Seconds after which a process that has not touched its claims counts as dead, on whatever host."""
 _LONGEST = 1000  # bytes of a claim
-_ID = re.compile(r"[0-9]{1,9}")
+_OWNER = re.compile(r"([0-9]{1,9}) ([^@]*)@(.*)", re.DOTALL)  # process id, its start and host
 
 
 class Claims:
@@ -40,17 +41,11 @@ class Claims:
         path = self.folder / name
         if not _freed(path):
             return False
-        try:
-            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        except FileExistsError:
-            return False
-        except OSError as error:
-            what = f"the cache cannot be written: {os_reason(error)}"
-            raise CacheError(what, where=str(self.folder), hint="free space or change permissions") from None
-        with os.fdopen(handle, "w") as file:
+        with writing(self.folder), suppress(FileExistsError), path.open("x") as file:
             file.write(f"{os.getpid()} {started(os.getpid())}@{socket.gethostname()}")
-        self._own.add(name)
-        return True
+            self._own.add(name)
+            return True
+        return False
 
     def touch(self) -> None:
         """Shows that this process is alive."""
@@ -76,33 +71,19 @@ class Claims:
 
 
 def _freed(path: Path) -> bool:
-    """Removes the claim of a dead process; false where a living one has the chunk."""
+    """Removes the claim of a dead process; false where a living one has the chunk, claimed meanwhile too."""
     try:
         claim, silent = _read(path), time.time() - path.stat().st_mtime
     except FileNotFoundError:
         return True
     except OSError as error:
         raise CacheError(f"a claim cannot be read: {os_reason(error)}", where=str(path)) from None
-    return not _held(claim, silent) and _removed(path, claim)
-
-
-def _read(path: Path) -> str:
-    with open_plain(path) as file:
-        return file.read(_LONGEST).decode(errors="replace")
-
-
-def _held(claim: str, silent: float) -> bool:
-    """Whether a living process has a claim. One without an owner is being written."""
-    owner, _, host = claim.partition("@")
-    pid, _, when = owner.partition(" ")
-    if silent >= SILENT or host != socket.gethostname() or not _ID.fullmatch(pid):
-        return silent < SILENT
+    owner = _OWNER.fullmatch(claim)
+    if silent < SILENT and (owner is None or owner[3] != socket.gethostname()):
+        return False  # without an owner it is being written
     # Since a restart of the container, another process may have the id of one that has ended.
-    return alive(int(pid)) and when == started(int(pid))
-
-
-def _removed(path: Path, claim: str) -> bool:
-    """Removes the claim of a dead process; false where another process has claimed the chunk meanwhile."""
+    if silent < SILENT and owner and alive(int(owner[1])) and started(int(owner[1])) == owner[2]:
+        return False
     stale = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     with suppress(OSError):  # of several that see it, one renames it
         path.rename(stale)
@@ -111,3 +92,8 @@ def _removed(path: Path, claim: str) -> bool:
             return False
         stale.unlink()
     return True
+
+
+def _read(path: Path) -> str:
+    with open_plain(path) as file:
+        return file.read(_LONGEST).decode(errors="replace")

@@ -5,17 +5,17 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mm_core.data.cache.store import Lookup
 from mm_core.files import open_plain, read_plain, replacing
 
 _KNOWN = np.dtype([("high", "<u8"), ("low", "<u8"), ("hash", "V16")])
@@ -27,9 +27,6 @@ FILES = "files"
 _RECENT = 2 * 10**9  # nanoseconds in which a file may change again without another time
 _MOST_FILES = 32
 _THREADS = 8
-_CLIPS = b"clips 2"
-_IMAGES = b"images 2"
-"""Versions of how clips and images are read."""
 _AS_EVER = bytes(16)
 
 
@@ -45,10 +42,48 @@ class Span(NamedTuple):
     clip: bool = False
     image: bool = False
 
+    @property
+    def version(self) -> bytes:
+        """The version of how clips or images are read; nothing for another file."""
+        return b"clips 2" if self.clip else b"images 2" if self.image else b""
+
 
 def digest(*parts: bytes) -> bytes:
     """16 bytes of a hash of parts; only the last one may vary in length."""
     return hashlib.blake2b(b"".join(parts), digest_size=16).digest()
+
+
+Hash = bytes | None
+_Named = tuple[Span, bytes, int | None]
+"""A span, a digest of its file's path, size and time of change, and the time; None without a file."""
+
+
+class Lookup:
+    """Finds keys of 128 bits among others by binary search.
+
+    Args:
+        keys: structured array [N] with `high` and `low`.
+        last: [N], above 0 for those that are found only where no other has the same key.
+    """
+
+    def __init__(self, keys: np.ndarray[Any, np.dtype[np.void]], *last: np.ndarray[Any, Any]) -> None:
+        self.keys = keys
+        self._order = np.lexsort((*last, keys["high"]))
+        self._high = keys["high"][self._order]
+
+    def find(self, keys: np.ndarray[Any, np.dtype[np.void]]) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The place of each key, int64 of the keys' shape; -1 where it is not among the others."""
+        flat = np.ascontiguousarray(keys).reshape(-1)
+        found = np.full(len(flat), -1, dtype=np.int64)
+        left = np.searchsorted(self._high, flat["high"])
+        for _ in range(8):  # entries written twice, and 64 bits that are equal by chance
+            there = np.flatnonzero((found < 0) & (left < len(self._high)))
+            there = there[self._high[left[there]] == flat["high"][there]]
+            places = self._order[left[there]]
+            same = self.keys["low"][places] == flat["low"][there]
+            found[there[same]] = places[same]
+            left[there] += 1
+        return found.reshape(keys.shape)
 
 
 class FileHashes:
@@ -63,67 +98,44 @@ class FileHashes:
         self.read = 0
         """Number of files that were read."""
         self._new: dict[bytes, bytes] = {}
-        self._loaded: list[Path] = []
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return FileHashes, (self.folder,)
 
     @cached_property
-    def _known(self) -> np.ndarray[tuple[int], np.dtype[np.void]]:
-        found = [np.empty(0, _KNOWN)]
+    def _known(self) -> Lookup:
+        found, self._loaded = [np.empty(0, _KNOWN)], list[Path]()
         for path in sorted(self.folder.glob("*.hashes")):
             with suppress(OSError):  # another process has joined it with others
                 content = read_plain(path)
                 self._loaded.append(path)
                 if content[:16] == digest(content[16:]):  # damaged: its files are read again
                     found.append(np.frombuffer(content[16:], _KNOWN))
-        return np.concatenate(found)
+        return Lookup(np.concatenate(found))
 
-    @cached_property
-    def _lookup(self) -> Lookup:
-        return Lookup(self._known)
-
-    def of(self, spans: Sequence[Span], fresh: bool = False) -> list[bytes | None]:
-        """The 16 bytes of the hash of each file; None where there is none, or it cannot be read.
-
-        Args:
-            spans: the files.
-            fresh: whether known ones are read again.
-        """
-        names = [_name(span) for span in spans]
-        found = self._of(spans, names, _hashed, fresh)
-        media = [n for n, each in enumerate(spans) if (each.clip or each.image) and found[n] is not None]
-        versions = [(digest(names[n][0], _version(spans[n])), names[n][1]) for n in media]
-        marks = self._of([spans[n] for n in media], versions, _marked, fresh)
-        for n, mark in zip(media, marks, strict=True):
+    def of(self, spans: Sequence[Span]) -> list[Hash]:
+        """The 16 bytes of the hash of each file; None where there is none, or it cannot be read."""
+        named = [_name(span) for span in spans]
+        found = self._of(named, _hashed)
+        media = [n for n, each in enumerate(spans) if each.version and found[n] is not None]
+        versions = [(span, digest(key, span.version), at) for span, key, at in (named[n] for n in media)]
+        for n, mark in zip(media, self._of(versions, _marked), strict=True):
             if mark != _AS_EVER:
                 found[n] = digest(found[n] or b"", mark or b"")
         return found
 
-    def _of(
-        self,
-        spans: Sequence[Span],
-        names: Sequence[tuple[bytes, int | None]],
-        read: Callable[[Span], bytes | None],
-        fresh: bool,
-    ) -> list[bytes | None]:
+    def _of(self, named: Sequence[_Named], read: Callable[[Span], Hash]) -> list[Hash]:
         """16 bytes of each span under its name: known ones, or what is read."""
-        keys = np.frombuffer(b"".join(key for key, _ in names), _KNOWN.descr[:2])
-        places = self._lookup.find(keys).tolist()
+        keys = np.frombuffer(b"".join(key for _, key, _ in named), _KNOWN.descr[:2])
+        places = self._known.find(keys).tolist()
         found = [
-            self._new.get(key) or (None if place < 0 else self._known["hash"][place].tobytes())
-            for (key, _), place in zip(names, places, strict=True)
+            self._new.get(key) or (None if place < 0 else self._known.keys["hash"][place].tobytes())
+            for (_, key, _), place in zip(named, places, strict=True)
         ]
-        there = [n for n, (_, changed) in enumerate(names) if changed is not None]
-        unknown = [n for n in there if fresh or found[n] is None]
-        if unknown:
-            self.read += len(unknown) * (read is _hashed)
-            with ThreadPoolExecutor(_THREADS) as pool:
-                for place, fact in zip(unknown, pool.map(read, (spans[n] for n in unknown)), strict=True):
-                    found[place] = fact
-                    key, changed = names[place]
-                    if fact is not None and changed is not None and time.time_ns() - changed > _RECENT:
-                        self._new[key] = fact
+        unknown = [n for n, (*_, changed) in enumerate(named) if changed is not None and found[n] is None]
+        self.read += len(unknown) * (read is _hashed)
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for place, fact in zip(unknown, pool.map(read, (named[n][0] for n in unknown)), strict=True):
+                found[place], (_, key, changed) = fact, named[place]
+                if fact is not None and changed is not None and time.time_ns() - changed > _RECENT:
+                    self._new[key] = fact
         return found
 
     def save(self) -> None:
@@ -133,7 +145,7 @@ class FileHashes:
         new = np.frombuffer(b"".join(key + read for key, read in self._new.items()), _KNOWN)
         joins = len(self._loaded) >= _MOST_FILES
         if joins:
-            new = np.concatenate([self._known, new])
+            new = np.concatenate([self._known.keys, new])
             new = new[np.unique(new["high"], return_index=True)[1]]
         with suppress(OSError):
             self.folder.mkdir(exist_ok=True)
@@ -141,24 +153,17 @@ class FileHashes:
                 staged.write_bytes(digest(new.tobytes()) + new.tobytes())
             for path in self._loaded if joins else ():
                 path.unlink(missing_ok=True)
-            for held in (self._new, self._loaded):
-                held.clear()
-            for name in ("_known", "_lookup"):
-                self.__dict__.pop(name, None)
+            self._new.clear()
+            del self._known
 
 
-def _name(span: Span) -> tuple[bytes, int | None]:
-    """A digest of a file's path, size and time of change, and the time; None without a file."""
+def _name(span: Span) -> _Named:
     try:
         found = span.path.stat()
     except (OSError, ValueError):
-        return bytes(16), None
+        return span, bytes(16), None
     name = f"{span.path.absolute()}\0{found.st_size}\0{found.st_mtime_ns}\0{span.start}\0{span.size}"
-    return digest(os.fsencode(name)), found.st_mtime_ns
-
-
-def _version(span: Span) -> bytes:
-    return _CLIPS if span.clip else _IMAGES
+    return span, digest(os.fsencode(name)), found.st_mtime_ns
 
 
 def _marked(span: Span) -> bytes:
@@ -166,20 +171,18 @@ def _marked(span: Span) -> bytes:
     from mm_core.data.media.versions import read_anew
 
     with suppress(OSError):
-        return digest(_version(span)) if read_anew(*span[:3], clip=span.clip) else _AS_EVER
+        return digest(span.version) if read_anew(*span[:3], clip=span.clip) else _AS_EVER
     return _AS_EVER
 
 
-def _hashed(span: Span) -> bytes | None:
-    found, left = hashlib.blake2b(digest_size=16), span.size
+def _hashed(span: Span) -> Hash:
+    found, left = hashlib.blake2b(digest_size=16), span.size if span.size >= 0 else sys.maxsize
     try:
         with open_plain(span.path) as file:
             file.seek(span.start)
-            while piece := file.read(1 << 20 if left < 0 else min(left, 1 << 20)):
+            while piece := file.read(min(left, 1 << 20)):
                 found.update(piece)
-                left -= len(piece) if left > 0 else 0
-                if not left:
-                    break
+                left -= len(piece)
     except OSError:
         return None
     return found.digest()

@@ -78,15 +78,15 @@ def component_facts(
 
 def _without_paths(value: object, inside: set[Path]) -> Any:
     """Options without those that lead to a component's files."""
+
+    def leads(one: object) -> bool:
+        return isinstance(one, str) and one != "" and _absolute(one) in inside
+
     if isinstance(value, dict):
-        kept = {name: _without_paths(one, inside) for name, one in value.items()}
-        return {name: one for name, one in kept.items() if one is not _PATH}
+        return {name: _without_paths(one, inside) for name, one in value.items() if not leads(one)}
     if isinstance(value, list):
-        return [one for each in value if (one := _without_paths(each, inside)) is not _PATH]
-    return _PATH if isinstance(value, str) and value and _absolute(value) in inside else value
-
-
-_PATH = object()
+        return [_without_paths(one, inside) for one in value if not leads(one)]
+    return value
 
 
 def _files(section: ComponentConfig, component: object) -> dict[str, Path]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset as TorchDataset
 
@@ -15,17 +14,15 @@ from mm_core.data.loading.loader import AuthorCode, CodeError, Fault
 from mm_core.errors import CacheError, DataError
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """Rows to read: their numbers among the items, and (split, row, variant) of each."""
+class Wanted(NamedTuple):
+    """Rows of a split to read: (number among the items, row, variant) of each."""
 
     chunk: str
-    numbers: list[int]
-    rows: list[tuple[int, int, int]]
+    split: int
+    items: list[tuple[int, int, int]]
 
 
-@dataclass(frozen=True)
-class Read:
+class Read(NamedTuple):
     """What there is to encode: batches of equal samples, or texts, with their numbers.
 
     Attributes:
@@ -43,8 +40,8 @@ class Reading(TorchDataset[Any]):
     """The work of a data worker: rows -> samples -> batches."""
 
     def __init__(self, rows: Sequence[CacheRows], seed: int) -> None:
-        self._code = [AuthorCode(own.dataset, None, Randomness(seed)) for own in rows]
-        self._rows = rows
+        # In a worker, the code comes first: it imports the one-file plugins that the rows are made of.
+        self._splits = [(AuthorCode(own.dataset, None, Randomness(seed)), own) for own in rows]
 
     def __getitem__(self, wanted: Wanted) -> Read | Fault:
         with generators_kept():
@@ -56,9 +53,8 @@ class Reading(TorchDataset[Any]):
     def _read(self, wanted: Wanted) -> Read:
         faults: list[tuple[int, str, bool]] = []
         found: dict[Any, list[tuple[int, dict[str, Any]]]] = {}
-        split = wanted.rows[0][0]
-        rows, code = self._rows[split], self._code[split]
-        for number, (_, row, variant) in zip(wanted.numbers, wanted.rows, strict=True):
+        code, rows = self._splits[wanted.split]
+        for number, row, variant in wanted.items:
             try:
                 with code.guarded(f"row {row}"):
                     sample = rows.read(row, variant)
@@ -68,27 +64,22 @@ class Reading(TorchDataset[Any]):
                 faults.append((number, error.what, _may_pass(error)))
                 continue
             shapes = tuple(getattr(value, "shape", None) for value in sample.values())
-            found.setdefault(shapes, []).append(
-                (number, {**sample, "key": SampleKey(variant, row), "weight": 1.0})
-            )
+            own = {**sample, "key": SampleKey(variant, row), "weight": 1.0}
+            found.setdefault(shapes, []).append((number, own))
         batches: list[tuple[Batch | list[str], list[int]]] = []
         for samples in found.values():
             with code.guarded("the dataset's collate"):
                 collated = rows.dataset.collate([sample for _, sample in samples])
-            batch = code.finished(collated, [0], "what collate returns")
-            batches.append((batch, [number for number, _ in samples]))
+            batches.append((code.finished(collated, [0], "what collate returns"), [n for n, _ in samples]))
         return Read(wanted.chunk, batches, faults)
 
 
 def _may_pass(error: BaseException | None) -> bool:
     """Whether the system refused something, such as a file on a network share, and no decoder the content."""
     while error is not None:
-        number = getattr(error, "errno", None)
-        if isinstance(error, MemoryError) or (
-            isinstance(error, OSError) and number not in (None, errno.EPERM)
-        ):
-            return (
-                True  # EPERM is what decoders return for damaged content, and Pillow's errors have no number
-            )
+        # EPERM is what decoders return for damaged content, and Pillow's errors have no number.
+        refused = isinstance(error, OSError) and error.errno not in (None, errno.EPERM)
+        if refused or isinstance(error, MemoryError):
+            return True
         error = error.__cause__ or error.__context__
     return False

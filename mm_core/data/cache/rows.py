@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
+import torch
 
 from mm_core.contracts import (
     Dataset,
@@ -50,8 +50,8 @@ class PartKey(NamedTuple):
         name: as in `CachePart`.
         of_text: whether captions are encoded, not media.
         digest: of everything that the features depend on but the sample.
-        fields: as in `CachePart`.
-        caption: as in `CachePart`.
+        fields: as in `CachePart`; so are `caption`, `components` and `texts`.
+        facts: what the digest is made of, as plain values.
     """
 
     name: str
@@ -59,6 +59,9 @@ class PartKey(NamedTuple):
     digest: bytes
     fields: tuple[str, ...] = ()
     caption: bool = False
+    components: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
+    facts: Mapping[str, Any] = {}
 
 
 @dataclass
@@ -74,18 +77,14 @@ class CacheRows:
     """
 
     dataset: Any
-    sizes: Tensor | None
+    sizes: torch.Tensor | None
     variants: int
     seed: int
-    _made: dict[int, tuple[object, bytes]] = field(default_factory=dict, init=False, repr=False)
 
     def __len__(self) -> int:
         return int(self.dataset.num_sources())
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_made": {}}
-
-    def rows_of(self, epoch: int) -> Sequence[int] | Tensor:
+    def rows_of(self, epoch: int) -> Sequence[int] | torch.Tensor:
         """The row of each sample of an epoch."""
         if isinstance(self.dataset, SupportsRowSizes):
             return self.dataset.epoch_rows(epoch)
@@ -99,9 +98,14 @@ class CacheRows:
         """Which rows training may read: in buckets, those that fit one."""
         return np.ones(len(self), bool) if self.sizes is None else (self.sizes[:, 0] > 0).numpy()
 
-    def source(self, row: int, variant: int) -> Source:
-        """What decides a sample. DataError if it is known that the sample cannot be read."""
-        source: Source = self.dataset.source_of(row, self.size_of(row), self._rng(row, variant))
+    def source(self, row: int, variant: int, place: int | None = None) -> Source:
+        """What decides a sample, drawn as that of `place`, if given, in the epoch of its variant.
+
+        Raises:
+            DataError: it is known that the sample cannot be read.
+        """
+        rng = self._rng(row if place is None else place, variant)
+        source: Source = self.dataset.source_of(row, self.size_of(row), rng)
         return source
 
     def drawn_otherwise(self, repeats: bool) -> list[str]:
@@ -117,35 +121,31 @@ class CacheRows:
         rows, used, found = self.rows_of(0), self.used(), dict[str, None]()
         for place in range(0, len(rows), -(-len(rows) // _COMPARED) or 1):
             row = int(rows[place])
-            drawn = (0, row), (0, place), (self.variants, row)
+            if not used[row]:
+                continue
             with suppress(DataError):
-                cached, online, later = (self._drawn(row, *at) for at in drawn) if used[row] else (None,) * 3
+                sources = self.source(row, 0), self.source(row, 0, place), self.source(row, self.variants)
+                cached, online, later = ((source.caption, source.drawn) for source in sources)
                 if cached != online:
                     found[_REUSED] = None
                 if repeats and cached != later:
                     found[_REPEATED.format(self.variants)] = None
         return [*found]
 
-    def _drawn(self, row: int, epoch: int, place: int) -> tuple[str | None, object]:
-        rng = Randomness(self.seed).at("data", epoch, place)
-        source: Source = self.dataset.source_of(row, self.size_of(row), rng)
-        return source.caption, source.drawn
-
     def read(self, row: int, variant: int) -> dict[str, Any]:
         """Reads and decodes a sample, as training without the cache does. DataError if it cannot be read."""
         rng = self._rng(row, variant)
         seed_generators(Randomness(self.seed).at("draws", variant, row))
-        size = self.size_of(row)
         sample: dict[str, Any]
-        if size is not None:
+        if (size := self.size_of(row)) is not None:
             sample = self.dataset.sample_of(row, size, rng)
         else:
             sample = self.dataset[row] if rng is None else self.dataset.sample_at(row, rng)
         return sample
 
-    def _rng(self, row: int, variant: int) -> Randomness | None:
+    def _rng(self, place: int, epoch: int) -> Randomness | None:
         random = isinstance(self.dataset, SupportsSampleAt)
-        return Randomness(self.seed).at("data", variant, row) if random else None
+        return Randomness(self.seed).at("data", epoch, place) if random else None
 
     def fill(self, table: Keys, parts: Sequence[PartKey], hashes: FileHashes, share: tuple[int, int]) -> None:
         """Fills in a share of the keys [R,V,P] of all samples; zeros for rows that are not used or readable.
@@ -169,20 +169,13 @@ class CacheRows:
                     what = f"{rows.stop:,} of {plural(len(self), 'row')} hashed in {shown - began:.0f} s"
                     warnings.warn(f"{what}; later starts read only what has changed", RunWarning, 2)
 
-    def keys(
-        self,
-        places: Sequence[tuple[int, int]],
-        parts: Sequence[PartKey],
-        hashes: FileHashes,
-        fresh: bool = False,
-    ) -> Keys:
+    def keys(self, places: Sequence[tuple[int, int]], parts: Sequence[PartKey], hashes: FileHashes) -> Keys:
         """The keys [N,P] of samples (row, variant); zeros for those that cannot be read.
 
         Args:
             places: of the samples.
             parts: of the features.
             hashes: of files.
-            fresh: whether files are read again.
         """
         found = np.zeros((len(places), len(parts)), KEY)
         sources, known = [], []
@@ -190,14 +183,12 @@ class CacheRows:
             with suppress(DataError):  # training reads it, and lists it with the reason
                 sources.append(self.source(row, variant))
                 known.append(number)
-        found[known] = self.keys_of(sources, parts, hashes, fresh)
+        found[known] = self.keys_of(sources, parts, hashes)
         return found
 
-    def keys_of(
-        self, sources: Sequence[Source], parts: Sequence[PartKey], hashes: FileHashes, fresh: bool = False
-    ) -> Keys:
+    def keys_of(self, sources: Sequence[Source], parts: Sequence[PartKey], hashes: FileHashes) -> Keys:
         """The keys [N,P] of sources; zeros for media that cannot be read."""
-        spans = []
+        spans, known = list[Span](), dict[int, bytes]()
         for each in sources:
             image = "max_pixels" in each.made  # of the dataset: what a reader decodes has the reader's
             clip = not image and each.made.get("reader") is not None
@@ -208,11 +199,12 @@ class CacheRows:
                     spans.append(Span(value, clip=clip, image=image))
                 elif isinstance(value, tuple):
                     spans += [Span(path, image=True) for path in value]
-        contents = iter(hashes.of(spans, fresh))
+        contents = iter(hashes.of(spans))
         rows: list[bytes] = []
         for source in sources:
             content = next(contents) if source.path is not None else digest(b"drawn")
-            made, drawn = self._made_digest(source.made), repr(source.drawn).encode()
+            made = known.get(id(source.made)) or known.setdefault(id(source.made), digest_of(source.made))
+            drawn = repr(source.drawn).encode()
             own = {name: _field_digest(value, contents) for name, value in source.fields.items()}
             for part in parts:
                 further = [own.get(name) for name in part.fields]
@@ -226,14 +218,6 @@ class CacheRows:
                     shown = digest(content, drawn) if source.path is None else content
                     rows.append(b"".join((key, shown[:8], made[:8], part.digest[:8])))
         return np.frombuffer(b"".join(rows), KEY).reshape(len(sources), len(parts))
-
-    def _made_digest(self, made: object) -> bytes:
-        known = self._made.get(id(made))
-        if known is None or known[0] is not made:
-            if len(self._made) > 4096:
-                self._made.clear()
-            known = self._made[id(made)] = (made, digest_of(made))
-        return known[1]
 
 
 def _field_digest(value: Path | float | tuple[Path, ...], contents: Iterator[bytes | None]) -> bytes | None:
@@ -257,12 +241,14 @@ def keys_of_texts(part: PartKey, texts: Sequence[str]) -> Keys:
     return np.frombuffer(b"".join(text_key(part, text) for text in texts), KEY)
 
 
-def rows_of_dataset(dataset: Dataset, own: Size | None, variants: int, seed: int, where: str) -> CacheRows:
+def rows_of_dataset(
+    dataset: Dataset, options: Mapping[str, Any], variants: int, seed: int, where: str
+) -> CacheRows:
     """The rows of a run's dataset, in buckets or not.
 
     Args:
         dataset: of a split.
-        own: frames, height and width of a dataset that reads its rows in any size, without buckets.
+        options: of the dataset: the size of one that reads its rows in any size, without buckets.
         variants: samples of each row.
         seed: the run's.
         where: the dataset's key in the config.
@@ -270,8 +256,6 @@ def rows_of_dataset(dataset: Dataset, own: Size | None, variants: int, seed: int
     Raises:
         PlanError: it does not describe its samples.
     """
-    import torch
-
     held = dataset.dataset if isinstance(dataset, BucketedSamples) else dataset
     if not isinstance(held, SupportsSources):
         raise PlanError(
@@ -283,6 +267,7 @@ def rows_of_dataset(dataset: Dataset, own: Size | None, variants: int, seed: int
     if isinstance(dataset, BucketedSamples):
         of_bucket = torch.tensor([*(bucket.size for bucket in dataset.buckets), (0, 0, 0)])
         return CacheRows(held, of_bucket[dataset.of_row], variants, seed)
-    if own is not None and isinstance(held, SupportsRowSizes):
+    own = [options.get(name) for name in ("num_frames", "height", "width")]
+    if None not in own and isinstance(held, SupportsRowSizes):
         return CacheRows(held, torch.tensor([own]).expand(held.num_sources(), 3), variants, seed)
     return CacheRows(held, None, variants, seed)

@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mm_core.contracts import Batch, FailureRecord, FeatureBatch, Features, Randomness, SampleKey
-from mm_core.data.cache.hashes import FILES, FileHashes
-from mm_core.data.cache.rows import CacheRows, PartKey, Size
+from mm_core.contracts import Batch, FeatureBatch, Features, Randomness
+from mm_core.data.cache.rows import CacheRows, PartKey, Size, keys_of_texts
 from mm_core.data.cache.shards import Keys
 from mm_core.data.cache.store import Store
 from mm_core.errors import CacheError, ContractError, DataError
@@ -52,8 +51,7 @@ class CachedSamples:
         rows: of the dataset.
         parts: of the features.
         folder: of the cache.
-        table: file of the keys [R,V,P].
-        texts: of the texts that every batch needs, their keys.
+        table: file of the keys [R,V,P]; zeros where nothing is to be cached.
         fills: parts that are encoded in training where they are not cached; of others that is an error.
     """
 
@@ -61,7 +59,6 @@ class CachedSamples:
     parts: Sequence[PartKey]
     folder: Path
     table: Path
-    texts: Mapping[str, Keys]
     fills: Collection[str] = ()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -78,13 +75,28 @@ class CachedSamples:
         return Store(self.folder)
 
     @cached_property
-    def _keys(self) -> Keys:
+    def keys(self) -> Keys:
+        """The keys [R,V,P], mapped into memory."""
         keys: Keys = np.load(self.table, mmap_mode="r")
         return keys
 
     @cached_property
     def _fixed(self) -> dict[str, dict[str, Any]]:
-        return {text: self._fixed_text(text, keys) for text, keys in self.texts.items()}
+        found: dict[str, dict[str, Any]] = {}
+        for part, text in ((each, text) for each in self.parts for text in each.texts):
+            (features,) = self.store.get(keys_of_texts(part, [text]))
+            if features is None and part.name not in self.fills:
+                raise self._gone(repr(text), part.name)
+            found[text] = {} if features is None else stacked([{part.name: features}])
+        return found
+
+    def _gone(self, what: str, part: str) -> CacheError:
+        return CacheError(
+            f"the {part} of {what} are no longer in the cache",
+            where=str(self.folder),
+            hint="`mm cache prune` removes what the configs that it is given do not need: name this run's"
+            " config too; run `mm cache build` again",
+        )
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -114,7 +126,7 @@ class CachedSamples:
             CacheError: its features are not cached, and it may not be read.
         """
         variant = int(rng.path[-2]) % self.rows.variants if rng is not None else 0
-        keys = np.asarray(self._keys[row, variant])
+        keys = np.asarray(self.keys[row, variant])
         if not keys["high"].all():
             self.rows.read(row, variant)  # raises its DataError
             raise DataError("it could not be read when the run started", where=f"row {row}")
@@ -127,18 +139,14 @@ class CachedSamples:
         lacking = [part for part in self.parts if part.name not in features]
         for part in lacking:
             if part.name not in self.fills:
-                raise _gone(self.folder, source.id, part.name)
+                raise self._gone(source.id, part.name)
         sample = {"id": source.id, "features": features, "caption": source.caption or "", "keys": keys}
         if not all(part.of_text for part in lacking):
             sample["raw"] = self.rows.read(row, variant)
         if lacking:  # what has changed since the start is encoded for this batch alone
-            now = self.rows.keys_of([source], self.parts, self._hashes)[0]
+            now = self.rows.keys_of([source], self.parts, self.store.hashes)[0]
             sample["keys"] = np.where(now == keys, keys, np.zeros_like(keys))
         return sample
-
-    @cached_property
-    def _hashes(self) -> FileHashes:
-        return FileHashes(self.folder / FILES)
 
     def collate(self, samples: Sequence[dict[str, Any]]) -> Batch:
         """A `FeatureBatch`; a `PartlyCached` batch if a feature of a sample is not cached."""
@@ -148,7 +156,7 @@ class CachedSamples:
             [sample["id"] for sample in samples],
         )
         if all(len(sample["features"]) == len(self.parts) for sample in samples):
-            return joined(*facts, [sample["features"] for sample in samples], self._fixed)
+            return FeatureBatch(*facts, stacked([sample["features"] for sample in samples]), self._fixed)
         raw = [place for place, sample in enumerate(samples) if "raw" in sample]
         given = [{**samples[n]["raw"], "key": facts[0][n], "weight": samples[n]["weight"]} for n in raw]
         return PartlyCached(
@@ -162,51 +170,25 @@ class CachedSamples:
             places=raw,
         )
 
-    def _fixed_text(self, text: str, keys: Keys) -> dict[str, Any]:
-        (part,) = (part.name for part in self.parts if part.of_text)
-        (features,) = self.store.get(keys)
-        if features is None and part not in self.fills:
-            raise _gone(self.folder, repr(text), part)
-        return {} if features is None else stacked([{part: features}])
-
-
-def _gone(folder: Path, what: str, part: str) -> CacheError:
-    return CacheError(
-        f"the {part} of {what} are no longer in the cache",
-        where=str(folder),
-        hint="`mm cache prune` removes what the configs that it is given do not need: name this run's config"
-        " too; run `mm cache build` again",
-    )
-
-
-def joined(
-    keys: list[SampleKey],
-    weights: Tensor,
-    ids: list[str],
-    rows: Sequence[Mapping[str, Features]],
-    texts: dict[str, dict[str, Any]],
-    failures: Sequence[FailureRecord] = (),
-) -> FeatureBatch:
-    """A batch of samples whose features are all there."""
-    return FeatureBatch(keys, weights, ids, stacked(rows), texts, failures=[*failures])
-
 
 def stacked(rows: Sequence[Mapping[str, Features]]) -> dict[str, Any]:
     """`part.name` -> the features of all rows, padded at the end with zeros; int64 features as lists."""
-    found: dict[str, Any] = {}
-    for part, features in rows[0].items():
-        for name in features:
-            column = [row[part][name] for row in rows]
-            whole = column[0].dtype is torch.int64
-            if not whole and len({each.dim() for each in column}) == 1 and column[0].dim() > 2:
-                _check_alike(f"{part}.{name}", column)
-            found[f"{part}.{name}"] = [each.tolist() for each in column] if whole else _padded(column)
-    return found
+    columns = {
+        f"{part}.{name}": [row[part][name] for row in rows]
+        for part, features in rows[0].items()
+        for name in features
+    }
+    return {name: _column(name, column) for name, column in columns.items()}
 
 
-def _check_alike(name: str, column: Sequence[Tensor]) -> None:
+def _column(name: str, column: Sequence[Tensor]) -> Any:
     """Texts are padded; clips of several sizes would train on the zeros beside them."""
-    if len(shapes := {tuple(each.shape) for each in column}) > 1:
+    if column[0].dtype is torch.int64:
+        return [each.tolist() for each in column]
+    shapes = {tuple(each.shape) for each in column}
+    if len(shapes) == 1:
+        return torch.stack([*column])
+    if len({len(shape) for shape in shapes}) == 1 and column[0].dim() > 2:
         shown = " and ".join(str([*each]) for each in sorted(shapes))
         raise ContractError(
             f"a micro-batch would join {name} of the sizes {shown}",
@@ -214,13 +196,8 @@ def _check_alike(name: str, column: Sequence[Tensor]) -> None:
             accepted="samples of one size in a micro-batch",
             hint="data.loader.mode: variable reads each size in micro-batches of its own",
         )
-
-
-def _padded(column: Sequence[Tensor]) -> Tensor:
-    if len({each.shape for each in column}) == 1:
-        return torch.stack([*column])
-    shape = [max(sizes) for sizes in zip(*(each.shape for each in column), strict=True)]
-    found = column[0].new_zeros(len(column), *shape)
+    sizes = [max(sizes) for sizes in zip(*shapes, strict=True)]
+    found = column[0].new_zeros(len(column), *sizes)
     for row, each in zip(found, column, strict=True):
         row[tuple(slice(size) for size in each.shape)] = each
     return found

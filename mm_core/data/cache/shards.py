@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import secrets
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,15 +58,6 @@ class Shard:
     groups: tuple[tuple[int, Mapping[str, str]], ...]
     sums: np.ndarray[Any, np.dtype[np.int64]] | None
 
-    def mapped(self) -> Any:
-        """The file, mapped into memory.
-
-        Raises:
-            FileNotFoundError: it has been removed.
-            CacheError: it cannot be read.
-        """
-        return _mapped(self.path)
-
     def entry(self, data: Any, place: int) -> Features:
         """The features of an entry, in memory of their own: what is sent to a process takes no others along.
 
@@ -91,12 +83,11 @@ class Shard:
         Raises:
             CacheError: the file cannot be read.
         """
-        try:
-            data = self.mapped()
-        except FileNotFoundError:  # another process has removed it
-            return {}
-        found = {place: self._fault(place, self._features(data, place)) for place in range(len(self.keys))}
-        return {place: fault for place, fault in found.items() if fault}
+        with suppress(FileNotFoundError):  # another process has removed it
+            data = mapped(self.path)
+            each = ((n, self._fault(n, self._features(data, n))) for n in range(len(self.keys)))
+            return {place: fault for place, fault in each if fault}
+        return {}
 
     def _features(self, data: Any, place: int) -> Features:
         for count, names in self.groups:
@@ -116,13 +107,10 @@ class Shard:
 
 def finite(features: Mapping[str, Tensor]) -> bool:
     """Whether all numbers of an entry are finite."""
-    for tensor in features.values():
-        if tensor.is_floating_point() and tensor.numel():
-            # NaN is the minimum of what has any; 10 times as fast as `isfinite` of each element
-            ends = (tensor.float() if tensor.itemsize == 1 else tensor).aminmax()
-            if not (ends.min.isfinite() & ends.max.isfinite()):
-                return False
-    return True
+    floats = (each for each in features.values() if each.is_floating_point() and each.numel())
+    # NaN is the minimum of what has any; 10 times as fast as `isfinite` of each element
+    ends = ((each.float() if each.itemsize == 1 else each).aminmax() for each in floats)
+    return all(bool(each.min.isfinite() & each.max.isfinite()) for each in ends)
 
 
 def _checksum(key: np.void, features: Mapping[str, Tensor]) -> int:
@@ -134,7 +122,13 @@ def _checksum(key: np.void, features: Mapping[str, Tensor]) -> int:
     return found
 
 
-def _mapped(path: Path) -> Any:
+def mapped(path: Path) -> Any:
+    """A shard's file, mapped into memory.
+
+    Raises:
+        FileNotFoundError: it has been removed.
+        CacheError: it cannot be read.
+    """
     try:
         check_plain(path)
         return safe_open(str(path), framework="pt", device="cpu")
@@ -151,7 +145,7 @@ def open_shard(path: Path) -> Shard:
         FileNotFoundError: it has been removed.
         CacheError: the file is damaged, or none of a feature cache of this version.
     """
-    data = _mapped(path)
+    data = mapped(path)
     found = (data.metadata() or {}).get("format")
     if found not in (_VERSION, _WITHOUT_SUMS):
         raise _unreadable(path, f"it is of another version: {str(found)[:40]}")
@@ -160,20 +154,20 @@ def open_shard(path: Path) -> Shard:
     fields = KEY.itemsize // 8
     if index.dtype is not torch.int64 or index.shape[1:] != (fields + (found == _VERSION),):
         raise _unreadable(path, "it has no index")
-    named: dict[int, dict[str, str]] = {}
-    counts: dict[int, int] = {}
+    groups: dict[int, tuple[int, dict[str, str]]] = {}
     for name in names:
         if name != _INDEX:
             group, _, own = name.partition("/")
-            number, shape = int(group) if _NUMBER.fullmatch(group) else -1, data.get_slice(name).get_shape()
-            if not own or number < 0 or not shape or counts.setdefault(number, shape[0]) != shape[0]:
+            count, *_ = data.get_slice(name).get_shape() or [-1]
+            known = groups.setdefault(int(group), (count, {})) if _NUMBER.fullmatch(group) else (-1, {})
+            if not own or count < 0 or count != known[0]:
                 raise _unreadable(path, f"the tensor {name[:40]!r} has no place in it")
-            named.setdefault(number, {})[own] = name
-    if sum(counts.values()) > len(index):
+            known[1][own] = name
+    if sum(count for count, _ in groups.values()) > len(index):
         raise _unreadable(path, "its index is too short")
     keys = index[:, :fields].contiguous().numpy().view(KEY)[:, 0].copy()
     sums = index[:, fields].numpy().copy() if found == _VERSION else None
-    return Shard(path, keys, tuple((counts[n], named[n]) for n in sorted(named)), sums)
+    return Shard(path, keys, tuple(groups[n] for n in sorted(groups)), sums)
 
 
 def size_of(features: Mapping[str, Tensor]) -> int:
@@ -195,12 +189,11 @@ def write_shard(folder: Path, keys: Keys, entries: Sequence[Mapping[str, Tensor]
     Args:
         folder: of the shards.
         keys: one for each entry.
-        entries: features on any device; {} has no features.
+        entries: features in host memory; {} has no features.
 
     Raises:
         CacheError: the folder is read-only, or the disk is full.
     """
-    entries = [{name: tensor.detach().cpu() for name, tensor in entry.items()} for entry in entries]
     groups: dict[tuple[tuple[str, torch.dtype, torch.Size], ...], list[int]] = {}
     for place, entry in enumerate(entries):
         form = tuple((name, tensor.dtype, tensor.shape) for name, tensor in sorted(entry.items()))
@@ -215,23 +208,20 @@ def write_shard(folder: Path, keys: Keys, entries: Sequence[Mapping[str, Tensor]
             try:
                 save({name: torch.empty(0, dtype=dtype)})
             except (KeyError, SafetensorError):
-                raise CacheError(
-                    f"features of {dtype} cannot be cached",
-                    where=name,
-                    accepted="the dtypes of safetensors",
-                    hint="let the task's `features` return another dtype",
-                ) from None
+                what, accepted = f"features of {dtype} cannot be cached", "the dtypes of safetensors"
+                hint = "let the task's `features` return another dtype"
+                raise CacheError(what, where=name, accepted=accepted, hint=hint) from None
             tensors[f"{number}/{name}"] = torch.stack([entries[place][name] for place in places])
     path = folder / f"{secrets.token_hex(8)}.safetensors"
     staged = path.with_name(stage_name(f".{path.stem}"))
-    try:
-        with durable(staged) as file:  # `save_file` would rename a file of its own, unsynced and private
-            file.write(save(tensors, {"format": _VERSION}))
-        staged.rename(path)
-        sync_folder(folder)
-    except (OSError, SafetensorError) as error:
-        staged.unlink(missing_ok=True)
-        raise _unwritable(folder, error) from None
+    with writing(folder):
+        try:
+            with durable(staged) as file:  # `save_file` would rename a file of its own, unsynced and private
+                file.write(save(tensors, {"format": _VERSION}))
+            staged.rename(path)
+            sync_folder(folder)
+        finally:
+            staged.unlink(missing_ok=True)
     return path
 
 
@@ -241,15 +231,18 @@ def remove_shard(path: Path) -> None:
     Raises:
         CacheError: the folder is read-only.
     """
-    try:
+    with writing(path.parent):
         path.unlink(missing_ok=True)
-    except OSError as error:
-        raise _unwritable(path.parent, error) from None
 
 
-def _unwritable(folder: Path, error: OSError | SafetensorError) -> CacheError:
-    return CacheError(
-        f"the cache cannot be written: {os_reason(error) if isinstance(error, OSError) else error}",
-        where=str(folder),
-        hint="free space or change permissions there, then run the command again: it goes on from here",
-    )
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """A context in which a folder of the cache that cannot be written is a CacheError."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise CacheError(
+            f"the cache cannot be written: {os_reason(error) if isinstance(error, OSError) else error}",
+            where=str(folder),
+            hint="free space or change permissions there, then run the command again: it goes on from here",
+        ) from None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,55 +14,19 @@ import numpy as np
 from torch import Tensor
 
 from mm_core.contracts import Features
-from mm_core.data.cache.shards import FAULTY, KEY, Keys, Shard, open_shard, remove_shard, write_shard
+from mm_core.data.cache.hashes import FILES, FileHashes, Lookup
+from mm_core.data.cache.shards import FAULTY, KEY, Keys, Shard, mapped, open_shard, remove_shard, write_shard
 from mm_core.errors import CacheError
-from mm_core.files import os_reason, read_plain, remove_stale_stages, replace_text
+from mm_core.files import os_reason, read_plain, replace_text
 
 _MOST_OPEN = 512
 """Shards whose memory mapping a process keeps."""
-
-_ABANDONED = 24 * 3600.0
 
 _PATIENCE = 10.0  # seconds between two looks for entries that other processes have added
 
 _THREADS = 4  # that read shards to check them
 
 _FORMAT = "mm_core feature cache, format 1\n"
-
-Places = np.ndarray[Any, np.dtype[np.int64]]
-
-
-class Lookup:
-    """Finds keys of 128 bits among others by binary search.
-
-    Args:
-        keys: structured array [N] with `high` and `low`.
-        last: bool [N], those that are found only where no other has the same key.
-    """
-
-    def __init__(self, keys: Keys, last: np.ndarray[Any, np.dtype[np.bool_]] | None = None) -> None:
-        self._low = keys["low"]
-        self._order = np.argsort(keys["high"], kind="stable")
-        if last is not None and last.any():
-            first = np.argsort(last, kind="stable")
-            self._order = first[np.argsort(keys["high"][first], kind="stable")]
-        self._high = keys["high"][self._order]
-
-    def find(self, keys: Keys) -> Places:
-        """The place of each key, int64 of the keys' shape; -1 where it is not among the others."""
-        flat = np.ascontiguousarray(keys).reshape(-1)
-        found = np.full(len(flat), -1, dtype=np.int64)
-        left = np.searchsorted(self._high, flat["high"])
-        for _ in range(8):  # entries written twice, and 64 bits that are equal by chance
-            there = np.flatnonzero((found < 0) & (left < len(self._high)))
-            there = there[self._high[left[there]] == flat["high"][there]]
-            if not len(there):
-                break
-            places = self._order[left[there]]
-            same = self._low[places] == flat["low"][there]
-            found[there[same]] = places[same]
-            left[there] += 1
-        return found.reshape(keys.shape)
 
 
 class Store:
@@ -78,10 +42,11 @@ class Store:
 
     def __init__(self, folder: Path, *, create: bool = False) -> None:
         self.folder = folder
-        self._shards: dict[str, Shard] = {}
-        self._list: list[Shard] = []
-        self._open: OrderedDict[str, Any] = OrderedDict()
-        self._ready, self._looked = False, 0.0
+        self.shards: list[Shard] = []
+        """The shards that this process knows."""
+        self._names: set[str] | None = None
+        self._looked = 0.0
+        self._mapped = lru_cache(_MOST_OPEN)(mapped)
         self._check_format(create)
         self.refresh()
 
@@ -92,30 +57,33 @@ class Store:
         return len(self.keys)
 
     @property
-    def shards(self) -> Sequence[Shard]:
-        """The shards that this process knows."""
-        return self._list
+    def keys(self) -> Keys:
+        """The keys of all entries: the place of one is its number here."""
+        return self._lookup.keys
+
+    @cached_property
+    def hashes(self) -> FileHashes:
+        """The hashes of files that the cache remembers, as they are when they are first needed."""
+        return FileHashes(self.folder / FILES)
 
     def _check_format(self, create: bool) -> None:
         about = self.folder / "format.txt"
         try:
-            if create and not about.exists():
-                self._make_folders()
-                replace_text(about, _FORMAT)
-            elif create:  # object stores keep no empty folders; a read-only cache can be read without them
-                with suppress(OSError):
-                    self._make_folders()
+            if create:
+                new = not about.exists()
+                # Object stores keep no empty folders; a read-only cache can be read without them.
+                with nullcontext() if new else suppress(OSError):
+                    for name in ("shards", "facts", "claims"):
+                        (self.folder / name).mkdir(parents=True, exist_ok=True)
+                if new:
+                    replace_text(about, _FORMAT)
             found = read_plain(about)[:200].decode(errors="replace")
         except FileNotFoundError:
-            raise CacheError(
-                "there is no feature cache",
-                where=str(self.folder),
-                hint="run `mm cache build --config ...` first, or check data.cache.dir",
-            ) from None
+            hint = "run `mm cache build --config ...` first, or check data.cache.dir"
+            raise CacheError("there is no feature cache", where=str(self.folder), hint=hint) from None
         except OSError as error:
-            raise CacheError(
-                f"the cache cannot be opened: {os_reason(error)}", where=str(self.folder)
-            ) from None
+            what = f"the cache cannot be opened: {os_reason(error)}"
+            raise CacheError(what, where=str(self.folder)) from None
         if found != _FORMAT:
             raise CacheError(
                 f"the cache has another format: {found.strip()[:60]!r}",
@@ -124,30 +92,25 @@ class Store:
                 hint="use another folder, or the version of mm_core that wrote it",
             )
 
-    def _make_folders(self) -> None:
-        for name in ("shards", "facts", "claims"):
-            (self.folder / name).mkdir(parents=True, exist_ok=True)
-
     def refresh(self) -> bool:
         """Opens the shards that were added, and forgets those that are gone; whether anything has changed."""
+        known = {shard.path.name: shard for shard in self.shards}
         names = {path.name for path in (self.folder / "shards").glob("*.safetensors")}
-        if names == self._shards.keys() and self._ready:
+        if names == self._names:
             return False
-        self._ready = True
-        kept = {name: shard for name, shard in self._shards.items() if name in names}
-        for name in sorted(names - kept.keys()):
+        shards = [shard for name, shard in known.items() if name in names]
+        for name in sorted(names - known.keys()):
             with suppress(FileNotFoundError):  # another process has removed it since
-                kept[name] = open_shard(self.folder / "shards" / name)
-        self._shards = kept
-        self._list = [*self._shards.values()]
-        self._ends = np.cumsum([len(shard.keys) for shard in self._list], dtype=np.int64)
-        self.keys: Keys = np.concatenate([np.empty(0, KEY), *(shard.keys for shard in self._list)])
-        self._lookup = Lookup(self.keys, self.keys["encoder"] == FAULTY)
-        for name in self._open.keys() - self._shards.keys():
-            del self._open[name]
+                shards.append(open_shard(self.folder / "shards" / name))
+        self.shards, self._names = shards, names
+        self._starts = np.cumsum([0, *(len(shard.keys) for shard in shards)])
+        keys: Keys = np.concatenate([np.empty(0, KEY), *(shard.keys for shard in shards)])
+        self._lookup = Lookup(keys, keys["encoder"] == FAULTY)
+        if known.keys() - names:
+            self._mapped.cache_clear()
         return True
 
-    def find(self, keys: Keys) -> Places:
+    def find(self, keys: Keys) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The place of each key's entry, int64 of the keys' shape; -1 where there is none."""
         return self._lookup.find(keys)
 
@@ -161,12 +124,11 @@ class Store:
             lacking = bool(((places < 0) & (keys["high"] != 0)).any())
             if lacking and time.monotonic() - self._looked > _PATIENCE:
                 self._looked = time.monotonic()
-                if self.refresh():
-                    places = self.find(keys)
-            try:
-                return [None if place < 0 else self.read(place) for place in places.tolist()]
-            except FileNotFoundError:
                 self.refresh()
+                places = self.find(keys)
+            with suppress(FileNotFoundError):
+                return [None if place < 0 else self.read(place) for place in places.tolist()]
+            self.refresh()
         return [None] * len(keys)
 
     def read(self, place: int) -> Features:
@@ -176,20 +138,13 @@ class Store:
             FileNotFoundError: another process has removed its shard.
             CacheError: the entry is damaged, or not finite.
         """
-        number = int(np.searchsorted(self._ends, place, side="right"))
-        shard = self._list[number]
-        data = self._open.get(shard.path.name)
-        if data is None:
-            data = self._open[shard.path.name] = shard.mapped()
-            while len(self._open) > _MOST_OPEN:
-                self._open.popitem(last=False)
-        self._open.move_to_end(shard.path.name)
-        return shard.entry(data, place - (int(self._ends[number - 1]) if number else 0))
+        number = int(np.searchsorted(self._starts, place, side="right")) - 1
+        shard = self.shards[number]
+        return shard.entry(self._mapped(shard.path), place - int(self._starts[number]))
 
     def add(self, keys: Keys, entries: Sequence[Mapping[str, Tensor]]) -> None:
         """Writes entries as a shard of their own; `refresh` finds them."""
-        if len(keys):
-            write_shard(self.folder / "shards", keys, entries)
+        write_shard(self.folder / "shards", keys, entries)
 
     def keep(self, needed: np.ndarray[Any, np.dtype[np.bool_]]) -> int:
         """Removes the entries that are not needed; returns the bytes that this frees.
@@ -200,13 +155,8 @@ class Store:
         Raises:
             CacheError: the cache cannot be written, or a shard is damaged.
         """
-        freed, first = 0, 0
-        for shard, end in zip(self._list, self._ends.tolist(), strict=True):
-            own, first = needed[first:end], end
-            if own.all():
-                continue
-            with suppress(FileNotFoundError):  # another process has removed it
-                freed += shard.path.stat().st_size - _reduce(shard, own)
+        each = zip(self.shards, np.split(needed, self._starts[1:-1]), strict=False)  # one empty part of none
+        freed = sum(reduced(shard, own) for shard, own in each if not own.all())
         self.refresh()
         return freed
 
@@ -221,35 +171,31 @@ class Store:
 
     def faults(self) -> dict[int, str]:
         """Reads all entries: why those that cannot be used cannot, by place; see `checked`."""
-        starts = [0, *self._ends.tolist()]
-        checked = zip(starts, self.checked(self._list), strict=False)
+        checked = zip(self._starts.tolist(), self.checked(self.shards), strict=False)
         return {start + place: why for start, (_, faults) in checked for place, why in faults.items()}
 
-    def repair(self, shard: Shard, faults: Mapping[int, str]) -> None:
-        """Removes a shard's entries that cannot be used, and gives the others checksums; see `refresh`.
 
-        Raises:
-            CacheError: the cache cannot be written.
-        """
-        usable = np.ones(len(shard.keys), bool)
-        usable[[*faults]] = False
-        with suppress(FileNotFoundError):  # another process has removed it
-            _reduce(shard, usable)
-
-    def tidy(self) -> None:
-        """Removes what killed processes were writing."""
-        remove_stale_stages(self.folder / "shards", ".*.tmp-*", patience=_ABANDONED)
-
-
-def _reduce(shard: Shard, kept: np.ndarray[Any, np.dtype[np.bool_]]) -> int:
-    """Replaces a shard by one of the entries that are kept, or by none; returns the bytes of the new one.
+def reduced(shard: Shard, kept: np.ndarray[Any, np.dtype[np.bool_]]) -> int:
+    """Replaces a shard by one of the entries that are kept, with checksums, or by none; see `Store.refresh`.
 
     After a kill both are there, with the same entries.
+
+    Args:
+        shard: of the cache; another process may have removed it.
+        kept: bool of each of its entries.
+
+    Returns:
+        The bytes that this frees.
+
+    Raises:
+        CacheError: the cache cannot be written, or a kept entry is damaged.
     """
-    written = 0
-    if kept.any():
-        data, places = shard.mapped(), np.flatnonzero(kept)
-        entries = [shard.entry(data, place) for place in places.tolist()]
-        written = write_shard(shard.path.parent, shard.keys[places], entries).stat().st_size
-    remove_shard(shard.path)
-    return written
+    with suppress(FileNotFoundError):
+        freed, places = shard.path.stat().st_size, np.flatnonzero(kept)
+        if len(places):
+            data = mapped(shard.path)
+            entries = [shard.entry(data, place) for place in places.tolist()]
+            freed -= write_shard(shard.path.parent, shard.keys[places], entries).stat().st_size
+        remove_shard(shard.path)
+        return freed
+    return 0

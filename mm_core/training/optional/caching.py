@@ -18,7 +18,7 @@ from mm_core.contracts import (
     SupportsCache,
     TaskModule,
 )
-from mm_core.data.cache.samples import PartlyCached, joined, on_host, stacked
+from mm_core.data.cache.samples import PartlyCached, on_host, stacked
 from mm_core.data.cache.shards import SHARD_BYTES, Keys, finite, size_of
 from mm_core.errors import CacheError, PlanError
 from mm_core.plan import RunCache
@@ -89,22 +89,21 @@ class FilledBatches(Iterator[FeatureBatch], Callback):
             lacking = [place for place, row in enumerate(rows) if part.name not in row]
             if not lacking:
                 continue
-            given = [batch.captions[place] for place in lacking] if part.of == "text" else media
+            given = [batch.captions[place] for place in lacking] if part.of_text else media
             assert given is not None
             found = self._task.features(part.name, given)
-            encoded = dict(zip(lacking if part.of == "text" else batch.places, found, strict=True))
+            encoded = dict(zip(lacking if part.of_text else batch.places, found, strict=True))
             for place in lacking:
                 rows[place][part.name] = features = on_host(encoded[place])
                 self._add(batch.keys_of[place, number : number + 1], features, batch.ids[place])
-        return joined(batch.keys, batch.sample_weights, batch.ids, rows, batch.texts, batch.failures)
+        own = (batch.keys, batch.sample_weights, batch.ids)
+        return FeatureBatch(*own, stacked(rows), batch.texts, failures=batch.failures)
 
     @torch.no_grad()
     def _fixed(self, text: str) -> dict[str, Any]:
         """The features of a text that every batch needs, encoded once."""
         if text not in self._texts:
-            number = self._cache.text_part
-            assert number is not None
-            name = self._cache.parts[number].name
+            name = next(part.name for part in self._cache.parts if part.of_text)
             features = on_host(self._task.features(name, [text])[0])
             self._add(self._cache.texts[text], features, repr(text))
             self._texts[text] = stacked([{name: features}])

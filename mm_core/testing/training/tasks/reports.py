@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from mm_core.contracts import (
     Decoding,
+    FeatureBatch,
     Features,
     Randomness,
     SupportsAnswer,
@@ -22,7 +23,7 @@ from mm_core.contracts import (
     Turn,
     seeded,
 )
-from mm_core.data.cache.samples import joined, stacked
+from mm_core.data.cache.samples import stacked
 from mm_core.errors import MMError, first_line, plural
 from mm_core.testing.data.reading import SEED
 from mm_core.testing.kit import NotApplicable
@@ -65,7 +66,7 @@ def cached_features(probe: TaskProbe) -> None:
             row[part.name] = features
         for text in part.texts:
             texts[text] = stacked([{part.name: task.features(part.name, [text])[0]}])
-    cached = joined(batch.keys, batch.sample_weights, batch.ids, found, texts)
+    cached = FeatureBatch(batch.keys, batch.sample_weights, batch.ids, stacked(found), texts)
     rng = Randomness(SEED)
     with torch.no_grad():
         own, other = (float(task.loss(task.prepare(each, rng)).total) for each in (batch, cached))
