@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -314,7 +314,7 @@ class _Build:
             for number in numbers[~same].tolist():
                 self._leave_out(number, "its file or caption was changed")
             lacking = same[:, None] & (self.store.find(self.keys[numbers]) < 0)
-            given = given.to(self.device) if isinstance(given, Batch) and lacking.any() else given
+            given = given if self.of_text or not lacking.any() else cast(Batch, given).to(self.device)
             for column in np.flatnonzero(lacking.any(0)).tolist():
                 number = self.parts[column]
                 rows, part = self._features(number, given), self.cache.parts[number].name
