@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
 from mm_core.config.sections import LoaderSection
-from mm_core.contracts import Batch, DataRanks, Dataset, Randomness, SampleKey
-from mm_core.data.loading.bucketed import BucketedSamples, in_evaluation, used
+from mm_core.contracts import Batch, DataRanks, Randomness
 from mm_core.data.loading.loader import MicroBatchLoader
-from mm_core.data.loading.sampler import BatchPlan, Order, SlotSpec
 from mm_core.data.loading.skipped import UnreadableError
 from mm_core.data.loading.streams import BatchStream, held_out
 from mm_core.errors import DataError
+from mm_core.plan.samples import Samples
 
 
 class EvaluatedEngine(Protocol):
@@ -28,25 +27,6 @@ class EvaluatedEngine(Protocol):
     def evaluating(self) -> AbstractContextManager[None]: ...
 
 
-@dataclass(frozen=True)
-class EvenRows(BatchPlan):
-    """The rows of an evaluation: `num_samples` rows evenly spaced over a dataset of `total`, in order."""
-
-    total: int = 0
-
-    def global_batch(self, step: int) -> list[SlotSpec]:
-        """Rows of one evaluation step, with the dataset's own indices; rows of weight 0 only fill up."""
-        return [
-            SlotSpec(SampleKey(0, key.index * self.total // self.num_samples), weight)
-            for key, weight in super().global_batch(step)
-        ]
-
-    @property
-    def dataset_size(self) -> int:
-        """Number of samples in the dataset, not only of the evaluation's rows."""
-        return self.total
-
-
 class EvaluationData:
     """The batches of one rank in an evaluation.
 
@@ -55,7 +35,7 @@ class EvaluationData:
     which keeps the shapes, and lists it in `Batch.failures`.
 
     Args:
-        dataset: the held-out rows.
+        samples: the held-out rows.
         where: config path of the dataset, for error messages.
         rows: number of rows to use, evenly spaced; None, or more than the dataset has, uses all.
         micro_batch_size: rows in a batch.
@@ -72,7 +52,7 @@ class EvaluationData:
 
     def __init__(
         self,
-        dataset: Dataset,
+        samples: Samples,
         *,
         where: str,
         rows: int | None,
@@ -84,27 +64,14 @@ class EvaluationData:
         device: torch.device,
         decode_seconds: float | None = None,
     ) -> None:
-        if not len(dataset):
+        if not len(samples.dataset):
             raise DataError("the dataset has no rows to evaluate", where=where, hint="check its file")
-        available = used(dataset) if isinstance(dataset, BucketedSamples) else len(dataset)
-        self.rows = available if rows is None else min(rows, available)
-        self._dataset, self._where, self._transform = dataset, where, transform
+        self.rows = samples.available if rows is None else min(rows, samples.available)
+        self._dataset, self._where, self._transform = samples.dataset, where, transform
         self._share = ranks
         self._seed, self._loader, self._device = seed, loader, device
         self._decode_seconds = decode_seconds
-        self._plan: Order = (
-            in_evaluation(dataset, self.rows, ranks.count, seed)
-            if isinstance(dataset, BucketedSamples)
-            else EvenRows(
-                num_samples=self.rows,
-                micro_batch_size=micro_batch_size,
-                global_batch_size=micro_batch_size * ranks.count,
-                seed=seed,
-                order="sequential",
-                drop_last=False,
-                total=len(dataset),
-            )
-        )
+        self._plan = samples.held_out(self.rows, micro_batch_size, ranks.count, seed)
 
     @property
     def batches(self) -> int:

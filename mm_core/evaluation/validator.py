@@ -25,7 +25,6 @@ from mm_core.contracts import (
     Task,
     TaskModule,
 )
-from mm_core.data.loading.plain import AnyDataset, PlainBatches
 from mm_core.data.loading.streams import BatchStream
 from mm_core.data.rows.prompts import Prompt, with_images
 from mm_core.errors import ContractError, DataError, MMError, PeerError, plural
@@ -38,6 +37,7 @@ from mm_core.evaluation.sampled_clips import (
     share_of,
     write_own,
 )
+from mm_core.plan.samples import Samples
 from mm_core.plugin.checks.places import place_of_object
 from mm_core.plugin.checks.values import returned
 from mm_core.plugin.registry import Registry
@@ -94,7 +94,7 @@ class Validator:
         ranks: Ranks,
         task: TaskModule,
         engine: EvaluatedEngine,
-        dataset: AnyDataset | None,
+        dataset: Samples | None,
         *,
         run_dir: Path,
         split: str = "validation",
@@ -118,9 +118,9 @@ class Validator:
         self._rng = Randomness(config.run.seed)
         self._reported: set[tuple[str, int]] = set()
         self._data: EvaluationData | StreamedEvaluation | None = None
-        if isinstance(dataset, PlainBatches):
+        if dataset is not None and dataset.stream is not None:
             stream = BatchStream(
-                dataset,
+                dataset.stream,
                 transform=task.batch_transform(),
                 rng=self._rng,
                 share=engine.data_ranks,

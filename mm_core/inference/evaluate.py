@@ -158,13 +158,13 @@ def _pass(
     task = build_task(config, chosen.checkpoint.adapters)
     engine = load_as_rank(task, config, ranks, chosen.checkpoint, weights)
     check_class_names(task, {chosen.split: dataset})
-    dataset = in_buckets(config, task, {chosen.split: dataset})[chosen.split]
+    samples = in_buckets(config, task, {chosen.split: dataset})[chosen.split]
     validator = Validator(
         config,
         ranks,
         task,
         engine,
-        dataset,
+        samples,
         run_dir=chosen.checkpoint.folder.parent.parent,
         split=chosen.split,
         settings=settings,

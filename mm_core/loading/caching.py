@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from itertools import chain, groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -308,7 +308,7 @@ class _Build:
             changed = [(self.what, number) for number, kept in zip(numbers, same, strict=True) if not kept]
             self.built.left_out |= dict.fromkeys(changed, "its file or caption was changed")
             lacking = same[:, None] & (self.store.find(self.keys[numbers]) < 0)
-            given = given.to(self.device) if isinstance(given, Batch) and lacking.any() else given
+            given = given if self.of_text or not lacking.any() else cast(Batch, given).to(self.device)
             for column in np.flatnonzero(lacking.any(0)).tolist():
                 part = self.parts[column]
                 rows = self._features(part, given)

@@ -3,14 +3,13 @@
 from mm_core.plan.activations import Activations, shared_activations
 from mm_core.plan.base_choices import base_choices, table_of
 from mm_core.plan.bucket_report import report_buckets
-from mm_core.plan.bucketing import bucket_order, in_buckets
+from mm_core.plan.bucketing import in_buckets
 from mm_core.plan.caching import cache_of, in_cache, open_datasets
 from mm_core.plan.planning import (
     build_frozen,
     build_task,
     check_data,
     make_plan,
-    sample_order,
 )
 from mm_core.plan.run_cache import RunCache
 from mm_core.plan.run_plan import ComponentFact, MissingFile, ModuleFact, RunPlan
@@ -24,7 +23,6 @@ __all__ = [
     "RunCache",
     "RunPlan",
     "base_choices",
-    "bucket_order",
     "build_frozen",
     "build_task",
     "cache_of",
@@ -35,7 +33,6 @@ __all__ = [
     "open_datasets",
     "plan_shown",
     "report_buckets",
-    "sample_order",
     "shared_activations",
     "table_of",
 ]

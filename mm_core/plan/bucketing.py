@@ -17,8 +17,9 @@ from mm_core.config.sections import RunConfig
 from mm_core.contracts import SupportsRowSizes, TaskModule
 from mm_core.data.loading.bucketed import BucketedSamples, BucketOrder, SizedDataset
 from mm_core.data.loading.buckets import Bucket, Grid, derived, nearest
-from mm_core.data.loading.plain import AnyDataset, PlainBatches
+from mm_core.data.loading.plain import rows_of
 from mm_core.errors import ContractError, DataError, PlanError, RunWarning, plural
+from mm_core.plan.samples import InBuckets, Samples
 from mm_core.plugin.checks.values import returned
 from mm_core.schema.fields import ComponentConfig
 
@@ -36,26 +37,6 @@ class BucketFact:
     samples: int  # per epoch
     padded: int  # rows of weight 0 per epoch
     dropped: int  # samples per epoch
-
-
-def bucket_order(config: RunConfig, global_batch_size: int, samples: BucketedSamples) -> BucketOrder:
-    """The planned order of a run's training samples in buckets.
-
-    Args:
-        config: the run's config.
-        global_batch_size: samples of the largest bucket in a step, over all ranks.
-        samples: those of data.train.
-    """
-    count, loader = global_batch_size // config.train.micro_batch_size, config.data.loader
-    return BucketOrder(
-        samples=samples,
-        micro_batches_per_step=count,
-        group=count // loader.buckets_per_step,
-        seed=config.run.seed,
-        order=loader.sampler,
-        rests=loader.rests,
-        repeat_first=config.train.overfit_one_batch,
-    )
 
 
 def mean_step(order: BucketOrder, options: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], float]]:
@@ -85,8 +66,9 @@ def check_sizes_set(config: RunConfig, class_: object, options: Mapping[str, Any
     Raises:
         ContractError: it is not, or the dataset reads its samples in one size.
     """
+    any_size = isinstance(class_, SupportsRowSizes)
     if config.data.loader.mode == "variable":
-        if not isinstance(class_, SupportsRowSizes):
+        if not any_size:
             raise ContractError(
                 f"the dataset {getattr(class_, '__name__', class_)} reads its samples in one size",
                 where=f"data.{split}",
@@ -100,7 +82,7 @@ def check_sizes_set(config: RunConfig, class_: object, options: Mapping[str, Any
                 accepted="max_height and max_width",
                 hint="rename them, or set data.loader.mode: sampler",
             )
-    elif isinstance(class_, SupportsRowSizes) and options.get("height", 0) is None:
+    elif any_size and options.get("height", 0) is None:
         raise ContractError(
             "the size of the samples is not set",
             where=f"data.{split}",
@@ -108,18 +90,21 @@ def check_sizes_set(config: RunConfig, class_: object, options: Mapping[str, Any
         )
 
 
-def in_buckets(
-    config: RunConfig, task: TaskModule, datasets: Mapping[str, AnyDataset]
-) -> dict[str, AnyDataset]:
-    """The datasets of a run by split, in buckets if the loader's mode is `variable`. A collective call."""
+def in_buckets(config: RunConfig, task: TaskModule, datasets: Mapping[str, Any]) -> dict[str, Samples]:
+    """The datasets of a run by split as it reads them: in buckets if the loader's mode is `variable`. A
+    collective call."""
     if config.data.loader.mode != "variable":
-        return dict(datasets)
+        return {
+            name: Samples(each, each if rows_of(each) is None else None) for name, each in datasets.items()
+        }
     sections = config.data.splits
-    return {name: bucketed(config, task, sections[name], each, name) for name, each in datasets.items()}
+    return {
+        name: InBuckets(bucketed(config, task, sections[name], each, name)) for name, each in datasets.items()
+    }
 
 
 def bucketed(
-    config: RunConfig, task: TaskModule, section: ComponentConfig, dataset: AnyDataset, split: str
+    config: RunConfig, task: TaskModule, section: ComponentConfig, dataset: SizedDataset, split: str
 ) -> BucketedSamples:
     """The samples of a dataset in the buckets of `data.loader`. All ranks call it together.
 
@@ -134,9 +119,6 @@ def bucketed(
         ContractError: the task takes no such size, or the dataset has no rows of any size.
         DataError: no sample fits a bucket.
     """
-    assert not isinstance(dataset, PlainBatches) and isinstance(dataset, SupportsRowSizes), (
-        "check_sizes_set has been called"
-    )
     loader = config.data.loader
     offered, rows, numbers = filled(config, task, section, dataset)
     counts = numbers[numbers >= 0].bincount(minlength=len(offered.sizes))

@@ -19,14 +19,14 @@ from mm_core.data.cache.samples import CachedSamples
 from mm_core.data.cache.shards import KEY
 from mm_core.data.cache.store import Store
 from mm_core.data.class_names import check_class_names
-from mm_core.data.loading.bucketed import BucketedSamples
-from mm_core.data.loading.plain import AnyDataset, PlainBatches, PlainSamples
+from mm_core.data.loading.plain import promise_of
 from mm_core.data.loading.seeding import build_split
 from mm_core.data.rows.mapped_rows import read_once
 from mm_core.errors import CacheError, PlanError
 from mm_core.plan.bucketing import in_buckets
 from mm_core.plan.planning import build_task, check_data
 from mm_core.plan.run_cache import RunCache
+from mm_core.plan.samples import Samples
 from mm_core.plugin.checks.places import place_of_object
 from mm_core.plugin.checks.values import returned
 from mm_core.runtime.ranks import Ranks
@@ -34,14 +34,14 @@ from mm_core.schema.fields import ComponentConfig
 
 
 def open_cache(
-    config: RunConfig, task: TaskModule, datasets: Mapping[str, AnyDataset], *, create: bool = False
+    config: RunConfig, task: TaskModule, datasets: Mapping[str, Samples], *, create: bool = False
 ) -> RunCache:
     """Opens a run's feature cache and computes all keys that it needs. A collective call.
 
     Args:
         config: of the run.
         task: built, its encoders loaded or not.
-        datasets: by split, in buckets or not.
+        datasets: by split.
         create: whether the folder may be made.
 
     Raises:
@@ -52,7 +52,7 @@ def open_cache(
     parts = _parts(config, task)
     rows = {}
     for split, dataset in datasets.items():
-        if isinstance(dataset, PlainBatches | PlainSamples):
+        if promise_of(dataset.dataset):  # of other datasets there is none
             raise PlanError(
                 "the samples of a Dataset or DataLoader that is read as it is cannot be cached",
                 where="data.loader.mode",
@@ -60,7 +60,7 @@ def open_cache(
                 hint="remove data.cache, or write the dataset as a component with `source_of`",
             )
         options, variants = config.data.splits[split].options, section.variants if split == "train" else 1
-        rows[split] = rows_of_dataset(dataset, options, variants, config.run.seed, f"data.{split}")
+        rows[split] = rows_of_dataset(dataset.dataset, options, variants, config.run.seed, f"data.{split}")
     folder = Path(section.dir)
 
     def begin(into: Path) -> list[PartKey]:
@@ -139,8 +139,8 @@ def _fill_tables(rows: Mapping[str, CacheRows], keyed: Sequence[PartKey], folder
 
 
 def in_cache(
-    config: RunConfig, task: TaskModule, datasets: Mapping[str, AnyDataset]
-) -> tuple[dict[str, AnyDataset], list[str], RunCache | None]:
+    config: RunConfig, task: TaskModule, datasets: Mapping[str, Samples]
+) -> tuple[dict[str, Samples], list[str], RunCache | None]:
     """The datasets of a run, read from its cache if `data.cache` is set; encoders that nothing needs then are
     no longer among `task.frozen`. A collective call.
 
@@ -192,7 +192,7 @@ def cache_of(config: RunConfig, create: bool = False) -> tuple[TaskModule, RunCa
     return task, open_cache(config, task, open_datasets(config, task), create=create)
 
 
-def open_datasets(config: RunConfig, task: TaskModule) -> dict[str, AnyDataset]:
+def open_datasets(config: RunConfig, task: TaskModule) -> dict[str, Samples]:
     """The datasets of a run by split, checked against its task; see `in_buckets`. A collective call."""
     check_data(config, task)  # before any data is measured
     mode = config.data.loader.mode
@@ -209,8 +209,5 @@ def _text_features(store: Store, part: PartKey, text: str) -> Any:
     return store.get(keys_of_texts(part, [text]))[0]
 
 
-def _cached(split: CachedSamples, dataset: AnyDataset, fills: set[str]) -> AnyDataset:
-    made = replace(split, fills=fills)
-    if isinstance(dataset, BucketedSamples):
-        return BucketedSamples(made, dataset.buckets, dataset.of_row)
-    return made
+def _cached(split: CachedSamples, samples: Samples, fills: set[str]) -> Samples:
+    return samples.read_from(replace(split, fills=fills))

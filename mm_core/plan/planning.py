@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mm_core.config.components import absent_inputs, option_faults, target_faults, walk_components
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import (
     Engine,
     EnginePlan,
+    Frozen,
     SampleRequest,
     StepFlops,
     Streamed,
@@ -23,13 +25,13 @@ from mm_core.contracts import (
     SupportsCheckTraining,
     SupportsNotes,
     SupportsSampleFlops,
+    SupportsWeightsFrom,
     TaskModule,
     TrainingFacts,
 )
-from mm_core.data.loading.bucketed import BucketedSamples, BucketOrder
-from mm_core.data.loading.plain import AnyDataset, rows_of
-from mm_core.data.loading.sampler import BatchPlan, Order
-from mm_core.data.loading.seeding import build_dataset, build_split
+from mm_core.data.loading.bucketed import BucketOrder
+from mm_core.data.loading.sampler import Order
+from mm_core.data.loading.seeding import build_split
 from mm_core.device import untested_torch
 from mm_core.errors import ConfigError, ContractError, PlanError, plural
 from mm_core.modules.casting import cast_frozen
@@ -38,22 +40,22 @@ from mm_core.modules.quantised import quantise_base
 from mm_core.parallel.layout import like_blocks
 from mm_core.plan.bucketing import (
     bucket_facts,
-    bucket_order,
-    bucketed,
     check_buckets,
     check_group,
     check_sizes_set,
+    in_buckets,
     mean_step,
 )
-from mm_core.plan.missing import missing_files
 from mm_core.plan.model_states import StageBytes, model_states
 from mm_core.plan.padding import padding_notes
-from mm_core.plan.run_plan import ComponentFact, ModuleFact, RunPlan
+from mm_core.plan.run_plan import ComponentFact, MissingFile, ModuleFact, RunPlan
+from mm_core.plan.samples import Samples
 from mm_core.plan.settings import check_schedule, decode_notes, profile_notes
 from mm_core.plugin.checks.places import place_of_object
 from mm_core.plugin.checks.values import returned
 from mm_core.weights.adapters.inject import Structure, add_adapters
 from mm_core.weights.fitting import formats_of
+from mm_core.weights.stored import missing_at
 
 
 def build_task(config: RunConfig, adapters: Structure | None = None) -> TaskModule:
@@ -148,7 +150,7 @@ def make_plan(
     world: int,
     task: TaskModule | None = None,
     engine: Engine | None = None,
-    train: AnyDataset | None = None,
+    train: Samples | None = None,
     purpose: Literal["train", "import"] = "train",
 ) -> RunPlan:
     """Computes the plan of a run for `world` ranks.
@@ -158,8 +160,7 @@ def make_plan(
         world: number of ranks.
         task: the task; None: built here.
         engine: the engine; None: built here.
-        train: the samples of data.train, in buckets with the mode `variable`; None: opened here, if the plan
-            depends on them.
+        train: the samples of data.train; None: opened here, if the plan depends on them.
         purpose: as `Engine.plan` takes it.
 
     Raises:
@@ -179,8 +180,9 @@ def make_plan(
     layout = engine.plan(task, world, states, purpose=purpose)
     _check_base_dtype(config, task, layout)
     size, accumulation = _batch(config, layout.data_parallel)
-    order = _buckets(config, task, size, accumulation, train)
-    steps = _steps(config, size, order, train)
+    order = _order(config, task, size, accumulation, train)
+    buckets = cast(BucketOrder | None, order if config.data.loader.mode == "variable" else None)
+    steps = _steps(config, order)
     check_schedule(config, steps)
     notes = (*untested_torch(), *_notes(task), *padding_notes(config, task), *profile_notes(config, steps))
     notes = (*notes, *decode_notes(config))
@@ -196,9 +198,9 @@ def make_plan(
         micro_batch_size=config.train.micro_batch_size,
         global_batch_size=size,
         accumulation=accumulation,
-        buckets=() if order is None else bucket_facts(order),
+        buckets=() if buckets is None else bucket_facts(buckets),
         notes=(*notes, *_engine_notes(config, engine, steps, accumulation, layout)),
-        flops=_step_flops(config, task, layout, size, order),
+        flops=_step_flops(config, task, layout, size, buckets),
         ema_bytes=layout.gradient_bytes if config.ema is not None else 0,
         ema_on_host=config.ema is not None and (config.ema.device == "cpu" or bool(layout.offloaded_bytes)),
     )
@@ -228,20 +230,28 @@ def _batch(config: RunConfig, shares: int) -> tuple[int, int]:
     return size, size // wave
 
 
-def _buckets(
-    config: RunConfig, task: TaskModule, size: int, accumulation: int, train: AnyDataset | None
-) -> BucketOrder | None:
-    """The order of samples in buckets; None in other modes of the loader, and while the data are missing."""
-    if config.data.loader.mode != "variable":
-        return None
-    check_group(accumulation, config.data.loader.buckets_per_step)
-    if _unread(config, train):
+def _order(
+    config: RunConfig, task: TaskModule, size: int, accumulation: int, train: Samples | None
+) -> Order | None:
+    """The order of the training samples; None if the plan does not depend on it, or the data are missing."""
+    data = config.data
+    if data.loader.mode == "variable":
+        check_group(accumulation, data.loader.buckets_per_step)
+    elif config.train.steps is not None:
         return None
     if train is None:
-        opened = build_dataset(config.registry, config.data.train, config.run.seed)
-        train = bucketed(config, task, config.data.train, opened, "train")
-    assert isinstance(train, BucketedSamples)
-    return bucket_order(config, size, train)
+        if "train" in absent_inputs(config):
+            return None
+        opened = build_split(config.registry, data.train, config.run.seed, data.loader.mode, "train")
+        train = in_buckets(config, task, {"train": opened})["train"]
+    if train.stream is not None:
+        raise PlanError(
+            "an IterableDataset or DataLoader has no known number of samples, so its epochs have no known"
+            " number of steps",
+            where="train.epochs",
+            hint="set train.steps instead",
+        )
+    return train.order(config, size)
 
 
 def _model_states(modules: Sequence[ModuleFact], states: float, world: int) -> tuple[StageBytes, ...]:
@@ -318,54 +328,37 @@ def _check_base_dtype(config: RunConfig, task: TaskModule, layout: EnginePlan) -
             )
 
 
-def _steps(config: RunConfig, size: int, order: Order | None, train: AnyDataset | None) -> int:
+def _steps(config: RunConfig, order: Order | None) -> int:
     """The total number of steps; epochs are rounded up to complete steps. 0: the data are missing."""
     if config.train.steps is not None:
         return config.train.steps
-    if _unread(config, train):
+    if order is None:
         return 0
     assert config.train.epochs is not None
-    if order is None:
-        if train is None:
-            mode = config.data.loader.mode
-            train = build_split(config.registry, config.data.train, config.run.seed, mode, "train")
-        if (count := rows_of(train)) is None:
-            raise PlanError(
-                "an IterableDataset or DataLoader has no known number of samples, so its epochs have no known"
-                " number of steps",
-                where="train.epochs",
-                hint="set train.steps instead",
-            )
-        order = sample_order(config, size, count)
     return math.ceil(config.train.epochs * order.batches_per_epoch)
 
 
-def _unread(config: RunConfig, train: AnyDataset | None) -> bool:
-    """Whether the files of data.train are missing, so that nothing is known of its rows."""
-    return train is None and "train" in absent_inputs(config)
-
-
-def sample_order(
-    config: RunConfig, global_batch_size: int, num_samples: int, lengths: Tensor | None = None
-) -> Order:
-    """The planned order of a run's training samples: which samples each step uses.
-
-    Args:
-        config: the run's config.
-        global_batch_size: samples per step over all ranks.
-        num_samples: number of samples in data.train.
-        lengths: length of each sample, for `group_by_length`.
-    """
-    return BatchPlan(
-        num_samples=num_samples,
-        micro_batch_size=config.train.micro_batch_size,
-        global_batch_size=global_batch_size,
-        seed=config.run.seed,
-        order=config.data.loader.sampler,
-        drop_last=config.data.loader.drop_last,
-        repeat_first=config.train.overfit_one_batch,
-        lengths=lengths,
-    )
+def missing_files(config: RunConfig, task: TaskModule) -> tuple[MissingFile, ...]:
+    """Missing files: of trained and frozen components, of others (a scheduler) for sampling, and of data."""
+    trained = task.trainable
+    frozen = task.frozen
+    found = []
+    for name in trained:
+        component = task.get_submodule(name)
+        given = component.weights_from if isinstance(component, SupportsWeightsFrom) else None
+        paths = missing_at(Path(given.path)) if given is not None else []
+        found += [MissingFile(path, name, "to begin") for path in paths]
+    others = [name for name in config.task.options if name not in (*trained, *frozen)]
+    samples = config.validation is not None and config.validation.samples is not None
+    for name in (*frozen, *others):
+        part = getattr(task, name, None)  # an option of a task need not be an attribute
+        if isinstance(part, Frozen):
+            now = name in frozen or samples
+            paths = returned(Frozen.missing_files, part.missing_files(), part)
+            found += [MissingFile(path, name, "to train" if now else "to sample") for path in paths]
+    for split, paths in absent_inputs(config).items():
+        found += [MissingFile(path, f"data.{split}", "to train") for path in paths]
+    return tuple(found)
 
 
 def _modules(task: TaskModule) -> list[ModuleFact]:

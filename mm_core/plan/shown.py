@@ -10,8 +10,6 @@ from mm_core.config.sections import RunConfig
 from mm_core.contracts import SupportsEvaluated, TaskModule
 from mm_core.data.class_names import check_class_names
 from mm_core.data.datasets.media_report import remarks
-from mm_core.data.datasets.media_text import MediaTextDataset
-from mm_core.data.loading.bucketed import BucketedSamples
 from mm_core.data.loading.plain import AnyDataset
 from mm_core.data.loading.seeding import build_split
 from mm_core.errors import RunWarning
@@ -39,18 +37,18 @@ def plan_shown(config: RunConfig, world: int, task: TaskModule) -> RunPlan:
     if config.data.cache is None or absent:
         check_data(config, task)
         there = [split for split in inputs_of(config) if split not in absent]
-        opened = {split: _opened(config, split) for split in there}
-        check_class_names(task, opened)
-        read = in_buckets(config, task, {split: each for split, each in opened.items() if split == "train"})
+        sources: dict[str, object] = {split: _opened(config, split) for split in there}
+        check_class_names(task, sources)
+        read = in_buckets(config, task, {split: sources[split] for split in there if split == "train"})
         if config.data.cache is not None:
             notes.append("data.cache is not looked up while data are missing")
     else:
         opened = open_datasets(config, task)
         read, notes, _ = in_cache(config, task, opened)
+        sources = {split: samples.source for split, samples in opened.items()}
     plan = make_plan(config, world, task, train=read.get("train"))
-    for split, dataset in opened.items():
-        rows = dataset.dataset if isinstance(dataset, BucketedSamples) else dataset
-        notes += [f"data.{split}: {each}" for each in remarks(rows)]
+    for split, source in sources.items():
+        notes += [f"data.{split}: {each}" for each in remarks(source)]
     return replace(plan, notes=(*plan.notes, *notes))
 
 
@@ -61,6 +59,6 @@ def _opened(config: RunConfig, split: str) -> AnyDataset:
         # Rows one by one: a dataset that packs them would measure them all.
         section = replace(section, options={**class_.evaluated(section.options)})
     with warnings.catch_warnings():
-        if isinstance(class_, type) and issubclass(class_, MediaTextDataset):
+        if getattr(class_, "remarked", False):
             warnings.simplefilter("ignore", RunWarning)  # the plan's notes have it
         return build_split(config.registry, section, config.run.seed, mode, split)

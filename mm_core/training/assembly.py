@@ -117,10 +117,11 @@ def restore_parts(parts: RunParts, allow: Sequence[str]) -> tuple[Document, Rest
     config, ranks, plan = parts.config, parts.ranks, parts.plan
     adapters = record_of(parts.task, config.train.adapters)
     external = parts.external.rows(config.literals)
-    data = fingerprints(config.data.splits, parts.datasets, ranks)
+    datasets = {split: samples.dataset for split, samples in parts.datasets.items()}
+    data = fingerprints(config.data.splits, datasets, ranks)
     manifest = run_manifest(config, plan, data, adapters, external)
     restored = restore(parts, manifest, allow)
-    restored.notes += [*parts.weights.notes(), *plan.notes, *promise_of(parts.datasets["train"])]
+    restored.notes += [*parts.weights.notes(), *plan.notes, *promise_of(datasets["train"])]
     ranks.on_first("writing config.yaml and manifest.json", lambda: write_run_files(config, plan, manifest))
     if ranks.rank == 0 and (note := remember(config)) is not None:
         restored.notes.append(note)

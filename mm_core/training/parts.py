@@ -13,12 +13,12 @@ from mm_core.checkpoint.store import CheckpointStore
 from mm_core.config.components import resume_marks
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import Engine, TaskModule
-from mm_core.data.loading.plain import AnyDataset
 from mm_core.errors import CheckpointError
 from mm_core.loading.initial_weights import FileWeights, ResumedWeights
 from mm_core.loading.left_out import ExternalWeights
 from mm_core.optim.ema import EMA
 from mm_core.plan import RunCache, RunPlan
+from mm_core.plan.samples import Samples
 from mm_core.runtime.ranks import Ranks
 
 
@@ -49,7 +49,7 @@ class RunParts:
     refused: Sequence[CheckpointError]
     task: TaskModule
     engine: Engine
-    datasets: Mapping[str, AnyDataset]
+    datasets: Mapping[str, Samples]
     plan: RunPlan
     weights: ResumedWeights | FileWeights
     external: ExternalWeights

@@ -8,13 +8,12 @@ from torch import Tensor
 
 from mm_core.config.sections import LoaderSection, RunConfig
 from mm_core.contracts import Dataset, Engine, Randomness, SupportsLengths, Task, TaskModule, seeded
-from mm_core.data.loading.bucketed import BucketedSamples
 from mm_core.data.loading.loader import MicroBatchLoader
-from mm_core.data.loading.plain import AnyDataset, PlainBatches
 from mm_core.data.loading.sampler import Order
 from mm_core.data.loading.streams import BatchStream, TrainingStream
 from mm_core.errors import ContractError, PlanError, plural
-from mm_core.plan import RunPlan, bucket_order, sample_order
+from mm_core.plan import RunPlan
+from mm_core.plan.samples import Samples
 from mm_core.plugin.checks.places import place_of_object
 from mm_core.plugin.checks.values import returned
 from mm_core.training.parts import Restored
@@ -46,7 +45,7 @@ def sample_lengths(loader: LoaderSection, seed: int, dataset: Dataset) -> Tensor
 def make_loader(
     config: RunConfig,
     plan: RunPlan,
-    dataset: AnyDataset,
+    samples: Samples,
     task: TaskModule,
     engine: Engine,
     restored: Restored,
@@ -57,7 +56,7 @@ def make_loader(
     Args:
         config: the run's config.
         plan: the run's plan: steps and global batch.
-        dataset: the training samples.
+        samples: those of data.train.
         task: makes the transform of a batch.
         engine: prepared: its device, and the share of the data that this rank reads.
         restored: the first step, and the facts of its checkpoint.
@@ -67,9 +66,9 @@ def make_loader(
     steps = range(restored.step, plan.steps)
     _check_shares(engine, plan)
     transform = returned(Task.batch_transform, task.batch_transform(), task)
-    if isinstance(dataset, PlainBatches):
+    if samples.stream is not None:
         stream = BatchStream(
-            dataset,
+            samples.stream,
             transform=transform,
             rng=rng,
             share=shares,
@@ -83,14 +82,10 @@ def make_loader(
         position, repeat_first = restored.facts.get("order", {}), config.train.overfit_one_batch
         streamed = TrainingStream(stream, plan.accumulation, steps, position, repeat_first)
         return streamed, streamed
-    order: Order
-    if isinstance(dataset, BucketedSamples):
-        order = bucket_order(config, plan.global_batch_size, dataset)
-    else:
-        lengths = sample_lengths(section, config.run.seed, dataset)
-        order = sample_order(config, plan.global_batch_size, len(dataset), lengths)
+    lengths = sample_lengths(section, config.run.seed, samples.dataset)
+    order = samples.order(config, plan.global_batch_size, lengths)
     return order, MicroBatchLoader(
-        dataset,
+        samples.dataset,
         order,
         batch_transform=transform,
         rng=rng,

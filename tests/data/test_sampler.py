@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mm_core.contracts import SampleKey
-from mm_core.data.loading.sampler import BatchPlan
+from mm_core.data.loading.sampler import BatchPlan, EvenRows
 from mm_core.errors import PlanError
-from mm_core.evaluation.batches import EvenRows
 
 
 @st.composite

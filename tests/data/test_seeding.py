@@ -20,6 +20,7 @@ from mm_core.data.loading.sampler import BatchPlan
 from mm_core.data.loading.seeding import build_dataset
 from mm_core.errors import DataError
 from mm_core.evaluation.batches import EvaluationData
+from mm_core.plan.samples import Samples
 from mm_core.plugin.registry import get_registry
 from mm_core.training.training_samples import sample_lengths
 from support.sites import clear_cache
@@ -190,7 +191,7 @@ class Section:
 def test_an_evaluation_draws_the_same_in_every_pass_and_at_any_world_size() -> None:
     def read(rank: int, world: int, passes: int = 1, seed: int = 0) -> list[Any]:
         data = EvaluationData(
-            Drawing(),
+            Samples(Drawing()),
             where="data.validation",
             rows=8,
             micro_batch_size=2,

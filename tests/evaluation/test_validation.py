@@ -24,11 +24,13 @@ from mm_core.contracts import (
     SampleRequest,
     VideoTextBatch,
 )
+from mm_core.data.loading.sampler import EvenRows
 from mm_core.errors import ContractError, DataError
 from mm_core.evaluation import LatentPSNR
-from mm_core.evaluation.batches import EvaluationData, EvenRows
+from mm_core.evaluation.batches import EvaluationData
 from mm_core.evaluation.sampled_clips import share_of, with_trained_size
 from mm_core.evaluation.validator import build_metrics
+from mm_core.plan.samples import Samples
 from mm_core.plugin.registry import build
 from mm_core.runtime.process_group import process_group
 from support import validation
@@ -72,7 +74,7 @@ def data(dataset, **fields) -> EvaluationData:
         "loader": LoaderSection(workers=0),
         "device": torch.device("cpu"),
     }
-    return EvaluationData(dataset, **{**settings, **fields})
+    return EvaluationData(Samples(dataset), **{**settings, **fields})
 
 
 def test_a_subset_is_spread_over_the_dataset_under_its_own_indices():

@@ -15,6 +15,7 @@ from mm_core.errors import DataError
 from mm_core.evaluation.validator import Validator
 from mm_core.optim.ema import EMA
 from mm_core.plan import build_task
+from mm_core.plan.samples import Samples
 from mm_core.plugin.registry import build
 from mm_core.runtime.ranks import Ranks
 from support.tiny_models import ONE_BLOCK
@@ -116,7 +117,7 @@ class Parts:
             Ranks.current(),
             self.task,
             self.engine,
-            dataset,
+            None if dataset is None else Samples(dataset),
             metrics=[(name, build("metric", {"type": name})) for name in metrics],
             run_dir=Path(self.config.run.dir) / self.config.run.name,
             note=self.notes.append,

@@ -60,6 +60,8 @@ class MediaTextDataset:
             missing, damaged, outside its folder, too large, or shorter than a clip.
     """
 
+    remarked = True  # `remarks` has what its constructor warns of
+
     def __init__(
         self,
         sources: Sequence[MediaSource],

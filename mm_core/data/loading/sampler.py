@@ -167,6 +167,25 @@ class BatchPlan:
         return self.num_samples
 
 
+@dataclass(frozen=True)
+class EvenRows(BatchPlan):
+    """The rows of an evaluation: `num_samples` rows evenly spaced over a dataset of `total`, in order."""
+
+    total: int = 0
+
+    def global_batch(self, step: int) -> list[SlotSpec]:
+        """Rows of one evaluation step, with the dataset's own indices; rows of weight 0 only fill up."""
+        return [
+            SlotSpec(SampleKey(0, key.index * self.total // self.num_samples), weight)
+            for key, weight in super().global_batch(step)
+        ]
+
+    @property
+    def dataset_size(self) -> int:
+        """Number of samples in the dataset, not only of the evaluation's rows."""
+        return self.total
+
+
 @lru_cache(maxsize=4)
 def epoch_order(num_samples: int, order: str, seed: int, epoch: int) -> Tensor:
     """The dataset's indices in the order of an epoch, int64 [num_samples]."""

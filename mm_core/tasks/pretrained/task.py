@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -146,7 +146,7 @@ class PretrainedTask(TaskModule):
 
     def weight(self, batch: Batch) -> float:
         """The weight of a batch in the loss: the number of its labels, each times the weight of its row."""
-        assert isinstance(batch, TextBatch)
+        batch = cast(TextBatch, batch)  # `CountLabels` has checked it
         self._schemas[True].check(batch.inputs)
         return _weight(batch, self._counts(batch))
 
@@ -164,7 +164,7 @@ class PretrainedTask(TaskModule):
         Raises:
             ContractError: its input names are different from those of earlier batches or other ranks.
         """
-        assert isinstance(batch, TextBatch)
+        batch = cast(TextBatch, batch)  # `CountLabels` has checked it
         self._schemas[self.model.training].agree(batch.inputs)
         if self.model.training and True not in self._checked:
             warn_of_dense(self.model, batch.inputs)
@@ -224,7 +224,7 @@ class PretrainedTask(TaskModule):
             with -100 at ignored labels; `logits` [B,K] if rows have one label or several numbers. `texts`
             contains names of classes, or generated answers if `max_new_tokens` is set.
         """
-        assert isinstance(batch, TextBatch)
+        batch = cast(TextBatch, batch)  # `CountLabels` has checked it
         inputs = self.prepare(batch, rng)
         record = RowLosses(torch.ones_like(inputs.weights), keep_predictions=True)
         returned = self._forward(inputs, record)

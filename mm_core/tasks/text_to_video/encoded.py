@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -125,7 +126,7 @@ class ClipEncoder:
             for row, part in zip(self.inputs.rows, self.inputs.cache_parts(), strict=True):
                 given |= self.inputs.read(row, part.name, features, device)
         else:
-            assert isinstance(batch, VideoTextBatch)
+            batch = cast(VideoTextBatch, batch)
             size, fps, device = batch.size, batch.fps, batch.device
             batch = batch.to(device)  # floats, also of a batch that never moved
             pixels = batch.pixels
@@ -177,10 +178,17 @@ class ClipEncoder:
         found += self.inputs.cache_parts()
         return (*found, self.captions.cache_part(self.drops))
 
-    def features(self, part: str, batch: Batch) -> list[Features]:
-        """What a cache stores of each clip of a batch."""
-        assert isinstance(batch, VideoTextBatch)
-        batch = batch.to(batch.device)
+    def features(self, part: str, given: Any, device: torch.device) -> list[Features]:
+        """What a cache stores of each clip of a batch, or of each caption where the encoder reads no fields.
+
+        Args:
+            part: name of one of `cache_parts`.
+            given: a `VideoTextBatch`, or captions.
+            device: where captions are encoded.
+        """
+        if part == TEXTS and not self.captions.reads:
+            return self.captions.features(given, device)
+        batch: VideoTextBatch = given.to(given.device)
         pixels = batch.pixels
         if part == TEXTS:
             return self.captions.features_of(batch, self.drops)

@@ -172,9 +172,7 @@ class TextToVideo(TaskModule):
     @torch.no_grad()
     def features(self, part: str, given: Batch | Sequence[str]) -> list[Features]:
         """See `SupportsCache`."""
-        if isinstance(given, Batch):
-            return self._encoder.features(part, given)
-        return self.captions.features(given, self.compute_device())
+        return self._encoder.features(part, given, self.compute_device())
 
     def use_texts(self, find: Callable[[str], Features | None]) -> None:
         """See `SupportsCache`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -65,8 +65,7 @@ class FilledBatches(Iterator[FeatureBatch], Callback):
         self._writes, self._bytes = True, 0
 
     def __next__(self) -> FeatureBatch:
-        batch = next(self._batches)
-        assert isinstance(batch, FeatureBatch)
+        batch = cast(FeatureBatch, next(self._batches))
         if isinstance(batch, PartlyCached):
             batch = self._completed(batch)
         texts = {text: row or self._fixed(text) for text, row in batch.texts.items()}
