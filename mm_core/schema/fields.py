@@ -131,4 +131,4 @@ class ComponentConfig:
     kind: str
     type: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    derived: tuple[str, ...] = ()
+    derived: tuple[str, ...] = ()  # not stored
