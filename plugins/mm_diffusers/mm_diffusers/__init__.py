@@ -1,0 +1,1 @@
+"""Diffusers' pipelines (https://github.com/huggingface/diffusers) for mm_core."""

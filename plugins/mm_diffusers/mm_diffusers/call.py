@@ -1,0 +1,186 @@
+"""The pipeline's own code prepares the call of its transformer: it runs with a stand-in that stops it there."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import diffusers
+import torch
+from torch import Tensor, nn
+
+from mm_core.contracts import empty_parameters
+from mm_diffusers.folder import PipelineFolder
+
+
+class Stop(Exception):
+    """Ends a pipeline's call where it calls the transformer.
+
+    Attributes:
+        args: positional arguments of the transformer.
+        named: the others.
+    """
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args)
+        self.named = named
+
+
+class StandIn:
+    """Takes the transformer's place in a pipeline: has its config and attributes; calling it raises `Stop`.
+
+    In float32 whatever the transformer's dtype: the pipeline computes times in the dtype of latents.
+    """
+
+    dtype = torch.float32
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.forward = model.forward  # pipelines look at its parameters
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_model"], name)
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        raise Stop(*args, **named)
+
+    def cache_context(self, *args: Any, **named: Any) -> Any:
+        """Nothing is cached."""
+        return nullcontext()
+
+
+class _Once:
+    """A scheduler with one step, whose time is a tensor [B]."""
+
+    order = 1
+    init_noise_sigma = 1.0
+
+    def __init__(self, timestep: Tensor, config: Any) -> None:
+        self.timesteps = [timestep]
+        self.sigmas = timestep[None]
+        self.config = config
+
+    def set_timesteps(self, num_inference_steps: int = 1, device: Any = None, sigmas: Any = None, mu: Any = None):
+        """As a scheduler; the time stays."""
+
+    def set_begin_index(self, begin_index: int = 0) -> None:
+        """As a scheduler."""
+
+    def scale_model_input(self, sample: Tensor, *args: Any) -> Tensor:
+        """As a scheduler: unchanged."""
+        return sample
+
+
+class PipelineCall:
+    """A pipeline without weights, which prepares the calls of its transformer.
+
+    Args:
+        folder: of the pipeline.
+        transformer: the real module, or one on the meta device: its config and `forward` are read.
+    """
+
+    def __init__(self, folder: PipelineFolder, transformer: nn.Module) -> None:
+        self.folder, self.family = folder, folder.family
+        self.pipe = bare(folder, transformer=StandIn(transformer))
+        self.scheduler = scheduler_of(folder)
+
+    def prepare(
+        self, latents: Tensor, timestep: Tensor, encoded: Sequence[Any], fields: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of the transformer's forward.
+
+        Args:
+            latents: in the form of the family's `latents`, float32.
+            timestep: [B] from 0 to 1000, float32.
+            encoded: what `encode_prompt` returns for the captions, in the order of the family's `encoded`.
+            fields: height and width in pixels, num_frames for clips.
+        """
+        stop = self._run(_Once(timestep, self.scheduler.config), latents, encoded, fields, 1)
+        return stop.args, {name: value for name, value in stop.named.items() if name != "return_dict"}
+
+    def schedule(
+        self, latents: Tensor, encoded: Sequence[Any], fields: Mapping[str, Any], steps: int
+    ) -> tuple[Any, Mapping[str, Any]]:
+        """The pipeline's scheduler with its times for `steps` steps, and what the pipeline set them by (mu).
+
+        Args:
+            latents: see `prepare`; their size alone matters.
+            encoded: see `prepare`.
+            fields: see `prepare`.
+            steps: of sampling.
+        """
+        scheduler = scheduler_of(self.folder)
+        set_timesteps, noted = scheduler.set_timesteps, {}
+        signature = inspect.signature(set_timesteps)
+
+        def noting(*args: Any, **named: Any) -> Any:
+            noted.update(named)
+            return set_timesteps(*args, **named)
+
+        noting.__signature__ = signature  # type: ignore[attr-defined]  # pipelines look at its parameters
+        scheduler.set_timesteps = noting
+        self._run(scheduler, latents, encoded, fields, steps)
+        return scheduler, noted
+
+    def _run(
+        self, scheduler: Any, latents: Tensor, encoded: Sequence[Any], fields: Mapping[str, Any], steps: int
+    ) -> Stop:
+        pipe = self.pipe
+        pipe.scheduler, type(pipe).where = scheduler, latents.device
+        given = {name: value for name, value in zip(self.family.encoded, encoded, strict=False) if name[0] != " "}
+        try:
+            with quiet(type(pipe)):
+                pipe(latents=latents, num_inference_steps=steps, **given, **fields, **self.family.off)
+        except Stop as stop:
+            return stop
+        raise AssertionError(f"{self.folder.kind} did not call its transformer")
+
+
+def bare(folder: PipelineFolder, **parts: Any) -> Any:
+    """A pipeline with its VAE on the meta device and the given parts; the others are None. Its device is the
+    class attribute `where`."""
+    base = getattr(diffusers, folder.kind)
+    kind = type(base.__name__, (base,), {"where": torch.device("cpu"), "_execution_device": property(_where)})
+    taken = inspect.signature(base.__init__).parameters
+    built = {name: None for name in taken if name in folder.index and name not in folder.settings}
+    if "vae" in taken and "vae" not in parts:
+        built["vae"] = empty_model(folder, "vae")
+    built |= {name: value for name, value in folder.settings.items() if name in taken}
+    built["scheduler"] = scheduler_of(folder)
+    with quiet(base):
+        pipe = kind(**{**built, **parts})
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def _where(pipe: Any) -> torch.device:
+    found: torch.device = type(pipe).where
+    return found
+
+
+def empty_model(folder: PipelineFolder, part: str) -> Any:
+    """A model of the pipeline without memory for its parameters."""
+    kind = getattr(diffusers, folder.parts[part][1])
+    with empty_parameters():
+        return kind.from_config(dict(folder.config(part))).eval()
+
+
+def scheduler_of(folder: PipelineFolder) -> Any:
+    """A new scheduler of the pipeline."""
+    return getattr(diffusers, folder.parts["scheduler"][1]).from_pretrained(
+        folder.path / "scheduler", local_files_only=True
+    )
+
+
+@contextmanager
+def quiet(kind: type) -> Iterator[None]:
+    """Without the pipeline's warnings, which are about its users' arguments."""
+    logger = logging.getLogger(kind.__module__)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before

@@ -1,0 +1,57 @@
+"""Configs of the plugin's components, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from mm_core.errors import MMError
+from mm_core.plugin import ComponentConfig, DType, Kind, Range
+from mm_diffusers.folder import PipelineFolder
+
+_Positive = Annotated[float, Range(gt=0)]
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """Config of the predictor `diffusers/transformer`."""
+
+    from_pretrained: str  # the pipeline's folder
+
+
+@dataclass(frozen=True)
+class VaeConfig:
+    """Config of the autoencoder `diffusers/vae`."""
+
+    from_pretrained: str  # the pipeline's folder
+    dtype: DType = "fp32"  # of its weights
+
+
+@dataclass(frozen=True)
+class TextConfig:
+    """Config of the text encoder `diffusers/text`: all text encoders of a pipeline."""
+
+    from_pretrained: str  # the pipeline's folder
+    dtype: DType = "bf16"  # of their weights
+    max_length: Annotated[int, Range(ge=1)] | None = None  # most tokens of a caption; null: as in the pipeline
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """Config of the scheduler `diffusers/schedule`: flow matching, sampled as the pipeline samples."""
+
+    from_pretrained: str  # the pipeline's folder
+    shift: Literal["sampling"] | _Positive = (
+        1.0  # of the levels of noise in training: a number, or as the pipeline samples pictures of that size
+    )
+    timesteps: Literal["uniform", "logit_normal"] = "logit_normal"  # density of training, before the shift
+    logit_mean: float = 0.0  # of the logit-normal density
+    logit_std: _Positive = 1.0  # of the logit-normal density
+
+
+def check(options: Mapping[str, Any]) -> Iterator[MMError]:
+    """Faults of a pipeline's folder."""
+    folder = Path(options["from_pretrained"])
+    yield from PipelineFolder(folder).faults()

@@ -1,0 +1,104 @@
+"""The folder of a pipeline: its class, its parts and their configs, without torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mm_core.errors import CheckpointError, MMError, did_you_mean
+from mm_diffusers.families import FAMILIES, Family
+
+INDEX = "model_index.json"
+HOW = "a folder that Diffusers' save_pretrained or `hf download` wrote for a whole pipeline"
+
+
+@dataclass(frozen=True)
+class PipelineFolder:
+    """A pipeline of Diffusers on disk.
+
+    Attributes:
+        path: its folder, with model_index.json.
+    """
+
+    path: Path
+
+    @cached_property
+    def index(self) -> Mapping[str, Any]:
+        """Content of model_index.json.
+
+        Raises:
+            CheckpointError: it is missing, damaged, or of a pipeline without a recipe.
+        """
+        found = self._json(self.path / INDEX)
+        kind = found.get("_class_name")
+        if kind not in FAMILIES:
+            raise CheckpointError(
+                f"{INDEX} is of the pipeline {kind!r}, which has no recipe",
+                where=str(self.path / INDEX),
+                accepted=", ".join(sorted(FAMILIES)),
+                hint=did_you_mean(str(kind), FAMILIES) or "docs/families.md: add a Diffusers family",
+            )
+        return found
+
+    @property
+    def kind(self) -> str:
+        """Class of the pipeline."""
+        return str(self.index["_class_name"])
+
+    @property
+    def family(self) -> Family:
+        """Recipe of the pipeline."""
+        return FAMILIES[self.kind]
+
+    @cached_property
+    def parts(self) -> Mapping[str, tuple[str, str]]:
+        """The parts of the pipeline that are there: name -> library and class."""
+        listed = {name: kind for name, kind in self.index.items() if isinstance(kind, list)}
+        return {name: (str(kind[0]), str(kind[1])) for name, kind in listed.items() if kind and kind[0]}
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Settings of the pipeline itself, such as `is_distilled`."""
+        return {
+            name: value
+            for name, value in self.index.items()
+            if not name.startswith("_") and not isinstance(value, list)
+        }
+
+    def config(self, part: str) -> Mapping[str, Any]:
+        """Content of a part's config.json.
+
+        Raises:
+            CheckpointError: it is missing or damaged.
+        """
+        return self._json(self.path / part / "config.json")
+
+    def faults(self) -> Iterator[MMError]:
+        """What is wrong with the folder, by its small files."""
+        try:
+            for name, (library, _) in self.parts.items():
+                if not (self.path / name).is_dir():
+                    yield CheckpointError(
+                        f"{INDEX} lists the part `{name}`, but there is no such folder",
+                        where=str(self.path),
+                        accepted=HOW,
+                        hint=f"copy or download the folder {name}/ ({library})",
+                    )
+        except MMError as fault:
+            yield fault
+
+    def _json(self, path: Path) -> Mapping[str, Any]:
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as fault:
+            raise CheckpointError(
+                f"{path.name} is missing" if not path.exists() else f"{path.name} cannot be read: {fault}",
+                where=str(path.parent),
+                accepted=HOW,
+                hint="download the pipeline, or correct task.pipeline",
+            ) from None
+        return found if isinstance(found, dict) else {}

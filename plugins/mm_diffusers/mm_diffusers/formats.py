@@ -1,0 +1,45 @@
+"""The weight format `diffusers/text`: the text encoders of a pipeline, each in its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from torch import nn
+
+from mm_core.contracts import TaskModule
+from mm_core.weights import AdapterLayout, Companions, Layout, StoredTensors, Transformers, Written
+from mm_diffusers.folder import INDEX
+from mm_diffusers.text import DiffusersText
+
+
+class PipelineText(Transformers):
+    """The weight format `diffusers/text`: the folder of a pipeline, of which the text encoders are read."""
+
+    def recognises(self, path: Path) -> bool:
+        """Whether a path is a pipeline with text encoders."""
+        return (path / INDEX).is_file() and bool(self.folders(path))
+
+    def folders(self, path: Path) -> Sequence[str]:
+        """The folders of the text encoders."""
+        return sorted(found.name for found in path.glob("text_encoder*") if found.is_dir())
+
+    def layout(self, name: str, component: nn.Module) -> Sequence[Layout] | None:  # type: ignore[override]
+        """A layout for each text encoder."""
+        if not isinstance(component, DiffusersText):
+            return None
+        found = []
+        for part in component.encoders:
+            own = super().layout(part, getattr(component, part))
+            assert own is not None
+            found.append(replace(own, part=part, folder=part))
+        return found
+
+    def adapter(self, name: str, component: nn.Module) -> AdapterLayout | None:
+        """None: text encoders are frozen."""
+        return None
+
+    def companions(self, task: TaskModule, written: Sequence[Written]) -> Companions:
+        """None: text encoders are not exported."""
+        return Companions()

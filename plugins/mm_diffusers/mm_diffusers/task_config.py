@@ -1,0 +1,31 @@
+"""Config of the task `diffusers/pipeline`, without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any
+
+from mm_core.plugin import ComponentConfig, Kind
+from mm_core.tasks import TextToVideoConfig
+
+
+def _part(kind: str, name: str) -> ComponentConfig:
+    return ComponentConfig(kind, f"diffusers/{name}", {"from_pretrained": ""})
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineTaskConfig(TextToVideoConfig):
+    """Config of the task `diffusers/pipeline`: what is not set here comes from the pipeline's folder."""
+
+    pipeline: str  # folder of a pipeline of Diffusers
+    predictor: Annotated[ComponentConfig, Kind("predictor")] = _part("predictor", "transformer")
+    autoencoder: Annotated[ComponentConfig, Kind("autoencoder")] = _part("autoencoder", "vae")
+    text_encoder: Annotated[ComponentConfig, Kind("text_encoder")] = _part("text_encoder", "text")
+    scheduler: Annotated[ComponentConfig, Kind("scheduler")] = _part("scheduler", "schedule")
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            part = getattr(self, each.name)
+            if isinstance(part, ComponentConfig) and part.options.get("from_pretrained") == "":
+                filled: dict[str, Any] = {**part.options, "from_pretrained": self.pipeline}
+                object.__setattr__(self, each.name, replace(part, options=filled))

@@ -1,0 +1,136 @@
+"""Tiny pipelines by the real classes, in their real layout on disk, for tests and `mm plugins test`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def qwen_tokenizer() -> Any:
+    """A byte-level tokenizer with Qwen's special tokens."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE({letter: place for place, letter in enumerate(letters)}, []))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    found = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    found.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    found.chat_template = CHATML
+    return transformers.Qwen2TokenizerFast(tokenizer_object=found.backend_tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHATML)
+
+
+_QWEN3 = {
+    **{"vocab_size": 320, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2},
+    **{"num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 2048},
+}
+
+
+def qwen3(layers: int) -> Any:
+    """A tiny Qwen3."""
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**_QWEN3, num_hidden_layers=layers))
+
+
+def qwen25_vl() -> Any:
+    """A tiny Qwen2.5-VL."""
+    text = {**_QWEN3, "num_hidden_layers": 2, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16}
+    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision)
+    return transformers.Qwen2_5_VLForConditionalGeneration(config)
+
+
+def _kl(**more: Any) -> Any:
+    blocks = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
+    sizes = {"block_out_channels": [8, 8], "layers_per_block": 1, "norm_num_groups": 4, "sample_size": 32}
+    return {**blocks, **sizes, **more}
+
+
+def _klein() -> dict[str, Any]:
+    vae = diffusers.AutoencoderKLFlux2(**_kl(latent_channels=4))
+    torch.nn.init.uniform_(vae.bn.running_mean, -0.5, 0.5)
+    torch.nn.init.uniform_(vae.bn.running_var, 0.5, 2)
+    return {
+        "transformer": diffusers.Flux2Transformer2DModel(
+            **{"in_channels": 16, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16},
+            **{"num_attention_heads": 2, "joint_attention_dim": 48, "timestep_guidance_channels": 32},
+            **{"axes_dims_rope": (4, 4, 4, 4), "guidance_embeds": False},
+        ),
+        "vae": vae,
+        "text_encoder": qwen3(28),
+        "tokenizer": qwen_tokenizer(),
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
+    }
+
+
+def _qwen_image() -> dict[str, Any]:
+    return {
+        "transformer": diffusers.QwenImageTransformer2DModel(
+            **{"in_channels": 16, "out_channels": 4, "num_layers": 2, "attention_head_dim": 16},
+            **{"num_attention_heads": 2, "joint_attention_dim": 16, "axes_dims_rope": (4, 6, 6)},
+        ),
+        "vae": diffusers.AutoencoderKLQwenImage(
+            **{"base_dim": 8, "z_dim": 4, "dim_mult": [1, 1], "num_res_blocks": 1, "temperal_downsample": [False]},
+            **{"latents_mean": [0.1, -0.2, 0.3, 0.0], "latents_std": [1.5, 0.8, 1.2, 0.9]},
+        ),
+        "text_encoder": qwen25_vl(),
+        "tokenizer": qwen_tokenizer(),
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(
+            **{"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 0.9, "max_image_seq_len": 8192},
+            **{"shift_terminal": 0.02, "time_shift_type": "exponential"},
+        ),
+    }
+
+
+def _z_image() -> dict[str, Any]:
+    return {
+        "transformer": diffusers.ZImageTransformer2DModel(
+            **{"in_channels": 4, "dim": 32, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2},
+            **{"cap_feat_dim": 16, "axes_dims": [4, 6, 6], "axes_lens": [512, 64, 64]},
+        ),
+        "vae": diffusers.AutoencoderKL(**_kl(latent_channels=4, scaling_factor=0.36, shift_factor=0.12)),
+        "text_encoder": qwen3(2),
+        "tokenizer": qwen_tokenizer(),
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+    }
+
+
+TINY: Mapping[str, Callable[[], dict[str, Any]]] = MappingProxyType(
+    {"Flux2KleinPipeline": _klein, "QwenImagePipeline": _qwen_image, "ZImagePipeline": _z_image}
+)
+"""Pipelines' classes -> their tiny parts."""
+
+
+def tiny_pipeline(path: str | Path, kind: str, seed: int = 0) -> Path:
+    """Writes a tiny pipeline as `DiffusionPipeline.save_pretrained` does, with random weights.
+
+    Args:
+        path: folder that is created.
+        kind: class of the pipeline.
+        seed: of the weights.
+    """
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        parts = TINY[kind]()
+        for name, part in parts.items():
+            if name == "transformer":  # zeros at the start would hide what is left out
+                for tensor in part.parameters():
+                    if tensor.abs().max() == 0:
+                        torch.nn.init.normal_(tensor, std=0.02)
+        pipeline = getattr(diffusers, kind)(**parts)
+    pipeline.save_pretrained(path)
+    return Path(path)
+
+
+def tiny(folder: Path) -> dict[str, Any]:
+    """Fields of a component for `mm plugins test`."""
+    return {"from_pretrained": str(tiny_pipeline(folder / "pipeline", "ZImagePipeline"))}

@@ -1,0 +1,160 @@
+"""The text encoder `diffusers/text`: all text encoders of a pipeline, by the pipeline's `encode_prompt`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from mm_core.contracts import ConditionShapes, EncodedText, Tokenizer, WeightsFrom, empty_parameters, torch_dtype
+from mm_core.errors import CheckpointError
+from mm_core.plugin import DType
+from mm_diffusers.call import bare, quiet
+from mm_diffusers.config import TextConfig
+from mm_diffusers.folder import PipelineFolder
+
+
+class DiffusersText(nn.Module):
+    """The text encoders of a pipeline. Satisfies `TextEncoder`, `SupportsCaptions` and `Streamed`.
+
+    Args:
+        from_pretrained: folder of the pipeline.
+        dtype: of the weights.
+        max_length: most tokens of a caption; None: as in the pipeline.
+    """
+
+    entry_points = ("encode_captions",)
+    block_patterns = "auto"
+
+    def __init__(
+        self, from_pretrained: str, dtype: DType = TextConfig.dtype, max_length: int | None = TextConfig.max_length
+    ) -> None:
+        super().__init__()
+        self.folder = folder = PipelineFolder(Path(from_pretrained))
+        self.dtype = torch_dtype(dtype)
+        self.max_length = folder.family.length if max_length is None else max_length
+        self.weights_from = WeightsFrom(str(folder.path), "diffusers/text")
+        for name in self.encoders:
+            self.register_module(name, None)
+
+    @property
+    def encoders(self) -> list[str]:
+        """Names of the pipeline's text encoders."""
+        return [name for name in self.folder.parts if name.startswith("text_encoder")]
+
+    @property
+    def _config(self) -> Any:
+        return self.folder.config("transformer")
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the text states."""
+        return self.folder.family.widths(self._config)[0]
+
+    @property
+    def condition_shapes(self) -> ConditionShapes:
+        """What is encoded beside the text states."""
+        return self.folder.family.condition_shapes(self._config)
+
+    def missing_files(self) -> list[str]:
+        """Files of the text encoders that do not exist."""
+        found = []
+        for name in self.encoders:
+            path = self.folder.path / name
+            if not (path / "config.json").is_file():
+                found.append(str(path / "config.json"))
+            elif not any(path.glob("*.safetensors")):
+                found.append(str(path / "*.safetensors"))
+        return found
+
+    def files(self) -> list[Path]:
+        """Files on which the text states depend."""
+        places = [self.folder.path / name for name in self.folder.parts if name.startswith(("text_enc", "token"))]
+        return sorted(path for place in places for path in place.glob("*") if path.is_file())
+
+    def build_empty(self) -> None:
+        """Builds the text encoders without memory for their weights, and loads their tokenizers.
+
+        Raises:
+            CheckpointError: a class is unknown.
+        """
+        for name in self.encoders:
+            if getattr(self, name) is None:
+                self.register_module(name, self._empty(name))
+        _ = self._pipe
+
+    def _empty(self, name: str) -> nn.Module:
+        library, kind = self.folder.parts[name]
+        class_ = getattr(transformers, kind, None) or getattr(diffusers, kind, None)
+        if class_ is None:
+            raise CheckpointError(
+                f"the text encoder is a {kind}, which this Transformers does not have",
+                where=str(self.folder.path / name),
+                hint=f"upgrade {library}",
+            )
+        config = class_.config_class.from_pretrained(self.folder.path / name, local_files_only=True)
+        with empty_parameters():
+            model: nn.Module = class_._from_config(config, dtype=self.dtype)
+        return model.eval().requires_grad_(False)
+
+    @cached_property
+    def _pipe(self) -> Any:
+        parts: dict[str, Any] = {}
+        for name, (_, kind) in self.folder.parts.items():
+            if name.startswith(("tokenizer", "processor")):
+                parts[name] = getattr(transformers, kind).from_pretrained(
+                    self.folder.path / name, local_files_only=True
+                )
+        return bare(self.folder, **parts, **{name: getattr(self, name) for name in self.encoders})
+
+    def tokenizer(self) -> Tokenizer:
+        """Never called: see `SupportsCaptions`."""
+        raise NotImplementedError
+
+    def encode(self, ids: Tensor, mask: Tensor) -> EncodedText:
+        """Never called: see `SupportsCaptions`."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def encode_captions(self, captions: Sequence[str], device: torch.device) -> EncodedText:
+        """The text states of captions as the pipeline encodes them, by name."""
+        pipe = self._pipe
+        type(pipe).where = device
+        taken = inspect.signature(pipe.encode_prompt).parameters
+        more: dict[str, Any] = {"device": device, "max_sequence_length": self.max_length}
+        more |= {"do_classifier_free_guidance": False}
+        with quiet(type(pipe)):
+            found = pipe.encode_prompt(list(captions), **{n: v for n, v in more.items() if n in taken})
+        found = found if isinstance(found, tuple) else (found,)
+        family, states, before = self.folder.family, {}, ""
+        for place, ((name, key), value) in enumerate(zip(family.encoded.items(), found, strict=False)):
+            if not key:
+                continue
+            if key == "mask":
+                own, mask = states[before], value
+                states[before] = (own, torch.ones(own.shape[:2], device=device).bool() if mask is None else mask.bool())
+                continue
+            before = name if place else "text"
+            states[before] = _padded(value) if isinstance(value, list) else value
+        if isinstance(states["text"], Tensor):
+            states["text"] = (states["text"], None)
+        return states
+
+    def train(self, mode: bool = True) -> DiffusersText:
+        """Stays in evaluation mode."""
+        return super().train(False)
+
+
+def _padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """States [B,L,D] and mask [B,L] of rows [L,D]."""
+    lengths = torch.tensor([len(row) for row in rows])
+    mask = torch.arange(int(lengths.max()))[None] < lengths[:, None]
+    return pad_sequence(list(rows), batch_first=True), mask.to(rows[0].device)
