@@ -6,6 +6,7 @@ Letters: B batch; C,T,H,W latents; L,D text; N tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from mm_core.contracts import ConditionShapes, WeightsFrom
+from mm_core.contracts import ConditionShapes, WeightsFrom, empty_parameters
 from mm_core.errors import CheckpointError, first_line
 from mm_diffusers.call import PipelineCall
 from mm_diffusers.folder import PipelineFolder
@@ -42,7 +43,9 @@ class DiffusersTransformer(nn.Module):
         self.family = family = folder.family
         config = folder.config(PART)
         try:
-            self.transformer = getattr(diffusers, folder.parts[PART][1]).from_config(dict(config))
+            # Tables that are neither parameters nor buffers (Qwen-Image's) would be lost on meta.
+            with empty_parameters() if torch.empty(0).is_meta else nullcontext():
+                self.transformer = getattr(diffusers, folder.parts[PART][1]).from_config(dict(config))
         except (TypeError, ValueError, AttributeError, KeyError) as fault:
             raise CheckpointError(
                 f"no transformer can be built from config.json: {first_line(fault)}",
