@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from mm_core.errors import MMError
+from mm_core.errors import ConfigError, MMError
 from mm_core.plugin import ComponentConfig, DType, Kind, Range
 from mm_diffusers.folder import PipelineFolder
 
@@ -18,14 +18,14 @@ _Positive = Annotated[float, Range(gt=0)]
 class TransformerConfig:
     """Config of the predictor `diffusers/transformer`."""
 
-    from_pretrained: str  # the pipeline's folder
+    from_pretrained: str | None = None  # the pipeline's folder; null: that of the task
 
 
 @dataclass(frozen=True)
 class VaeConfig:
     """Config of the autoencoder `diffusers/vae`."""
 
-    from_pretrained: str  # the pipeline's folder
+    from_pretrained: str | None = None  # the pipeline's folder; null: that of the task
     dtype: DType = "fp32"  # of its weights
 
 
@@ -33,7 +33,7 @@ class VaeConfig:
 class TextConfig:
     """Config of the text encoder `diffusers/text`: all text encoders of a pipeline."""
 
-    from_pretrained: str  # the pipeline's folder
+    from_pretrained: str | None = None  # the pipeline's folder; null: that of the task
     dtype: DType = "bf16"  # of their weights
     max_length: Annotated[int, Range(ge=1)] | None = None  # most tokens of a caption; null: as in the pipeline
 
@@ -42,7 +42,7 @@ class TextConfig:
 class ScheduleConfig:
     """Config of the scheduler `diffusers/schedule`: flow matching, sampled as the pipeline samples."""
 
-    from_pretrained: str  # the pipeline's folder
+    from_pretrained: str | None = None  # the pipeline's folder; null: that of the task
     shift: Literal["sampling"] | _Positive = (
         1.0  # of the levels of noise in training: a number, or as the pipeline samples pictures of that size
     )
@@ -53,5 +53,11 @@ class ScheduleConfig:
 
 def check(options: Mapping[str, Any]) -> Iterator[MMError]:
     """Faults of a pipeline's folder."""
-    folder = Path(options["from_pretrained"])
-    yield from PipelineFolder(folder).faults()
+    if options["from_pretrained"] is None:
+        yield ConfigError(
+            "the component has no from_pretrained, and the task names no pipeline",
+            accepted="the folder of a pipeline of Diffusers",
+            hint="use `task: {type: diffusers, pipeline: FOLDER}`, or set from_pretrained",
+        )
+    else:
+        yield from PipelineFolder(Path(options["from_pretrained"])).faults()

@@ -10,7 +10,7 @@ from mm_core.tasks import TextToVideoConfig
 
 
 def _part(kind: str, name: str) -> ComponentConfig:
-    return ComponentConfig(kind, f"diffusers/{name}", {"from_pretrained": ""})
+    return ComponentConfig(kind, f"diffusers/{name}", {"from_pretrained": None})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,6 @@ class PipelineTaskConfig(TextToVideoConfig):
     def __post_init__(self) -> None:
         for each in fields(self):
             part = getattr(self, each.name)
-            if isinstance(part, ComponentConfig) and part.options.get("from_pretrained") == "":
+            if isinstance(part, ComponentConfig) and part.options.get("from_pretrained", "") is None:
                 filled: dict[str, Any] = {**part.options, "from_pretrained": self.pipeline}
-                object.__setattr__(self, each.name, replace(part, options=filled))
+                object.__setattr__(self, each.name, replace(part, options=filled, derived=("from_pretrained",)))
