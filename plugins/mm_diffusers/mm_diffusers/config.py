@@ -19,6 +19,9 @@ class TransformerConfig:
     """Config of the predictor `diffusers/transformer`."""
 
     from_pretrained: str | None = None  # the pipeline's folder; null: that of the task
+    references: Annotated[int, Range(ge=0)] = (
+        0  # most reference pictures of a sample (its field `references`), for families that take some
+    )
 
 
 @dataclass(frozen=True)

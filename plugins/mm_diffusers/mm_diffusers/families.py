@@ -28,6 +28,8 @@ class Family:
             uncond), off at 0; `rescaled` is the usual one with each token as long as the conditional one.
         ragged: the text states are a list of [L,D] without padding.
         folded: latents are 2 x 2 of the autoencoder's, channel slowest, normalised by its batch norm.
+        references: reference pictures are tokens behind those of the latents; the first and the further ones
+            have these values in the first column of `img_ids`. None: the model takes no picture.
         negated: the pipeline negates what the transformer returns.
         time_scale: factor by which the transformer multiplies its time.
         length: most tokens of a caption.
@@ -42,6 +44,7 @@ class Family:
     guidance: Literal["usual", "added", "rescaled"] = "usual"
     ragged: bool = False
     folded: bool = False
+    references: tuple[int, int] | None = None
     negated: bool = False
     time_scale: float = 1.0
     length: int = 512
@@ -82,7 +85,7 @@ class Family:
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "Flux2KleinPipeline": Family(
-            {"prompt_embeds": "joint_attention_dim", " ids": ""}, patch=(1, 1, 1), folded=True, time_scale=1000
+            {"prompt_embeds": "joint_attention_dim", " ids": ""}, patch=(1, 1, 1), folded=True, references=(10, 10), time_scale=1000
         ),
         "QwenImagePipeline": Family(
             {"prompt_embeds": "joint_attention_dim", "prompt_embeds_mask": "mask"},

@@ -13,12 +13,15 @@ from typing import Any
 
 import diffusers
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from mm_core.contracts import ConditionShapes, WeightsFrom, empty_parameters
-from mm_core.errors import CheckpointError, first_line
+from mm_core.contracts import ConditionShapes, Input, PredictorInputs, WeightsFrom, empty_parameters
+from mm_core.errors import CheckpointError, ContractError, first_line
 from mm_diffusers.call import PipelineCall
+from mm_diffusers.config import TransformerConfig
+from mm_diffusers.families import FAMILIES, Family
 from mm_diffusers.folder import PipelineFolder
 
 PART = "transformer"
@@ -37,7 +40,7 @@ class DiffusersTransformer(nn.Module):
 
     text_padding = "masked"
 
-    def __init__(self, from_pretrained: str) -> None:
+    def __init__(self, from_pretrained: str, references: int = TransformerConfig.references) -> None:
         super().__init__()
         self.folder = folder = PipelineFolder(Path(from_pretrained))
         self.family = family = folder.family
@@ -56,16 +59,33 @@ class DiffusersTransformer(nn.Module):
         self.patch_size = family.patch
         self.in_channels = self.out_channels = int(self.transformer.config.in_channels) // family.channels
         self.text_dim = family.widths(config)[0]
+        if references and family.references is None:
+            raise ContractError(
+                f"{folder.kind} takes no reference pictures",
+                where="task.predictor.references",
+                accepted=f"0; {', '.join(n for n, each in FAMILIES.items() if each.references)} take some",
+            )
+        self.inputs = (
+            (Input("references", make=whole, encoder="autoencoder", most=references),) if references else ()
+        )
 
     @cached_property
     def call(self) -> PipelineCall:
         """The pipeline that prepares the call."""
         return PipelineCall(self.folder, self.transformer)
 
+    def with_inputs(self, latents: Tensor, timestep: Tensor, given: Mapping[str, Tensor]) -> PredictorInputs:
+        """Reference pictures are conditions of the forward."""
+        return PredictorInputs(latents, timestep, given)
+
     @property
     def condition_shapes(self) -> ConditionShapes:
         """What the forward takes beside the text states."""
-        return self.family.condition_shapes(self.folder.config(PART))
+        found = self.family.condition_shapes(self.folder.config(PART))
+        if self.inputs:
+            size = (self.inputs[0].most, self.in_channels, 1, None, None)
+            found |= {"references": size, "references_sizes": (self.inputs[0].most, 3)}
+        return found
 
     def forward(
         self, latents: Tensor, timestep: Tensor, text: Tensor, text_mask: Tensor, **conditions: Tensor
@@ -85,6 +105,8 @@ class DiffusersTransformer(nn.Module):
             args, named = self.call.prepare(
                 packed(latents.float(), family), timestep.float(), encoded, self._sizes(latents)
             )
+            if self.inputs:
+                named = with_references(named, family, conditions)
         dtype = latents.dtype
         args, named = cast(args, dtype), {n: v if n in KEPT else cast(v, dtype) for n, v in named.items()}
         (found, *_) = self.transformer(*args, **named, return_dict=False)
@@ -117,6 +139,54 @@ class DiffusersTransformer(nn.Module):
         return self.family.sizes(latents.shape, self.call.pipe.vae_scale_factor)
 
 
+MOST_PIXELS = 1024 * 1024
+"""Pixels of a reference picture: the pipelines shrink larger ones."""
+
+
+def whole(fields: Mapping[str, Tensor], size: Any) -> Tensor:
+    """A reference picture [1,3,1,Y,X] of at most `MOST_PIXELS`, cut to sides that 16 divides."""
+    (picture,) = fields.values()
+    height, width = picture.shape[-2:]
+    if height * width > MOST_PIXELS:
+        by = (MOST_PIXELS / (height * width)) ** 0.5
+        height, width = max(16, int(height * by)), max(16, int(width * by))
+        picture = F.interpolate(
+            picture[:, :, 0], (height, width), mode="bicubic", antialias=True, align_corners=False
+        ).clamp(-1, 1)[:, :, None]
+    y, x = height % 16 // 2, width % 16 // 2
+    return picture[..., y : y + height // 16 * 16, x : x + width // 16 * 16]
+
+
+def with_references(
+    named: Mapping[str, Any], family: Family, conditions: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """Arguments of the transformer with the tokens of reference pictures behind those of the latents.
+
+    Pictures of a batch differ in number and size: what fills them up is masked in attention.
+    """
+    given, sizes = conditions["references"].float(), conditions["references_sizes"]
+    (_, ph, pw), (first, step) = family.patch, family.references or (0, 0)
+    tokens = rearrange(given, "b n c 1 (h ph) (w pw) -> b (n h w) (c ph pw)", ph=ph, pw=pw)
+    count, height, width = given.shape[1], given.shape[4] // ph, given.shape[5] // pw
+    device = given.device
+    steps = (torch.arange(count, device=device), torch.arange(height, device=device), torch.arange(width, device=device))
+    n, h, w = torch.meshgrid(*steps, indexing="ij")
+    own = named["img_ids"]
+    ids = torch.zeros(count * height * width, own.shape[-1], device=device, dtype=own.dtype)
+    for column, values in enumerate((first + step * n, h, w)):
+        ids[:, column] = values.flatten()
+    real = (h[None] < sizes[:, :, 1, None, None] // ph) & (w[None] < sizes[:, :, 2, None, None] // pw)
+    others = named["encoder_hidden_states"].shape[1] + named["hidden_states"].shape[1]
+    mask = torch.cat([real.new_ones(len(real), others), real.flatten(1)], dim=1)[:, None, None]
+    ids = ids.expand(len(own), -1, -1) if own.dim() == 3 else ids
+    return {
+        **named,
+        "hidden_states": torch.cat([named["hidden_states"], tokens], dim=1),
+        "img_ids": torch.cat([own, ids], dim=-2),
+        "joint_attention_kwargs": {**(named.get("joint_attention_kwargs") or {}), "attention_mask": mask},
+    }
+
+
 KEPT = frozenset({"timestep", "t", "guidance", "img_ids", "txt_ids"})
 """Arguments of transformers whose precision is never lowered."""
 
@@ -128,7 +198,7 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
     return type(value)(cast(each, dtype) for each in value) if isinstance(value, (list, tuple)) else value
 
 
-def packed(latents: Tensor, family: Any) -> Tensor:
+def packed(latents: Tensor, family: Family) -> Tensor:
     """Latents [B,C,T,H,W] as the pipeline's call takes them."""
     if family.latents == "tokens":
         t, h, w = family.patch
@@ -136,7 +206,7 @@ def packed(latents: Tensor, family: Any) -> Tensor:
     return latents[:, :, 0] if family.latents == "image" else latents
 
 
-def unpacked(found: Tensor, family: Any, shape: torch.Size) -> Tensor:
+def unpacked(found: Tensor, family: Family, shape: torch.Size) -> Tensor:
     """The inverse of `packed`: [B,C,T,H,W]."""
     if family.latents == "tokens" or found.dim() == 3:
         pt, ph, pw = family.patch
