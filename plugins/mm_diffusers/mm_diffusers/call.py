@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -63,7 +64,9 @@ class _Once:
         self.sigmas = timestep[None]
         self.config = config
 
-    def set_timesteps(self, num_inference_steps: int = 1, device: Any = None, sigmas: Any = None, mu: Any = None):
+    def set_timesteps(
+        self, num_inference_steps: int = 1, device: Any = None, sigmas: Any = None, mu: Any = None
+    ) -> None:
         """As a scheduler; the time stays."""
 
     def set_begin_index(self, begin_index: int = 0) -> None:
@@ -88,52 +91,47 @@ class PipelineCall:
         self.scheduler = scheduler_of(folder)
 
     def prepare(
-        self, latents: Tensor, timestep: Tensor, encoded: Sequence[Any], fields: Mapping[str, Any]
+        self, latents: Tensor, timestep: Tensor, given: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments of the transformer's forward.
 
         Args:
             latents: in the form of the family's `latents`, float32.
             timestep: [B] from 0 to 1000, float32.
-            encoded: what `encode_prompt` returns for the captions, in the order of the family's `encoded`.
-            fields: height and width in pixels, num_frames for clips.
+            given: further arguments of the pipeline's call: the encoded captions and the size in pixels.
         """
-        stop = self._run(_Once(timestep, self.scheduler.config), latents, encoded, fields, 1)
+        stop = self._run(_Once(timestep, self.scheduler.config), latents, given, 1)
         return stop.args, {name: value for name, value in stop.named.items() if name != "return_dict"}
 
     def schedule(
-        self, latents: Tensor, encoded: Sequence[Any], fields: Mapping[str, Any], steps: int
+        self, latents: Tensor, given: Mapping[str, Any], steps: int
     ) -> tuple[Any, Mapping[str, Any]]:
         """The pipeline's scheduler with its times for `steps` steps, and what the pipeline set them by (mu).
 
         Args:
             latents: see `prepare`; their size alone matters.
-            encoded: see `prepare`.
-            fields: see `prepare`.
+            given: see `prepare`.
             steps: of sampling.
         """
         scheduler = scheduler_of(self.folder)
-        set_timesteps, noted = scheduler.set_timesteps, {}
-        signature = inspect.signature(set_timesteps)
+        set_timesteps = scheduler.set_timesteps
+        noted: dict[str, Any] = {}
 
+        @functools.wraps(set_timesteps)  # pipelines look at its parameters
         def noting(*args: Any, **named: Any) -> Any:
             noted.update(named)
             return set_timesteps(*args, **named)
 
-        noting.__signature__ = signature  # type: ignore[attr-defined]  # pipelines look at its parameters
         scheduler.set_timesteps = noting
-        self._run(scheduler, latents, encoded, fields, steps)
+        self._run(scheduler, latents, given, steps)
         return scheduler, noted
 
-    def _run(
-        self, scheduler: Any, latents: Tensor, encoded: Sequence[Any], fields: Mapping[str, Any], steps: int
-    ) -> Stop:
+    def _run(self, scheduler: Any, latents: Tensor, given: Mapping[str, Any], steps: int) -> Stop:
         pipe = self.pipe
         pipe.scheduler, type(pipe).where = scheduler, latents.device
-        given = {name: value for name, value in zip(self.family.encoded, encoded, strict=False) if name[0] != " "}
         try:
             with quiet(type(pipe)):
-                pipe(latents=latents, num_inference_steps=steps, **given, **fields, **self.family.off)
+                pipe(latents=latents, num_inference_steps=steps, **given, **self.family.off)
         except Stop as stop:
             return stop
         raise AssertionError(f"{self.folder.kind} did not call its transformer")

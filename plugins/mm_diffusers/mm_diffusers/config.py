@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from mm_core.errors import ConfigError, MMError
-from mm_core.plugin import ComponentConfig, DType, Kind, Range
+from mm_core.plugin import DType, Range
 from mm_diffusers.folder import PipelineFolder
 
 _Positive = Annotated[float, Range(gt=0)]
@@ -38,7 +38,9 @@ class TextConfig:
 
     from_pretrained: str | None = None  # the pipeline's folder; null: that of the task
     dtype: DType = "bf16"  # of their weights
-    max_length: Annotated[int, Range(ge=1)] | None = None  # most tokens of a caption; null: as in the pipeline
+    max_length: Annotated[int, Range(ge=1)] | None = (
+        None  # most tokens of a caption; null: as in the pipeline
+    )
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from mm_core.contracts import TaskModule
-from mm_core.weights import AdapterLayout, Companions, Layout, StoredTensors, Transformers, Written
+from mm_core.weights import AdapterLayout, Companions, Layout, Transformers, Written
 from mm_diffusers.folder import INDEX
 from mm_diffusers.text import DiffusersText
 

@@ -17,6 +17,7 @@ from mm_core.diffusion import rectified_flow
 from mm_diffusers.call import PipelineCall, empty_model
 from mm_diffusers.config import ScheduleConfig
 from mm_diffusers.folder import PipelineFolder
+from mm_diffusers.transformer import packed
 
 STEPS = 1000
 
@@ -38,28 +39,21 @@ class PipelineSchedule(ScheduleConfig):
 
     @cached_property
     def _call(self) -> PipelineCall:
-        folder = PipelineFolder(Path(self.from_pretrained))
+        folder = PipelineFolder(Path(str(self.from_pretrained)))
         return PipelineCall(folder, empty_model(folder, "transformer"))
 
     def _scheduled(self, steps: int) -> tuple[Any, Any]:
         call = self._call
         family, config = call.family, call.folder.config("transformer")
-        widths = iter(family.widths(config))
-        encoded = []
-        for place, (name, key) in enumerate(family.encoded.items()):
-            if key == "mask":
-                encoded.append(torch.ones(1, 1, dtype=torch.long))
-            elif not key:
-                encoded.append(None)
-            else:
-                own = torch.zeros(1, *(() if "pooled" in name else (1,)), next(widths))
-                encoded.append([own[0]] if place == 0 and family.ragged else own)
-        from mm_diffusers.transformer import packed
-
+        shapes = family.condition_shapes(config)
+        conditions = {name: torch.zeros(1, *(size or 1 for size in shape)) for name, shape in shapes.items()}
+        given = family.arguments(
+            torch.zeros(1, 1, family.text_width(config)), torch.ones(1, 1, dtype=torch.bool), conditions
+        )
         t, h, w = family.patch
         latents = torch.zeros(1, int(config["in_channels"]) // family.channels, t, h, w * self.tokens)
-        sizes = family.sizes(latents.shape, call.pipe.vae_scale_factor)
-        return call.schedule(packed(latents, family), encoded, sizes, steps)
+        given |= family.sizes(latents.shape, call.pipe.vae_scale_factor)
+        return call.schedule(packed(latents, family), given, steps)
 
     @cached_property
     def _shift(self) -> float:

@@ -8,9 +8,15 @@ from typing import Annotated, Any
 from mm_core.plugin import ComponentConfig, Kind
 from mm_core.tasks import TextToVideoConfig
 
-
-def _part(kind: str, name: str) -> ComponentConfig:
-    return ComponentConfig(kind, f"diffusers/{name}", {"from_pretrained": None})
+_PREDICTOR, _AUTOENCODER, _TEXT_ENCODER, _SCHEDULER = (
+    ComponentConfig(kind, f"diffusers/{name}", {"from_pretrained": None})
+    for kind, name in (
+        ("predictor", "transformer"),
+        ("autoencoder", "vae"),
+        ("text_encoder", "text"),
+        ("scheduler", "schedule"),
+    )
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,14 +24,16 @@ class PipelineTaskConfig(TextToVideoConfig):
     """Config of the task `diffusers/pipeline`: what is not set here comes from the pipeline's folder."""
 
     pipeline: str  # folder of a pipeline of Diffusers
-    predictor: Annotated[ComponentConfig, Kind("predictor")] = _part("predictor", "transformer")
-    autoencoder: Annotated[ComponentConfig, Kind("autoencoder")] = _part("autoencoder", "vae")
-    text_encoder: Annotated[ComponentConfig, Kind("text_encoder")] = _part("text_encoder", "text")
-    scheduler: Annotated[ComponentConfig, Kind("scheduler")] = _part("scheduler", "schedule")
+    predictor: Annotated[ComponentConfig, Kind("predictor")] = _PREDICTOR
+    autoencoder: Annotated[ComponentConfig, Kind("autoencoder")] = _AUTOENCODER
+    text_encoder: Annotated[ComponentConfig, Kind("text_encoder")] = _TEXT_ENCODER
+    scheduler: Annotated[ComponentConfig, Kind("scheduler")] = _SCHEDULER
 
     def __post_init__(self) -> None:
         for each in fields(self):
             part = getattr(self, each.name)
             if isinstance(part, ComponentConfig) and part.options.get("from_pretrained", "") is None:
                 filled: dict[str, Any] = {**part.options, "from_pretrained": self.pipeline}
-                object.__setattr__(self, each.name, replace(part, options=filled, derived=("from_pretrained",)))
+                object.__setattr__(
+                    self, each.name, replace(part, options=filled, derived=("from_pretrained",))
+                )

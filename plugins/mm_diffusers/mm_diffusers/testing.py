@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -23,11 +22,21 @@ def qwen_tokenizer() -> Any:
     """A byte-level tokenizer with Qwen's special tokens."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = Tokenizer(models.BPE({letter: place for place, letter in enumerate(letters)}, []))
-    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    found = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    inner.pre_tokenizer, inner.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
+    found = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
     found.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
     found.chat_template = CHATML
-    return transformers.Qwen2TokenizerFast(tokenizer_object=found.backend_tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHATML)
+    return transformers.Qwen2TokenizerFast(
+        tokenizer_object=found.backend_tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=CHATML,
+    )
 
 
 _QWEN3 = {
@@ -79,7 +88,13 @@ def _qwen_image() -> dict[str, Any]:
             **{"num_attention_heads": 2, "joint_attention_dim": 16, "axes_dims_rope": (4, 6, 6)},
         ),
         "vae": diffusers.AutoencoderKLQwenImage(
-            **{"base_dim": 8, "z_dim": 4, "dim_mult": [1, 1], "num_res_blocks": 1, "temperal_downsample": [False]},
+            **{
+                "base_dim": 8,
+                "z_dim": 4,
+                "dim_mult": [1, 1],
+                "num_res_blocks": 1,
+                "temperal_downsample": [False],
+            },
             **{"latents_mean": [0.1, -0.2, 0.3, 0.0], "latents_std": [1.5, 0.8, 1.2, 0.9]},
         ),
         "text_encoder": qwen25_vl(),
@@ -94,7 +109,14 @@ def _qwen_image() -> dict[str, Any]:
 def _z_image() -> dict[str, Any]:
     return {
         "transformer": diffusers.ZImageTransformer2DModel(
-            **{"in_channels": 4, "dim": 32, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2},
+            **{
+                "in_channels": 4,
+                "dim": 32,
+                "n_layers": 2,
+                "n_refiner_layers": 1,
+                "n_heads": 2,
+                "n_kv_heads": 2,
+            },
             **{"cap_feat_dim": 16, "axes_dims": [4, 6, 6], "axes_lens": [512, 64, 64]},
         ),
         "vae": diffusers.AutoencoderKL(**_kl(latent_channels=4, scaling_factor=0.36, shift_factor=0.12)),

@@ -14,7 +14,14 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from mm_core.contracts import ConditionShapes, EncodedText, Tokenizer, WeightsFrom, empty_parameters, torch_dtype
+from mm_core.contracts import (
+    ConditionShapes,
+    EncodedText,
+    Tokenizer,
+    WeightsFrom,
+    empty_parameters,
+    torch_dtype,
+)
 from mm_core.errors import CheckpointError
 from mm_core.plugin import DType
 from mm_diffusers.call import bare, quiet
@@ -35,7 +42,10 @@ class DiffusersText(nn.Module):
     block_patterns = "auto"
 
     def __init__(
-        self, from_pretrained: str, dtype: DType = TextConfig.dtype, max_length: int | None = TextConfig.max_length
+        self,
+        from_pretrained: str,
+        dtype: DType = TextConfig.dtype,
+        max_length: int | None = TextConfig.max_length,
     ) -> None:
         super().__init__()
         self.folder = folder = PipelineFolder(Path(from_pretrained))
@@ -57,7 +67,7 @@ class DiffusersText(nn.Module):
     @property
     def hidden_size(self) -> int:
         """Width of the text states."""
-        return self.folder.family.widths(self._config)[0]
+        return self.folder.family.text_width(self._config)
 
     @property
     def condition_shapes(self) -> ConditionShapes:
@@ -77,7 +87,9 @@ class DiffusersText(nn.Module):
 
     def files(self) -> list[Path]:
         """Files on which the text states depend."""
-        places = [self.folder.path / name for name in self.folder.parts if name.startswith(("text_enc", "token"))]
+        places = [
+            self.folder.path / name for name in self.folder.parts if name.startswith(("text_enc", "token"))
+        ]
         return sorted(path for place in places for path in place.glob("*") if path.is_file())
 
     def build_empty(self) -> None:
@@ -133,17 +145,15 @@ class DiffusersText(nn.Module):
         more |= {"do_classifier_free_guidance": False}
         with quiet(type(pipe)):
             found = pipe.encode_prompt(list(captions), **{n: v for n, v in more.items() if n in taken})
-        found = found if isinstance(found, tuple) else (found,)
-        family, states, before = self.folder.family, {}, ""
-        for place, ((name, key), value) in enumerate(zip(family.encoded.items(), found, strict=False)):
-            if not key:
-                continue
-            if key == "mask":
-                own, mask = states[before], value
-                states[before] = (own, torch.ones(own.shape[:2], device=device).bool() if mask is None else mask.bool())
-                continue
-            before = name if place else "text"
-            states[before] = _padded(value) if isinstance(value, list) else value
+        states: dict[str, Any] = {}
+        name = "text"
+        for place, (each, value) in enumerate(zip(self.folder.family.encoded, found, strict=False)):
+            if each.kind == "mask":
+                full = torch.ones(states[name].shape[:2], dtype=torch.bool, device=device)
+                states[name] = (states[name], full if value is None else value.bool())
+            elif each.name:
+                name = each.name if place else "text"
+                states[name] = _padded(value) if isinstance(value, list) else value
         if isinstance(states["text"], Tensor):
             states["text"] = (states["text"], None)
         return states

@@ -58,7 +58,7 @@ class DiffusersTransformer(nn.Module):
         self.weights_from = WeightsFrom(str(folder.path / PART), "core/diffusers")
         self.patch_size = family.patch
         self.in_channels = self.out_channels = int(self.transformer.config.in_channels) // family.channels
-        self.text_dim = family.widths(config)[0]
+        self.text_dim = family.text_width(config)
         if references and family.references is None:
             raise ContractError(
                 f"{folder.kind} takes no reference pictures",
@@ -82,8 +82,10 @@ class DiffusersTransformer(nn.Module):
     def condition_shapes(self) -> ConditionShapes:
         """What the forward takes beside the text states."""
         found = self.family.condition_shapes(self.folder.config(PART))
+        if self.transformer.config.get("guidance_embeds"):
+            found["guidance"] = ()
         if self.inputs:
-            size = (self.inputs[0].most, self.in_channels, 1, None, None)
+            size: tuple[int | None, ...] = (self.inputs[0].most, self.in_channels, 1, None, None)
             found |= {"references": size, "references_sizes": (self.inputs[0].most, 3)}
         return found
 
@@ -101,10 +103,11 @@ class DiffusersTransformer(nn.Module):
         """
         family = self.family
         with torch.no_grad():
-            encoded = family.arguments(text.float(), text_mask, conditions)
-            args, named = self.call.prepare(
-                packed(latents.float(), family), timestep.float(), encoded, self._sizes(latents)
-            )
+            given = family.arguments(text.float(), text_mask, conditions)
+            given |= family.sizes(latents.shape, self.call.pipe.vae_scale_factor)
+            args, named = self.call.prepare(packed(latents.float(), family), timestep.float(), given)
+            if "guidance" in conditions:
+                named["guidance"] = conditions["guidance"].float()
             if self.inputs:
                 named = with_references(named, family, conditions)
         dtype = latents.dtype
@@ -134,9 +137,6 @@ class DiffusersTransformer(nn.Module):
         for module in self.transformer.modules():
             if hasattr(module, "reset_parameters"):
                 module.reset_parameters()
-
-    def _sizes(self, latents: Tensor) -> dict[str, int]:
-        return self.family.sizes(latents.shape, self.call.pipe.vae_scale_factor)
 
 
 MOST_PIXELS = 1024 * 1024
@@ -169,7 +169,11 @@ def with_references(
     tokens = rearrange(given, "b n c 1 (h ph) (w pw) -> b (n h w) (c ph pw)", ph=ph, pw=pw)
     count, height, width = given.shape[1], given.shape[4] // ph, given.shape[5] // pw
     device = given.device
-    steps = (torch.arange(count, device=device), torch.arange(height, device=device), torch.arange(width, device=device))
+    steps = (
+        torch.arange(count, device=device),
+        torch.arange(height, device=device),
+        torch.arange(width, device=device),
+    )
     n, h, w = torch.meshgrid(*steps, indexing="ij")
     own = named["img_ids"]
     ids = torch.zeros(count * height * width, own.shape[-1], device=device, dtype=own.dtype)

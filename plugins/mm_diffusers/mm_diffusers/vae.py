@@ -12,7 +12,6 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from mm_core.contracts import WeightsFrom, torch_dtype
-from mm_core.diffusion import ModelFolder
 from mm_core.errors import ContractError
 from mm_core.plugin import DType
 from mm_diffusers.call import empty_model
@@ -134,7 +133,9 @@ class DiffusersVAE(nn.Module):
     def encode(self, pixels: Tensor) -> DiffusersPosterior:
         """The distribution over latents of pixels [B,3,F,Y,X] in [-1,1]."""
         given = pixels.to(self.dtype)
-        return self.posterior(self.model.encode(given if self._facts[2] else given[:, :, 0]).latent_dist.parameters)
+        return self.posterior(
+            self.model.encode(given if self._facts[2] else given[:, :, 0]).latent_dist.parameters
+        )
 
     def posterior(self, moments: Tensor) -> DiffusersPosterior:
         """The distribution over latents from moments of an earlier `encode`; needs the normalisation alone."""
