@@ -1,4 +1,4 @@
-"""The pipeline's own code prepares the call of its transformer: it runs with a stand-in that stops it there."""
+"""The pipeline's own code prepares the call of its transformer, where a stand-in stops it."""
 
 from __future__ import annotations
 

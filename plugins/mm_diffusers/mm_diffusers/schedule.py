@@ -1,4 +1,4 @@
-"""The noise scheduler `diffusers/schedule`: flow matching, sampled with the pipeline's own times and solver."""
+"""The noise scheduler `diffusers/schedule`: flow matching, sampled as the pipeline samples."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 import diffusers
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import pre_tokenizers
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -18,25 +18,34 @@ CHATML = (
 )
 
 
-def qwen_tokenizer() -> Any:
-    """A byte-level tokenizer with Qwen's special tokens."""
+def _letters(end: str = "") -> dict[str, int]:
+    """A vocabulary of bytes, as the tokenizers of GPT write them, each also with an end of a word."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE({letter: place for place, letter in enumerate(letters)}, []))
-    inner.pre_tokenizer, inner.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
+    tokens = [*letters, *(f"{letter}{end}" for letter in letters)] if end else letters
+    return {token: place for place, token in enumerate(tokens)}
+
+
+def qwen_tokenizer() -> Any:
+    """Qwen's tokenizer of bytes, with its special tokens and a template of conversations."""
+    special = {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}
+    kind = transformers.Qwen2TokenizerFast
+    return kind(
+        _letters(), [], eos_token="<|im_end|>", chat_template=CHATML, model_max_length=2048, **special
     )
-    found = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|endoftext|>"
-    )
-    found.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
-    found.chat_template = CHATML
-    return transformers.Qwen2TokenizerFast(
-        tokenizer_object=found.backend_tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        chat_template=CHATML,
-    )
+
+
+def clip_tokenizer() -> Any:
+    """CLIP's tokenizer of letters."""
+    tokens = [*_letters("</w>"), "<|startoftext|>", "<|endoftext|>"]
+    vocabulary = {token: place for place, token in enumerate(tokens)}
+    return transformers.CLIPTokenizer(vocabulary, [], model_max_length=77)
+
+
+def t5_tokenizer() -> Any:
+    """T5's tokenizer of letters."""
+    letters = [*map(chr, range(33, 127)), "\u2581"]
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -9.0), *((letter, -3.0) for letter in letters)]
+    return transformers.T5TokenizerFast(pieces, extra_ids=0, model_max_length=512)
 
 
 _QWEN3 = {
@@ -56,6 +65,25 @@ def qwen25_vl() -> Any:
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16}
     config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision)
     return transformers.Qwen2_5_VLForConditionalGeneration(config)
+
+
+def clip(width: int, projected: bool) -> Any:
+    """A tiny text encoder of CLIP."""
+    config = transformers.CLIPTextConfig(
+        **{"vocab_size": 520, "hidden_size": width, "intermediate_size": 32, "num_hidden_layers": 2},
+        **{"num_attention_heads": 2, "projection_dim": width, "bos_token_id": 512, "eos_token_id": 513},
+        pad_token_id=513,
+    )
+    return (transformers.CLIPTextModelWithProjection if projected else transformers.CLIPTextModel)(config)
+
+
+def t5(width: int) -> Any:
+    """A tiny encoder of T5."""
+    config = transformers.T5Config(
+        **{"vocab_size": 104, "d_model": width, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2},
+        feed_forward_proj="gated-gelu",
+    )
+    return transformers.T5EncoderModel(config)
 
 
 def _kl(**more: Any) -> Any:
@@ -78,6 +106,47 @@ def _klein() -> dict[str, Any]:
         "text_encoder": qwen3(28),
         "tokenizer": qwen_tokenizer(),
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
+    }
+
+
+def _flux() -> dict[str, Any]:
+    return {
+        "transformer": diffusers.FluxTransformer2DModel(
+            **{"in_channels": 16, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16},
+            **{"num_attention_heads": 2, "joint_attention_dim": 24, "pooled_projection_dim": 16},
+            **{"axes_dims_rope": (4, 6, 6), "guidance_embeds": True},
+        ),
+        "vae": diffusers.AutoencoderKL(**_kl(latent_channels=4, scaling_factor=0.36, shift_factor=0.12)),
+        "text_encoder": clip(16, projected=False),
+        "text_encoder_2": t5(24),
+        "tokenizer": clip_tokenizer(),
+        "tokenizer_2": t5_tokenizer(),
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
+    }
+
+
+def _sd3() -> dict[str, Any]:
+    return {
+        "transformer": diffusers.SD3Transformer2DModel(
+            **{
+                "in_channels": 4,
+                "out_channels": 4,
+                "num_layers": 2,
+                "attention_head_dim": 16,
+                "sample_size": 64,
+            },
+            **{"num_attention_heads": 2, "joint_attention_dim": 64, "caption_projection_dim": 32},
+            **{"pooled_projection_dim": 40, "pos_embed_max_size": 48, "dual_attention_layers": (0,)},
+            qk_norm="rms_norm",
+        ),
+        "vae": diffusers.AutoencoderKL(**_kl(latent_channels=4, scaling_factor=1.53, shift_factor=0.06)),
+        "text_encoder": clip(16, projected=True),
+        "text_encoder_2": clip(24, projected=True),
+        "text_encoder_3": t5(64),
+        "tokenizer": clip_tokenizer(),
+        "tokenizer_2": clip_tokenizer(),
+        "tokenizer_3": t5_tokenizer(),
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
     }
 
 
@@ -127,7 +196,13 @@ def _z_image() -> dict[str, Any]:
 
 
 TINY: Mapping[str, Callable[[], dict[str, Any]]] = MappingProxyType(
-    {"Flux2KleinPipeline": _klein, "QwenImagePipeline": _qwen_image, "ZImagePipeline": _z_image}
+    {
+        "Flux2KleinPipeline": _klein,
+        "FluxPipeline": _flux,
+        "QwenImagePipeline": _qwen_image,
+        "StableDiffusion3Pipeline": _sd3,
+        "ZImagePipeline": _z_image,
+    }
 )
 """Pipelines' classes -> their tiny parts."""
 

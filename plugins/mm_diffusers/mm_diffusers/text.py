@@ -141,10 +141,16 @@ class DiffusersText(nn.Module):
         pipe = self._pipe
         type(pipe).where = device
         taken = inspect.signature(pipe.encode_prompt).parameters
-        more: dict[str, Any] = {"device": device, "max_sequence_length": self.max_length}
-        more |= {"do_classifier_free_guidance": False}
+        _, *others = taken.values()
+        given: dict[str, Any] = {each.name: None for each in others if each.default is each.empty}
+        more = {
+            "device": device,
+            "max_sequence_length": self.max_length,
+            "do_classifier_free_guidance": False,
+        }
+        given |= {name: value for name, value in more.items() if name in taken}
         with quiet(type(pipe)):
-            found = pipe.encode_prompt(list(captions), **{n: v for n, v in more.items() if n in taken})
+            found = pipe.encode_prompt(list(captions), **given)
         states: dict[str, Any] = {}
         name = "text"
         for place, (each, value) in enumerate(zip(self.folder.family.encoded, found, strict=False)):

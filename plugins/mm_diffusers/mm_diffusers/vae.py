@@ -101,7 +101,8 @@ class DiffusersVAE(nn.Module):
         channels, (t, y, x), clips = self._facts
         if height % y or width % x or (num_frames - 1) % t or (num_frames > 1 and not clips):
             raise ContractError(
-                f"the autoencoder of {self.folder.kind} cannot encode {num_frames} frames of {height} x {width}",
+                f"the autoencoder of {self.folder.kind} cannot encode num_frames {num_frames}, height {height},"
+                f" width {width}",
                 accepted=f"height a multiple of {y}, width a multiple of {x}, "
                 + (f"num_frames of {t}k+1" if clips else "num_frames 1"),
             )
@@ -138,7 +139,7 @@ class DiffusersVAE(nn.Module):
         )
 
     def posterior(self, moments: Tensor) -> DiffusersPosterior:
-        """The distribution over latents from moments of an earlier `encode`; needs the normalisation alone."""
+        """The distribution over latents from moments of an earlier `encode`."""
         return DiffusersPosterior(moments, self)
 
     @torch.no_grad()
