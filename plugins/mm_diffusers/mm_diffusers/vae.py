@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mm_core.contracts import WeightsFrom, torch_dtype
 from mm_core.errors import ContractError
 from mm_core.plugin import DType
+from mm_core.weights import open_stored
 from mm_diffusers.call import empty_model
 from mm_diffusers.config import VaeConfig
 from mm_diffusers.folder import PipelineFolder
@@ -101,8 +102,8 @@ class DiffusersVAE(nn.Module):
         channels, (t, y, x), clips = self._facts
         if height % y or width % x or (num_frames - 1) % t or (num_frames > 1 and not clips):
             raise ContractError(
-                f"the autoencoder of {self.folder.kind} cannot encode num_frames {num_frames}, height {height},"
-                f" width {width}",
+                f"the autoencoder of {self.folder.kind} cannot encode num_frames {num_frames},"
+                f" height {height}, width {width}",
                 accepted=f"height a multiple of {y}, width a multiple of {x}, "
                 + (f"num_frames of {t}k+1" if clips else "num_frames 1"),
             )
@@ -173,18 +174,21 @@ class DiffusersVAE(nn.Module):
 
     @cached_property
     def _numbers(self) -> tuple[Tensor, Tensor]:
+        """Of config.json or of the weights' files: with cached moments no model is built."""
         config = self.folder.config(PART)
-        model = self.model
         if self.folder.family.folded:
-            mean, std = model.bn.running_mean, torch.sqrt(model.bn.running_var + config["batch_norm_eps"])
+            mean, variance = (self._stored(f"bn.running_{name}") for name in ("mean", "var"))
+            std = torch.sqrt(variance + config["batch_norm_eps"])
         elif config.get("latents_mean") is not None:
             mean, std = torch.tensor(config["latents_mean"]), torch.tensor(config["latents_std"])
-        elif "latents_mean" in (buffers := dict(model.named_buffers())):
-            mean, std = buffers["latents_mean"], buffers["latents_std"] / config["scaling_factor"]
         else:
             mean = torch.tensor([config.get("shift_factor") or 0.0])
             std = torch.tensor([1 / config["scaling_factor"]])
         return mean.float().view(1, -1, 1, 1, 1), std.float().view(1, -1, 1, 1, 1)
+
+    def _stored(self, name: str) -> Tensor:
+        stored = open_stored(self.path, "diffusion_pytorch_model")
+        return stored.read(name, tuple(slice(0, size) for size in stored.shapes[name])).clone()
 
     def train(self, mode: bool = True) -> DiffusersVAE:
         """Stays in evaluation mode."""

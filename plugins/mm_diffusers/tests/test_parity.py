@@ -1,0 +1,142 @@
+"""Pictures, velocity, loss and gradients are those of the pipelines themselves, called with prompts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from mm_diffusers.families import FAMILIES
+from mm_diffusers.transformer import unpacked
+from pairs import CAPTIONS, RNG, Pair, batch_of, pair_of
+from PIL import Image
+
+from mm_core.contracts import Ragged, SampleRequest
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request, pipeline_of) -> Pair:
+    return pair_of(request.param, pipeline_of(request.param))
+
+
+def pictures(pair: Pair, guidance: float, captions: list[str] = CAPTIONS, **inputs: Any) -> torch.Tensor:
+    request = SampleRequest(prompts=tuple(captions), seed=3, guidance=guidance, inputs=inputs)
+    return torch.stack([clip.pixels[:, 0] for clip in pair.task.sample(request)]).float()
+
+
+@pytest.mark.parametrize("scale", [None, 3.5])
+def test_five_steps_make_the_pipelines_pictures(pair, scale):
+    off = 0.0 if pair.family.guidance == "added" else 1.0
+    found = pictures(pair, off if scale is None else scale)
+    wanted = pair.pictures(pair.noise(3), 5, scale)
+    assert (found - wanted).abs().max() < 1e-5
+    assert wanted.std() > 0.01 and (wanted[0] - wanted[2]).abs().max() > 1e-4  # captions matter
+
+
+def called(pair: Pair, noisy: torch.Tensor, sigma: float) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with which the pipeline calls its transformer at a noise level, with prompts."""
+    found: list[Any] = []
+    hook = pair.pipe.transformer.register_forward_pre_hook(
+        lambda module, args, named: found.append((args, named)), with_kwargs=True
+    )
+    scheduler, pair.pipe.scheduler = pair.pipe.scheduler, FlowMatchEulerDiscreteScheduler()
+    try:
+        pair.pictures(noisy, 1, sigmas=[sigma])
+    finally:
+        hook.remove()
+        pair.pipe.scheduler = scheduler
+    return found[0]
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return bool((found - wanted).norm() <= 1e-6 * wanted.norm())
+
+
+def test_velocity_loss_and_gradients_are_those_of_the_pipelines_call(pair):
+    """The formula of Diffusers' training examples: the squared error of eps - x_0, mean over all."""
+    task, sigma = pair.task, 0.4
+    clean, noise = pair.noise(3) * 0.7, pair.noise(6)[3:]
+    noisy = (1 - sigma) * clean + sigma * noise
+    args, named = called(pair, noisy, sigma)
+    predicted = pair.pipe.transformer(*args, **named)[0]
+    predicted = torch.stack(predicted) if isinstance(predicted, list) else predicted
+    wanted = unpacked(predicted, pair.family, noisy.shape) * (-1 if pair.family.negated else 1)
+    text, mask, given = task.captions.encoded_texts(CAPTIONS, torch.device("cpu"), {})
+    if task.conditions.embedded_guidance:
+        given["guidance"] = torch.ones(3)
+    found = task.predictor(noisy, torch.full((3,), 1000 * sigma), text, mask, **given)
+    assert close(found, wanted)
+    losses = [(each - (noise - clean)).square().mean() for each in (found, wanted)]
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
+    for loss, model in zip(losses, (task.predictor.transformer, pair.pipe.transformer), strict=True):
+        model.zero_grad()
+        loss.backward()
+    theirs = {n: p.grad for n, p in pair.pipe.transformer.named_parameters() if p.grad is not None}
+    own = {n: p.grad for n, p in task.predictor.transformer.named_parameters() if p.grad is not None}
+    assert own.keys() == theirs.keys() and len(own) > 20
+    norm = torch.stack([each.norm() for each in theirs.values()]).norm()
+    assert all((own[name] - theirs[name]).norm() <= 1e-6 * norm for name in own)
+
+
+def test_a_training_step_is_the_formula_on_the_pipelines_latents(pair):
+    """The task's own loss, from pixels: latents as the pipeline decodes them, levels that are not shifted."""
+    pixels = torch.rand(3, 3, 48, 80, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    task = pair.task
+    inputs = task.prepare(batch_of(pixels, CAPTIONS), RNG)
+    sigma = inputs.sigma.view(-1, 1, 1, 1, 1)
+    clean = task.autoencoder.encode(pixels[:, :, None]).mode()
+    noise = torch.stack([RNG.normal(clean.shape[1:], "noise", 0, row) for row in range(3)])
+    assert torch.allclose(inputs.given.latents, (1 - sigma) * clean + sigma * noise, atol=1e-6)
+    assert torch.allclose(inputs.target, noise - clean, atol=1e-6)
+    predicted = task.predict(inputs.given, inputs.text, inputs.text_mask, None)
+    loss = task.loss(inputs)
+    assert loss.total.item() == pytest.approx(
+        3 * (predicted - inputs.target).square().mean().item(), rel=1e-5
+    )
+    again = task.autoencoder.decode(clean)
+    own = pair.pipe.vae
+    encoded = own.encode(pixels[:, :, None] if own.config.get("z_dim") else pixels).latent_dist.mode()
+    with torch.no_grad():
+        shown = own.decode(encoded).sample.clamp(-1, 1)
+    assert (again.flatten(2) - shown.flatten(2)).abs().max() < 1e-4  # out of unit scale and back
+
+
+def test_klein_takes_reference_pictures_as_its_pipeline_does(pipeline_of):
+    pair = pair_of("Flux2KleinPipeline", pipeline_of("Flux2KleinPipeline"), references=3)
+    draws = np.random.default_rng(0)
+    shown = [
+        Image.fromarray(draws.integers(0, 255, (*size, 3), dtype=np.uint8)) for size in ((80, 64), (64, 96))
+    ]
+    given = tuple(torch.from_numpy(np.array(one)).permute(2, 0, 1) for one in shown)
+    rows = [(), given[:1], given]
+    found = pictures(pair, 1.0, references=tuple(rows))
+    wanted = torch.cat(
+        [
+            pair.pictures(pair.noise(3)[row : row + 1], 5, prompt=[caption], image=shown[: len(own)] or None)
+            for row, (caption, own) in enumerate(zip(CAPTIONS, rows, strict=True))
+        ]
+    )
+    assert (found - wanted).abs().max() < 1e-5
+    without = pictures(pair, 1.0)
+    assert (found[0] - without[0]).abs().max() < 1e-5 and (found[2] - without[2]).abs().max() > 1e-3
+
+
+def test_each_row_with_references_trains_as_alone(pipeline_of):
+    pair = pair_of("Flux2KleinPipeline", pipeline_of("Flux2KleinPipeline"), references=2)
+    pixels = torch.rand(2, 3, 48, 80, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    shown = [[torch.rand(3, 40, 70) * 2 - 1], [torch.rand(3, 32, 32) * 2 - 1] * 2]
+    both = pair.task.loss(
+        pair.task.prepare(batch_of(pixels, CAPTIONS[:2], references=Ragged.of_pictures(shown)), RNG)
+    )
+    alone = 0.0
+    for row in range(2):
+        batch = batch_of(
+            pixels[row : row + 1],
+            CAPTIONS[row : row + 1],
+            references=Ragged.of_pictures(shown[row : row + 1]),
+        )
+        batch.keys = [type(batch.keys[0])(0, row)]
+        alone += pair.task.loss(pair.task.prepare(batch, RNG)).total.item()
+    assert both.total.item() == pytest.approx(alone, rel=1e-5)

@@ -1,0 +1,124 @@
+"""Runs from a pipeline's folder: over ranks, cached, resumed, sampled, exported for Diffusers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+import yaml
+from mm_diffusers.families import FAMILIES
+from pairs import pair_of
+from PIL import Image, ImageDraw
+from safetensors.torch import load_file
+
+from mm_core.contracts import Randomness
+from support import warm
+from support.logs import losses
+
+pytestmark = pytest.mark.slow
+
+LORA = "train.adapters=[{targets: [to_q, to_k, to_v], rank: 4}]"
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory) -> Path:
+    """Twelve photos of three sizes."""
+    folder, rows = tmp_path_factory.mktemp("photos"), []
+    for number in range(12):
+        size = ((64, 64), (96, 64), (64, 96))[number % 3]
+        colour = ("red", "green", "blue")[number % 3]
+        picture = Image.new("RGB", size, "white")
+        ImageDraw.Draw(picture).ellipse((8, 8, 30 + number, 30 + number), fill=colour)
+        picture.save(folder / f"{number}.png")
+        rows.append({"path": f"{number}.png", "cap": f"a {colour} circle" * (1 + number % 2)})
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def run(request, pipeline_of, photos, tmp_path_factory) -> Path:
+    """The YAML of a run in buckets."""
+    folder = tmp_path_factory.mktemp(request.param)
+    data = {"type": "media_text", "sources": [{"annotations": str(photos / "rows.jsonl")}], "num_frames": 1}
+    config = {
+        "run": {"name": "run", "dir": str(folder), "seed": 3},
+        "task": {
+            "type": "diffusers",
+            "pipeline": str(pipeline_of(request.param)),
+            "text_encoder": {"dtype": "fp32"},
+            "caption_dropout": 0.3,
+            "sample": {"steps": 3, "num_frames": 1, "height": 64, "width": 64},
+        },
+        "data": {
+            "train": {**data, "max_height": 64, "max_width": 64},
+            "loader": {"mode": "variable", "workers": 0},
+        },
+        "optimizer": {"type": "adamw", "lr": 1e-3},
+        "train": {"steps": 4, "micro_batch_size": 2, "global_batch_size": 4},
+        "checkpoint": {"every": 2},
+        "log": {"every": 1},
+    }
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    return path
+
+
+def mm(*arguments: object, code: int = 0) -> str:
+    done = warm.mm(*arguments)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def trained(run: Path, name: str, *options: object, code: int = 0) -> list[float]:
+    mm("train", "--config", run, *options, f"run.name={name}", code=code)
+    return losses(run.parent / name)
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_two_ranks_a_cache_and_a_resume_train_as_one_rank(run, kind):
+    more = [LORA] if kind == "lora" else []
+    plain = trained(run, f"{kind}_plain", *more)
+    assert len(plain) == 4
+    two = trained(run, f"{kind}_two", "--nproc", 2, "train.micro_batch_size=1", *more)
+    assert two == pytest.approx(plain, rel=1e-6)
+    cache = f"data.cache.dir={run.parent / 'cache'}"
+    mm("cache", "build", "--config", run, cache)
+    assert trained(run, f"{kind}_cached", cache, *more) == pytest.approx(plain, rel=1e-6)
+    trained(run, f"{kind}_resumed", "--stop-after", 2, *more, code=75)
+    assert trained(run, f"{kind}_resumed", *more) == plain
+
+
+def test_a_lora_makes_the_same_picture_in_the_pipeline(run):
+    folder, config = run.parent, yaml.safe_load(run.read_text())
+    trained(run, "adapted", LORA, "optimizer.lr=0.05")
+    file = folder / "lora.safetensors"
+    mm("export", "--run", folder / "adapted", "--to", "lora/diffusers", "--out", file)
+    guidance = {"ZImagePipeline": 0.0}.get(kind := Path(config["task"]["pipeline"]).name, 1.0)
+    sampled = ["--prompt", "a red circle", "--seed", 5, "--guidance", guidance, "--out", folder / "ours"]
+    mm("sample", "--run", folder / "adapted", *sampled)
+    pair = pair_of(kind, Path(config["task"]["pipeline"]))
+    shape = pair.task.autoencoder.latent_shape(1, 64, 64)
+    noise = Randomness(5).normal(shape, "sample", 0)[None]
+    size = {"prompt": ["a red circle"], "height": 64, "width": 64}
+    before = pair.pictures(noise, 3, **size)
+    pair.pipe.load_lora_weights(folder, weight_name=file.name)
+    wanted = (pair.pictures(noise, 3, **size)[0] + 1) * 127.5
+    (shown,) = [path for path in (folder / "ours").rglob("*.png") if "sheet" not in path.name]
+    found = torch.from_numpy(np.array(Image.open(shown))).permute(2, 0, 1).float()
+    assert (found - wanted.clamp(0, 255)).abs().max() <= 0.51  # the rounding of a PNG
+    assert (wanted - (before[0] + 1) * 127.5).abs().max() > 1  # the LoRA matters
+
+
+def test_a_pipeline_is_exported_as_it_came(run):
+    folder, top = run.parent, Path(yaml.safe_load(run.read_text())["task"]["pipeline"])
+    mm("train", "--config", run, "run.name=still", "optimizer.lr=0", "train.steps=1")
+    mm("export", "--run", folder / "still", "--to", "diffusers", "--out", folder / "whole")
+    loaded = diffusers.DiffusionPipeline.from_pretrained(folder / "whole")
+    assert type(loaded).__name__ == top.name
+    (stored,) = (top / "transformer").glob("*.safetensors")
+    wanted, found = load_file(stored), loaded.transformer.state_dict()
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
