@@ -57,12 +57,17 @@ class ScheduleConfig:
 
 
 def check(options: Mapping[str, Any]) -> Iterator[MMError]:
-    """Faults of a pipeline's folder."""
+    """Faults of a component outside the task of its pipeline."""
     if options["from_pretrained"] is None:
         yield ConfigError(
             "the component has no from_pretrained, and the task names no pipeline",
             accepted="the folder of a pipeline of Diffusers",
             hint="use `task: {type: diffusers, pipeline: FOLDER}`, or set from_pretrained",
         )
-    else:
+
+
+def check_folder(options: Mapping[str, Any]) -> Iterator[MMError]:
+    """Faults of the predictor's pipeline."""
+    yield from check(options)
+    if options["from_pretrained"] is not None:
         yield from PipelineFolder(Path(options["from_pretrained"])).faults()

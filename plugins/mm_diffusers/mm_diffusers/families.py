@@ -46,6 +46,8 @@ class Family:
             at 0; `rescaled` is the usual one with each token as long as the conditional one.
         references: reference pictures are tokens behind those of the latents; the first column of `img_ids`
             is this for the first picture, and so much more for each further one. None: it takes no picture.
+        time_factor: by which the transformer multiplies its time, of lowered precision, on the way to the
+            sinusoidal embedding; 0: it keeps float32.
         negated: the pipeline negates what the transformer returns.
         length: most tokens of a caption.
     """
@@ -59,6 +61,7 @@ class Family:
     off: Mapping[str, Any] = field(default_factory=lambda: {"guidance_scale": 1.0})
     guidance: Literal["usual", "added", "rescaled"] = "usual"
     references: tuple[int, int] | None = None
+    time_factor: float = 0.0
     negated: bool = False
     length: int = 512
 
@@ -116,6 +119,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             patch=(1, 1, 1),
             folded=True,
             references=(10, 10),
+            time_factor=1000.0,
         ),
         "FluxPipeline": Family(
             (
@@ -126,6 +130,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             latents="tokens",
             channels=4,
             off={"true_cfg_scale": 1.0},
+            time_factor=1000.0,
         ),
         "QwenImagePipeline": Family(
             (Encoded("prompt_embeds", "joint_attention_dim"), Encoded("prompt_embeds_mask", kind="mask")),
@@ -133,6 +138,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             channels=4,
             off={"true_cfg_scale": 1.0},
             guidance="rescaled",
+            time_factor=1.0,
             length=1024,
         ),
         "StableDiffusion3Pipeline": Family(

@@ -26,6 +26,11 @@ class PipelineFolder:
 
     path: Path
 
+    @property
+    def exists(self) -> bool:
+        """Whether there is a pipeline."""
+        return (self.path / INDEX).is_file()
+
     @cached_property
     def index(self) -> Mapping[str, Any]:
         """Content of model_index.json.

@@ -10,7 +10,6 @@ from torch import nn
 
 from mm_core.contracts import TaskModule
 from mm_core.weights import AdapterLayout, Companions, Layout, Transformers, Written
-from mm_diffusers.folder import INDEX
 from mm_diffusers.text import DiffusersText
 
 
@@ -19,7 +18,7 @@ class PipelineText(Transformers):
 
     def recognises(self, path: Path) -> bool:
         """Whether a path is a pipeline with text encoders."""
-        return (path / INDEX).is_file() and bool(self.folders(path))
+        return bool(self.folders(path))
 
     def folders(self, path: Path) -> Sequence[str]:
         """The folders of the text encoders."""

@@ -26,8 +26,11 @@ def mm_predictors() -> list[Component]:
             name="transformer",
             target="mm_diffusers.transformer:DiffusersTransformer",
             config="mm_diffusers.config:TransformerConfig",
-            check="mm_diffusers.config:check",
+            check="mm_diffusers.config:check_folder",
             tiny="mm_diffusers.testing:tiny",
+            expected_failures={
+                "gradients": "the text half of Qwen-Image's last block, which is tested, reaches no output"
+            },
             summary="the transformer of a pipeline, Diffusers' own class, called as the pipeline calls it",
             paper=_SOURCE,
         )
@@ -72,7 +75,7 @@ def mm_schedulers() -> list[Component]:
             target="mm_diffusers.schedule:PipelineSchedule",
             config="mm_diffusers.config:ScheduleConfig",
             check="mm_diffusers.config:check",
-            tiny="mm_diffusers.testing:tiny",
+            tiny="mm_diffusers.testing:tiny_static",
             summary="flow matching, sampled with the pipeline's own times and solver",
             paper=_SOURCE,
         )
@@ -85,6 +88,7 @@ def mm_weight_formats() -> list[Component]:
         Component(
             name="text",
             target="mm_diffusers.formats:PipelineText",
+            examples="mm_diffusers.testing:example",
             summary="the text encoders of a pipeline, each in its folder",
         )
     ]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mm_core.contracts import VelocityField
 from mm_core.diffusion import rectified_flow
+from mm_core.errors import ContractError
 from mm_diffusers.call import PipelineCall, empty_model
 from mm_diffusers.config import ScheduleConfig
 from mm_diffusers.folder import PipelineFolder
@@ -104,10 +105,17 @@ class PipelineSchedule(ScheduleConfig):
     def sigmas(self, steps: int) -> Tensor:
         """The pipeline's levels [steps+1] float32."""
         found: Tensor = self._scheduled(steps)[0].sigmas.float().cpu()
+        if not found.isfinite().all():  # with a terminal shift, of one step
+            raise ContractError(
+                f"the scheduler of {self._call.folder.kind} has no levels of noise for steps {steps}",
+                where="task.sample.steps",
+                accepted=f"{steps + 1} or more",
+            )
         return found
 
     def integrate(self, velocity: VelocityField, noise: Tensor, steps: int) -> Tensor:
         """Clean latents by the pipeline's solver."""
+        self.sigmas(steps)  # raises its error
         scheduler, _ = self._scheduled(steps)
         latents = noise.float()
         for t in scheduler.timesteps:

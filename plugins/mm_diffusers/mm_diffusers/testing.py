@@ -11,6 +11,9 @@ import diffusers
 import torch
 import transformers
 from tokenizers import pre_tokenizers
+from torch import nn
+
+from mm_diffusers.text import DiffusersText
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -116,7 +119,7 @@ def _flux() -> dict[str, Any]:
             **{"num_attention_heads": 2, "joint_attention_dim": 24, "pooled_projection_dim": 16},
             **{"axes_dims_rope": (4, 6, 6), "guidance_embeds": True},
         ),
-        "vae": diffusers.AutoencoderKL(**_kl(latent_channels=4, scaling_factor=0.36, shift_factor=0.12)),
+        "vae": diffusers.AutoencoderKL(**_kl(latent_channels=4, scaling_factor=4.0, shift_factor=0.12)),
         "text_encoder": clip(16, projected=False),
         "text_encoder_2": t5(24),
         "tokenizer": clip_tokenizer(),
@@ -164,7 +167,7 @@ def _qwen_image() -> dict[str, Any]:
                 "num_res_blocks": 1,
                 "temperal_downsample": [False],
             },
-            **{"latents_mean": [0.1, -0.2, 0.3, 0.0], "latents_std": [1.5, 0.8, 1.2, 0.9]},
+            **{"latents_mean": [0.1, -0.2, 0.3, 0.0], "latents_std": [0.2, 0.15, 0.18, 0.25]},
         ),
         "text_encoder": qwen25_vl(),
         "tokenizer": qwen_tokenizer(),
@@ -188,7 +191,7 @@ def _z_image() -> dict[str, Any]:
             },
             **{"cap_feat_dim": 16, "axes_dims": [4, 6, 6], "axes_lens": [512, 64, 64]},
         ),
-        "vae": diffusers.AutoencoderKL(**_kl(latent_channels=4, scaling_factor=0.36, shift_factor=0.12)),
+        "vae": diffusers.AutoencoderKL(**_kl(latent_channels=4, scaling_factor=4.0, shift_factor=0.12)),
         "text_encoder": qwen3(2),
         "tokenizer": qwen_tokenizer(),
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
@@ -230,4 +233,19 @@ def tiny_pipeline(path: str | Path, kind: str, seed: int = 0) -> Path:
 
 def tiny(folder: Path) -> dict[str, Any]:
     """Fields of a component for `mm plugins test`."""
-    return {"from_pretrained": str(tiny_pipeline(folder / "pipeline", "ZImagePipeline"))}
+    with torch.device("cpu"):
+        return {"from_pretrained": str(tiny_pipeline(folder / "pipeline", "QwenImagePipeline"))}
+
+
+def tiny_static(folder: Path) -> dict[str, Any]:
+    """Fields of a scheduler that makes one step too."""
+    with torch.device("cpu"):
+        return {"from_pretrained": str(tiny_pipeline(folder / "pipeline", "ZImagePipeline"))}
+
+
+def example(folder: Path) -> nn.Module:
+    """Text encoders that the format `diffusers/text` stores, with random weights."""
+    with torch.device("cpu"):
+        text = DiffusersText(str(tiny_pipeline(folder / "pipeline", "ZImagePipeline")), "fp32")
+        text.build_empty()
+        return text.to_empty(device="cpu")

@@ -26,7 +26,7 @@ from mm_core.errors import CheckpointError
 from mm_core.plugin import DType
 from mm_diffusers.call import bare, quiet
 from mm_diffusers.config import TextConfig
-from mm_diffusers.folder import PipelineFolder
+from mm_diffusers.folder import INDEX, PipelineFolder
 
 
 class DiffusersText(nn.Module):
@@ -48,17 +48,27 @@ class DiffusersText(nn.Module):
         max_length: int | None = TextConfig.max_length,
     ) -> None:
         super().__init__()
-        self.folder = folder = PipelineFolder(Path(from_pretrained))
+        self.folder = PipelineFolder(Path(from_pretrained))
         self.dtype = torch_dtype(dtype)
-        self.max_length = folder.family.length if max_length is None else max_length
-        self.weights_from = WeightsFrom(str(folder.path), "diffusers/text")
-        for name in self.encoders:
-            self.register_module(name, None)
+        self._most = max_length
+        self.weights_from = WeightsFrom(str(self.folder.path), "diffusers/text")
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of a caption; without files that of most pipelines."""
+        if self._most is not None or not self.folder.exists:
+            return self._most or 512
+        return self.folder.family.length
 
     @property
     def encoders(self) -> list[str]:
         """Names of the pipeline's text encoders."""
         return [name for name in self.folder.parts if name.startswith("text_encoder")]
+
+    @property
+    def _known(self) -> bool:
+        """Whether the files with the widths are there."""
+        return self.folder.exists and (self.folder.path / "transformer/config.json").is_file()
 
     @property
     def _config(self) -> Any:
@@ -71,12 +81,15 @@ class DiffusersText(nn.Module):
 
     @property
     def condition_shapes(self) -> ConditionShapes:
-        """What is encoded beside the text states."""
-        return self.folder.family.condition_shapes(self._config)
+        """What is encoded beside the text states; without files nothing is known."""
+        return self.folder.family.condition_shapes(self._config) if self._known else {}
 
     def missing_files(self) -> list[str]:
         """Files of the text encoders that do not exist."""
-        found = []
+        if not self.folder.exists:
+            return [str(self.folder.path / INDEX)]
+        others = ("vae/config.json", "transformer/config.json", "scheduler/scheduler_config.json")
+        found = [str(self.folder.path / name) for name in others if not (self.folder.path / name).is_file()]
         for name in self.encoders:
             path = self.folder.path / name
             if not (path / "config.json").is_file():
@@ -87,10 +100,8 @@ class DiffusersText(nn.Module):
 
     def files(self) -> list[Path]:
         """Files on which the text states depend."""
-        places = [
-            self.folder.path / name for name in self.folder.parts if name.startswith(("text_enc", "token"))
-        ]
-        return sorted(path for place in places for path in place.glob("*") if path.is_file())
+        found = (path for part in ("text_enc", "token") for path in self.folder.path.glob(f"{part}*/*"))
+        return sorted(path for path in found if path.is_file())
 
     def build_empty(self) -> None:
         """Builds the text encoders without memory for their weights, and loads their tokenizers.
@@ -99,7 +110,7 @@ class DiffusersText(nn.Module):
             CheckpointError: a class is unknown.
         """
         for name in self.encoders:
-            if getattr(self, name) is None:
+            if not hasattr(self, name):
                 self.register_module(name, self._empty(name))
         _ = self._pipe
 

@@ -28,8 +28,10 @@ PART = "transformer"
 
 
 class DiffusersTransformer(nn.Module):
-    """A transformer of Diffusers: predicts the velocity of noisy latents. Satisfies `Predictor`,
-    `SupportsWeightsFrom`, `SupportsConditionShapes` and `SupportsGuided` of `mm_core.contracts`.
+    """A transformer of Diffusers: predicts the velocity of noisy latents.
+
+    Satisfies `Predictor`, `SupportsWeightsFrom`, `SupportsConditionShapes`, `SupportsInputs`,
+    `SupportsMaxFrames` and `SupportsGuided` of `mm_core.contracts`.
 
     Args:
         from_pretrained: folder of the pipeline.
@@ -39,6 +41,7 @@ class DiffusersTransformer(nn.Module):
     """
 
     text_padding = "masked"
+    max_frames = 1  # the families make pictures
 
     def __init__(self, from_pretrained: str, references: int = TransformerConfig.references) -> None:
         super().__init__()
@@ -49,12 +52,17 @@ class DiffusersTransformer(nn.Module):
             # Tables that are neither parameters nor buffers (Qwen-Image's) would be lost on meta.
             with empty_parameters() if torch.empty(0).is_meta else nullcontext():
                 self.transformer = getattr(diffusers, folder.parts[PART][1]).from_config(dict(config))
+                self._tables = {name: table.clone() for name, table in self.transformer.named_buffers()}
         except (TypeError, ValueError, AttributeError, KeyError) as fault:
             raise CheckpointError(
                 f"no transformer can be built from config.json: {first_line(fault)}",
                 where=str(folder.path / PART),
                 hint="copy config.json again, or install the version of Diffusers that wrote it",
             ) from fault
+        self._times: list[Tensor] = []
+        for module in self.transformer.modules():
+            if family.time_factor and type(module).__name__ == "Timesteps":
+                module.register_forward_pre_hook(self._exact)
         self.weights_from = WeightsFrom(str(folder.path / PART), "core/diffusers")
         self.patch_size = family.patch
         self.in_channels = self.out_channels = int(self.transformer.config.in_channels) // family.channels
@@ -78,7 +86,7 @@ class DiffusersTransformer(nn.Module):
         """Reference pictures are conditions of the forward."""
         return PredictorInputs(latents, timestep, given)
 
-    @property
+    @cached_property
     def condition_shapes(self) -> ConditionShapes:
         """What the forward takes beside the text states."""
         found = self.family.condition_shapes(self.folder.config(PART))
@@ -102,6 +110,12 @@ class DiffusersTransformer(nn.Module):
             conditions: those of `condition_shapes`.
         """
         family = self.family
+        if strange := [name for name in conditions if name not in self.condition_shapes]:
+            raise ContractError(
+                f"this model takes no condition {strange[0]!r}",
+                where="diffusers/transformer",
+                accepted=", ".join(self.condition_shapes) or "none",
+            )
         with torch.no_grad():
             given = family.arguments(text.float(), text_mask, conditions)
             given |= family.sizes(latents.shape, self.call.pipe.vae_scale_factor)
@@ -112,10 +126,17 @@ class DiffusersTransformer(nn.Module):
                 named = with_references(named, family, conditions)
         dtype = latents.dtype
         args, named = cast(args, dtype), {n: v if n in KEPT else cast(v, dtype) for n, v in named.items()}
+        if family.time_factor:
+            exact = {"timestep": family.time_factor, "guidance": 1000.0}
+            self._times = [named[n] * by for n, by in exact.items() if named.get(n) is not None]
         (found, *_) = self.transformer(*args, **named, return_dict=False)
         predicted = torch.stack(list(found)) if isinstance(found, (list, tuple)) else found
         velocity = unpacked(predicted, family, latents.shape)
         return (-velocity if family.negated else velocity).to(latents.dtype).contiguous()
+
+    def _exact(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """A forward pre-hook of sinusoidal embeddings: times, then guidance, as they were before rounding."""
+        return (self._times.pop(0), *args[1:]) if self._times else args
 
     def guided(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
         """The pipeline's formula of guidance [B,C,T,H,W]."""
@@ -133,10 +154,15 @@ class DiffusersTransformer(nn.Module):
         return 0.0 if self.family.guidance == "added" else 1.0
 
     def init_weights(self) -> None:
-        """Initialises the transformer as its class does in its constructor."""
+        """Initialises parameters as torch's layers do, others with a standard deviation of 0.02, and fills
+        the tables of the class. Pipelines are fine-tuned: it is for tests and for what files lack."""
+        for parameter in self.transformer.parameters():
+            nn.init.normal_(parameter, std=0.02)
         for module in self.transformer.modules():
             if hasattr(module, "reset_parameters"):
                 module.reset_parameters()
+        for name, table in self._tables.items():
+            self.transformer.get_buffer(name).copy_(table)
 
 
 MOST_PIXELS = 1024 * 1024

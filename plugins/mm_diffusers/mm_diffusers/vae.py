@@ -70,18 +70,16 @@ class DiffusersVAE(nn.Module):
     # -- sizes ----------------------------------------------------------------------------------
 
     @cached_property
-    def _facts(self) -> tuple[int, tuple[int, int, int], int]:
-        """Channels, stride and frames at once (0: no clips), found with a picture of meta."""
+    def _facts(self) -> tuple[int, tuple[int, int, int], bool]:
+        """Channels, stride, and whether the model takes clips, found with a picture of meta."""
         model = empty_model(self.folder, PART).to("meta")
-        clips = _takes_clips(model)
-        size = 64
+        clips = any(isinstance(module, nn.Conv3d) for module in model.modules())
+        size, fold = 64, 2 if self.folder.family.folded else 1
         with torch.no_grad():
             pixels = torch.empty(1, 3, *([1] if clips else []), size, size, device="meta")
             shape = model.encode(pixels).latent_dist.mean.shape
-        fold = 2 if self.folder.family.folded else 1
         space = size // shape[-1] * fold
-        time = int(getattr(model, "temporal_compression_ratio", 1)) if clips else 1
-        return shape[1] * fold**2, (time, space, space), int(clips)
+        return shape[1] * fold**2, (1, space, space), clips
 
     @property
     def latent_channels(self) -> int:
@@ -94,20 +92,19 @@ class DiffusersVAE(nn.Module):
         return self._facts[1]
 
     def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        """Shape (C,T,H,W) of the latents of a clip.
+        """Shape (C,T,H,W) of the latents of a picture.
 
         Raises:
-            ContractError: the size does not divide.
+            ContractError: it is a clip, or the size does not divide.
         """
-        channels, (t, y, x), clips = self._facts
-        if height % y or width % x or (num_frames - 1) % t or (num_frames > 1 and not clips):
+        channels, (_, y, x), _ = self._facts
+        if num_frames != 1 or min(height, width) < 1 or height % y or width % x:
             raise ContractError(
                 f"the autoencoder of {self.folder.kind} cannot encode num_frames {num_frames},"
                 f" height {height}, width {width}",
-                accepted=f"height a multiple of {y}, width a multiple of {x}, "
-                + (f"num_frames of {t}k+1" if clips else "num_frames 1"),
+                accepted=f"num_frames 1, height a multiple of {y}, width a multiple of {x}",
             )
-        return channels, (num_frames - 1) // t + 1, height // y, width // x
+        return channels, 1, height // y, width // x
 
     # -- weights --------------------------------------------------------------------------------
 
@@ -193,8 +190,3 @@ class DiffusersVAE(nn.Module):
     def train(self, mode: bool = True) -> DiffusersVAE:
         """Stays in evaluation mode."""
         return super().train(False)
-
-
-def _takes_clips(model: nn.Module) -> bool:
-    """Whether the first layer of the encoder is of clips."""
-    return any("3d" in type(module).__name__.lower() for module in model.modules())
