@@ -77,8 +77,9 @@ def _build(args: argparse.Namespace) -> int:
 
 
 def _show(progress: Progress) -> None:
+    each = f", {human_size(progress.each)} each" if progress.each else ""
     left = "" if progress.seconds is None else f", {_clock(progress.seconds)} left"
-    print(f"{progress.what}: {progress.done:,} of {progress.of:,}{left}", flush=True)
+    print(f"{progress.what}: {progress.done:,} of {progress.of:,}{each}{left}", flush=True)
 
 
 def _clock(seconds: float) -> str:

@@ -50,12 +50,14 @@ class Progress(NamedTuple):
         what: `samples` or `texts`; `entries` that are checked first.
         done: of `of`, with those that were there before.
         seconds: left, as far as this can be known.
+        each: bytes of one that this process has encoded, on average; 0: it has encoded none.
     """
 
     what: str
     done: int
     of: int
     seconds: float | None
+    each: int = 0
 
 
 @dataclass
@@ -182,6 +184,7 @@ class _Build:
         self.chunks = {f"{self.what}-{size}-{name}": own for name, own in zip(names, chunks, strict=True)}
         self._entries: list[_Entry] = []
         self._loaded: set[str] = set()
+        self._each = 0
         self._began, self._shown = time.monotonic(), 0.0
         self._before = self._done()
 
@@ -322,7 +325,9 @@ class _Build:
                     self.built.encoded[part.name] += 1
                     entries.append((self.keys[numbers[n], column : column + 1], rows[n]))
         self.claims.touch()
-        if sum(size_of(row) for _, row in entries) >= SHARD_BYTES:
+        size = sum(size_of(row) for _, row in entries)
+        self._each = size * len(self.parts) // len(entries) if entries else self._each
+        if size >= SHARD_BYTES:
             self._write()
 
     def _unchanged(
@@ -360,4 +365,5 @@ class _Build:
         self.store.refresh()
         total, done = len(self.keys), self._done()
         new, took = done - self._before, self._shown - self._began
-        self.show(Progress(self.what, done, total, took / new * (total - done) if new else None))
+        left = took / new * (total - done) if new else None
+        self.show(Progress(self.what, done, total, left, self._each))
