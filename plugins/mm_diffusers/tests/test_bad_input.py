@@ -1,0 +1,88 @@
+"""What is wrong with a pipeline's folder or a request is a sentence, before anything is trained."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from mm_diffusers.transformer import DiffusersTransformer
+from mm_diffusers.vae import DiffusersVAE
+
+from mm_core.config.dump import to_mapping
+from mm_core.config.load import load_config
+from mm_core.errors import MMError
+from mm_core.plugin import get_registry
+
+TASK = """
+run: {{name: run}}
+task: {{type: diffusers, pipeline: {folder}{more}}}
+data:
+  train: {{type: media_text, sources: [{{annotations: rows.jsonl}}], num_frames: 1, height: 64, width: 64}}
+train: {{steps: 1}}
+optimizer: {{type: adamw}}
+"""
+
+
+def config_of(place: Path, folder: Path, more: str = ""):
+    path = place / "run.yaml"
+    path.write_text(TASK.format(folder=folder, more=more), encoding="utf-8")
+    return load_config(path)
+
+
+def faults(place: Path, folder: Path, more: str = "") -> str:
+    config = config_of(place, folder, more)
+    options = config.task.options["predictor"]
+    registered = get_registry().resolve("predictor", options.type)
+    return "\n".join(map(str, registered.option_faults(options.options)))
+
+
+@pytest.fixture
+def copied(pipeline_of, tmp_path) -> Path:
+    return Path(shutil.copytree(pipeline_of("ZImagePipeline"), tmp_path / "pipeline"))
+
+
+def test_a_whole_pipeline_has_no_faults_and_fills_in_all_parts(pipeline_of, tmp_path):
+    folder = pipeline_of("ZImagePipeline")
+    assert faults(tmp_path, folder) == ""
+    config = config_of(tmp_path, folder, ", text_encoder: {dtype: fp32}")
+    parts = [config.task.options[name] for name in ("predictor", "autoencoder", "text_encoder", "scheduler")]
+    assert {part.options["from_pretrained"] for part in parts} == {str(folder)}
+    written = to_mapping(config)["task"]
+    assert written["text_encoder"] == {"type": "diffusers/text", "dtype": "fp32", "max_length": None}
+    assert written["pipeline"] == str(folder)
+
+
+def test_a_folder_that_is_no_pipeline_of_a_known_family(copied, tmp_path):
+    (copied / "model_index.json").write_text(json.dumps({"_class_name": "ZImagePipelin"}))
+    assert "'ZImagePipelin', which has no recipe" in (found := faults(tmp_path, copied))
+    assert "did you mean 'ZImagePipeline'" in found and "QwenImagePipeline" in found
+    (copied / "model_index.json").unlink()
+    assert "model_index.json is missing" in faults(tmp_path, copied)
+    assert "model_index.json is missing" in faults(tmp_path, tmp_path / "nowhere")
+
+
+def test_a_part_that_is_missing(copied, tmp_path):
+    shutil.rmtree(copied / "text_encoder")
+    found = faults(tmp_path, copied)
+    assert "lists the part `text_encoder`, but there is no such folder" in found
+
+
+def test_pictures_sizes_and_conditions_that_a_family_does_not_take(pipeline_of):
+    folder = str(pipeline_of("ZImagePipeline"))
+    with pytest.raises(MMError, match="ZImagePipeline takes no reference pictures"):
+        DiffusersTransformer(folder, references=2)
+    with pytest.raises(MMError, match="height 63"):
+        DiffusersVAE(folder).latent_shape(1, 63, 64)
+    with pytest.raises(MMError, match="num_frames 5"):
+        DiffusersVAE(folder).latent_shape(5, 64, 64)
+
+
+def test_a_component_without_a_folder_or_with_a_damaged_config(copied, tmp_path):
+    registered = get_registry().resolve("predictor", "diffusers/transformer")
+    (fault,) = registered.option_faults({"from_pretrained": None, "references": 0})
+    assert "has no from_pretrained, and the task names no pipeline" in str(fault)
+    (copied / "transformer/config.json").write_text(json.dumps({"dim": "wide"}))
+    with pytest.raises(MMError, match="no transformer can be built"):
+        DiffusersTransformer(str(copied))
