@@ -108,7 +108,8 @@ def test_a_lora_makes_the_same_picture_in_the_pipeline(run):
     pair.pipe.load_lora_weights(folder, weight_name=file.name)
     wanted = (pair.pictures(noise, 3, **size)[0] + 1) * 127.5
     (shown,) = [path for path in (folder / "ours").rglob("*.png") if "sheet" not in path.name]
-    found = torch.from_numpy(np.array(Image.open(shown))).permute(2, 0, 1).float()
+    with Image.open(shown) as picture:
+        found = torch.from_numpy(np.array(picture)).permute(2, 0, 1).float()
     assert (found - wanted.clamp(0, 255)).abs().max() <= 0.51  # the rounding of a PNG
     assert (wanted - (before[0] + 1) * 127.5).abs().max() > 1  # the LoRA matters
 
