@@ -244,17 +244,13 @@ class GivenInputs:
             timestep: [B], in model units.
             given: conditions of the table, by name.
             conditions: further tensors by name; those that the predictor makes of `given` have priority.
-
-        Raises:
-            ContractError: the predictor's `with_inputs` or `with_frames` returned something else.
         """
         if not given:
             return PredictorInputs(latents, timestep, conditions)
         shown: object = self.predictor if self._own else FramesOf(self.predictor, self.frames)
         assert isinstance(shown, SupportsInputs)
-        method = "with_inputs" if self._own else "with_frames"
-        returned = shown.with_inputs(latents, timestep, given)
-        found = expect_inputs(returned, latents, self.conditions, self.predictor, method)
+        found = shown.with_inputs(latents, timestep, given)
+        expect_inputs(found, latents, self.conditions, self.predictor, "inputs" if self._own else "frames")
         return replace(found, conditions={**conditions, **found.conditions})
 
     def unconditional(self, given: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -108,13 +108,21 @@ def expect_features(found: Any, rows: int, encoder: ImageEncoder) -> Tensor:
 
 
 def expect_inputs(
-    found: Any, latents: Tensor, conditions: Conditions, predictor: object, method: str
-) -> PredictorInputs:
-    """Returns unchanged what a method that shapes the call of forward returned for latents [B,C,T,H,W].
+    found: object, latents: Tensor, conditions: Conditions, predictor: object, given: str
+) -> None:
+    """Checks what `with_inputs` or `with_frames` returned.
+
+    Args:
+        found: what it returned.
+        latents: [B,C,T,H,W] that it was called with.
+        conditions: of the predictor.
+        predictor: the component.
+        given: inputs or frames.
 
     Raises:
         ContractError: it is something else, of another shape, or a condition that forward does not take.
     """
+    method = f"with_{given}"
     if not isinstance(found, PredictorInputs):
         raise wrong_type("predictor", method, found, _INPUTS, predictor)
     (rows, _, *ends), times, counts = latents.shape, found.timestep, found.counts
@@ -132,7 +140,6 @@ def expect_inputs(
     if fault is not None:
         where = f"task.predictor, {place_of_method(predictor, method)}"
         raise ContractError(f"{method} returned {fault[0]}", where=where, accepted=fault[1])
-    return found
 
 
 def _expect_states(found: object, rows: int, component: str, encoder: object) -> None:
