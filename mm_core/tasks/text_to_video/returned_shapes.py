@@ -134,7 +134,10 @@ def expect_inputs(
     elif counts is not None and (
         counts.dtype != torch.bool or tuple(counts.shape) not in ((1, 1, *ends), (rows, 1, *ends))
     ):
-        fault = f"counts {[*counts.shape]} of {counts.dtype}", f"bool {[1, 1, *ends]} or {[rows, 1, *ends]}"
+        fault = (
+            f"counts {[*counts.shape]} of {counts.dtype}",
+            f"bool [1 or B, 1, {', '.join(map(str, ends))}]",
+        )
     elif names := conditions.refused(found.conditions):
         fault = f"the condition `{names[0]}`, which forward does not take", conditions.listed
     if fault is not None:
