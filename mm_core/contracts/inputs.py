@@ -60,7 +60,8 @@ class Input:
         name: of the condition, in `with_inputs`.
         fields: their names; (): the one field with the name of the condition.
         make: pure function of the fields and the clips' size that makes the pixels [B,3,F',Y',X'] to encode
-            or, without an encoder, the condition [B,...]; None: the one field as it is.
+            or, without an encoder, the condition [B,...]; None: the one field as it is. The image encoder
+            gets fields as they are.
         encoder: what encodes it: the autoencoder to latents [B,C,T',H',W'] (the mode), the image encoder to
             features [B,K,D] of every field; None: nothing.
         dropout: share of the training samples that get zeros in its place.
@@ -72,7 +73,7 @@ class Input:
             times a sample, so that every rank calls them equally often.
 
     Raises:
-        ValueError: an input of several pictures that has several fields.
+        ValueError: an argument has a value that is not accepted.
     """
 
     name: str
@@ -84,6 +85,20 @@ class Input:
     most: int = 0
 
     def __post_init__(self) -> None:
+        own, makes = ("latents", "timestep", "text", "text_mask"), self.encoder != "image_encoder"
+        accepted = {
+            "name": (self.name not in own, f"none of {', '.join(own)}"),
+            "fields": (not isinstance(self.fields, str), 'a tuple, such as ("edge",)'),
+            "make": (self.make is None or makes, "None where the image encoder encodes the fields"),
+            "encoder": (self.encoder in (None, "autoencoder", "image_encoder"), "autoencoder, image_encoder"),
+            "dropout": (0 <= self.dropout <= 1, "0 to 1"),
+            "unconditional": (self.unconditional in ("same", "zeros"), "same, zeros"),
+            "most": (self.most >= 0, "0 or more"),
+        }
+        for key, (right, values) in accepted.items():
+            if not right:
+                found = getattr(self, key)
+                raise ValueError(f"{key} of the input {self.name} is {found!r}; accepted: {values}")
         if self.most and len(self.fields) > 1:
             raise ValueError(f"the input {self.name} has several pictures, so it reads one field")
 

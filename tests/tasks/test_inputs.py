@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +14,7 @@ import torch
 from mm_core.contracts import DictBatch, FeatureBatch, Input, PredictorInputs, SampleRequest
 from mm_core.data.cache.samples import stacked
 from mm_core.errors import ContractError
+from mm_core.tasks.text_to_video import inputs
 from support.text_to_video import RNG, SmallPredictor, make_batch, make_task
 
 
@@ -178,7 +183,7 @@ def test_plain_dicts_keep_the_fields_of_the_table_alone():
     assert torch.equal(task.loss(one).total, task.loss(other).total)
 
 
-def test_a_whole_number_is_one_in_the_cache_too():
+def test_a_whole_number_is_one_in_the_cache_too(monkeypatch):
     class Classed(SmallPredictor):
         inputs = (Input("kind"),)
 
@@ -197,9 +202,12 @@ def test_a_whole_number_is_one_in_the_cache_too():
         for row, found in zip(rows, task.features(part.name, given), strict=True):
             row[part.name] = found
     cached = FeatureBatch(batch.keys, batch.sample_weights, batch.ids, stacked(rows), {})
+    sent = []  # without a wait for the device: page-locked
+    monkeypatch.setattr(inputs, "copied_to", lambda device, one: sent.append(one.tolist()) or one.to(device))
     for each in (batch, cached):
         task.loss(task.prepare(each, RNG))
         assert task.predictor.kind.dtype == torch.int64 and task.predictor.kind.tolist() == [4, 5, 6]
+    assert sent == [[4, 5, 6]]
 
 
 def test_the_plan_knows_the_shapes_of_inputs():
@@ -229,3 +237,174 @@ def test_each_row_may_have_its_own_latents_that_count():
     rows = [squares[0, :, 1:].mean(), squares[1].mean(), squares[2, :, 1:].mean()]  # motion is 1, 2, 3
     torch.testing.assert_close(whole, (torch.stack(rows) * inputs.factors).sum())
     assert task.evaluate(batch_of(task), RNG, [0.5]).sums["loss"].shape == (3,)
+
+
+def part_of(task, name: str):
+    return next(part for part in task.cache_parts() if part.name == f"input {name}")
+
+
+TWO_FIELDS = """
+import test_inputs as here
+from mm_core.contracts import Input
+task = here.make_task(here.Conditioned())
+names = ("edge", "mask", "depth", "pose")
+task.predictor.inputs = (Input("both", names, lambda fields, size: fields["edge"] * 2),)
+print(here.part_of(task, "both").fields)
+"""
+
+
+def test_fields_of_a_cached_input_keep_their_order_in_every_process():
+    folders = os.pathsep.join(path for path in [str(Path(__file__).parent), *sys.path] if path)
+    for seed in ("1", "2"):
+        found = subprocess.run(
+            [sys.executable, "-c", TWO_FIELDS],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": folders},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert found.stdout.strip() == "('edge', 'mask', 'depth', 'pose')"
+
+
+def returning(change) -> str:
+    """The error of a step of training whose `with_inputs` returns something else."""
+
+    class Changed(Conditioned):
+        def with_inputs(self, latents, timestep, given):
+            return change(super().with_inputs(latents, timestep, given))
+
+    task = make_task(Changed())
+    return message(lambda: task.prepare(batch_of(task), RNG))
+
+
+def test_what_with_inputs_returns_is_checked_in_training():
+    def counts(shape, dtype=torch.bool):
+        return lambda found: replace(found, counts=torch.ones(shape, dtype=dtype))
+
+    def joined_channels(found):
+        return replace(found, latents=torch.cat([found.latents, found.conditions["control"]], 1))
+
+    fault = returning(joined_channels)
+    assert "with_inputs returned latents [3, 24, 2, 4, 4]" in fault and "test_inputs.py, line" in fault
+    assert "accepted: [3, 12, 2, 4, 4]: further channels are a condition" in fault
+    assert "latents [1, 12, 2, 4, 4]" in returning(lambda found: replace(found, latents=found.latents[:1]))
+    fault = returning(lambda found: replace(found, timestep=found.timestep[:1]))
+    assert "a timestep [1]" in fault and "accepted: [3], or one for each token: [3, N]" in fault
+    for shape in ((3, 12, 2, 4, 4), (1, 1, 2, 4), (2, 1, 2, 4, 4)):
+        fault = returning(counts(shape))
+        assert f"with_inputs returned counts {[*shape]}" in fault
+        assert "accepted: bool [1 or B, 1, 2, 4, 4]" in fault
+    assert "of torch.float32" in returning(counts((1, 1, 2, 4, 4), torch.float32))
+    assert "with_inputs returned a dict" in returning(vars)
+    fault = returning(lambda found: replace(found, conditions={**found.conditions, "contrl": torch.ones(3)}))
+    assert "the condition `contrl`, which forward does not take" in fault
+    assert "accepted: control, folded, motion" in fault
+
+
+def test_a_make_gets_a_number_for_a_number_in_the_plan_and_in_the_key_of_the_cache():
+    def scale(by):
+        return lambda fields, size: fields["motion"][:, None] / by
+
+    def both(fields, size):
+        return torch.stack([fields["motion"], fields["mask"].mean((1, 2, 3, 4))], 1)
+
+    def one_hot(fields, size):
+        return torch.nn.functional.one_hot(fields["motion"].long(), 4).bfloat16()
+
+    def pushed(fields, size):
+        return fields["control"] * fields["motion"].view(-1, 1, 1, 1, 1)
+
+    task = make_task(Conditioned())
+
+    def with_row(row):
+        task.predictor.inputs = (*(r for r in Conditioned.inputs if r.name != row.name), row)
+        _, arguments = task.sample_forward({"num_frames": 2, "height": 8, "width": 8})
+        return tuple(arguments[row.name].shape), part_of(task, row.name).settings["clip"]
+
+    shape, ten = with_row(Input("motion", make=scale(10)))
+    assert shape == (1, 1) and ten != with_row(Input("motion", make=scale(20)))[1]
+    assert with_row(Input("motion", make=one_hot))[0] == (1, 4)
+    assert with_row(Input("motion", ("motion", "mask"), both))[0] == (1, 2)
+    assert with_row(Input("control", ("control", "motion"), pushed, "autoencoder"))[0] == (1, 12, 2, 4, 4)
+
+
+def test_the_key_of_the_cache_sees_the_order_of_frames():
+    task = make_task(Conditioned())
+
+    def key(make) -> str:
+        task.predictor.inputs = (Input("control", make=make, encoder="autoencoder"),)
+        return part_of(task, "control").settings["clip"]
+
+    forward, halves = key(lambda fields, size: fields["control"]), []
+    assert forward != key(lambda fields, size: fields["control"].flip(2))
+    for start in (0, 1):
+        halves.append(key(lambda fields, size, start=start: fields["control"][:, :, start::2]))
+    assert len({forward, *halves}) == 3
+
+
+def test_the_keys_of_pictures_stay_as_they_were():
+    """Of mm_core before the frames of clips became different: the first and last frames of image-to-video."""
+    task = make_task(Conditioned())
+
+    def key(row) -> str:
+        task.predictor.inputs = (row,)
+        return part_of(task, row.name).settings["clip"]
+
+    def ends(fields, size):
+        return torch.cat([fields["first"], fields["last"]], 2)
+
+    assert key(Input("ends", ("first", "last"), ends, "autoencoder")) == "5d68f199b9b69e7f"
+    assert key(Input("shown", make=lambda fields, size: fields["shown"] * 2, most=2)) == "1be45dcc7e4ad50c"
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"name": "timestep"}, "name of the input timestep is 'timestep'; accepted: none of latents, "),
+        ({"fields": "edge"}, "fields of the input a is 'edge'; accepted: a tuple"),
+        ({"encoder": "vae"}, "encoder of the input a is 'vae'; accepted: autoencoder, image_encoder"),
+        ({"make": folded, "encoder": "image_encoder"}, "make of the input a is "),
+        ({"dropout": 1.5}, "dropout of the input a is 1.5; accepted: 0 to 1"),
+        ({"dropout": float("nan")}, "dropout of the input a is nan"),
+        ({"unconditional": "zero"}, "unconditional of the input a is 'zero'; accepted: same, zeros"),
+        ({"most": -1}, "most of the input a is -1; accepted: 0 or more"),
+    ],
+)
+def test_a_row_of_the_table_refuses_values_that_mean_nothing(fields, part):
+    with pytest.raises(ValueError) as raised:
+        Input(**{"name": "a", **fields})
+    assert part in str(raised.value)
+
+
+def test_two_rows_that_make_one_condition_are_an_error_of_the_plan():
+    task = make_task(Conditioned())
+    task.predictor.inputs = (*Conditioned.inputs, Input("motion", ("speed",)))
+    fault = message(lambda: task.check({"num_frames": 2, "height": 8, "width": 8}))
+    assert "two rows of `inputs` make the condition `motion`" in fault
+
+
+class Eye:
+    """An image encoder of 5 tokens a picture."""
+
+    hidden_size, tokens = 7, 5
+
+    def missing_files(self):
+        return []
+
+    def load(self, device):
+        pass
+
+    def encode(self, images):
+        return torch.stack([image.float().mean().expand(5, 7) for image in images])
+
+
+def test_the_plan_knows_the_width_of_the_features_of_pictures():
+    class Styled(Conditioned):
+        inputs = (*Conditioned.inputs, Input("style", ("control", "mask"), encoder="image_encoder"))
+
+        def forward(self, latents, timestep, text, text_mask, control, folded, motion, style):
+            return super().forward(latents, timestep, text, text_mask, control, folded, motion)
+
+    task = make_task(Styled(), image_encoder=Eye())
+    _, arguments = task.sample_forward({"num_frames": 2, "height": 8, "width": 8})
+    assert arguments["style"].shape == (1, 10, 7) == task.encode(batch_of(task)).given["style"][:1].shape

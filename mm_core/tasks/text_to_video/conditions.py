@@ -57,7 +57,16 @@ class Conditions:
     @property
     def unknown(self) -> list[str]:
         """Names of declared conditions that the predictor's forward does not take."""
-        return [] if self._open else sorted(self.taken - self._named)
+        return self.refused(self.taken)
+
+    def refused(self, given: Collection[str]) -> list[str]:
+        """Those names of conditions that the predictor's forward does not take."""
+        return [] if self._open else sorted({*given} - self._named)
+
+    @property
+    def listed(self) -> str:
+        """The conditions that the predictor's forward takes, for a message."""
+        return ", ".join(sorted(self._named)) or "no condition"
 
     @property
     def embedded_guidance(self) -> bool:
@@ -114,7 +123,7 @@ class Conditions:
             yield ContractError(
                 f"condition_shapes names `{unknown[0]}`, but the predictor's forward does not",
                 where=where,
-                accepted=", ".join(sorted(self._named)) or "no condition",
+                accepted=self.listed,
                 hint=did_you_mean(unknown[0], self._named),
             )
         if encoder.missing_files():

@@ -123,8 +123,8 @@ class ClipEncoder:
             texts = batch.texts.get("", {})
             text, empty = self.captions.of_batch(features, texts, drops, device)
             given: dict[str, Tensor] = {}
-            for row, part in zip(self.inputs.rows, self.inputs.cache_parts(), strict=True):
-                given |= self.inputs.read(row, part.name, features, device)
+            for row in self.inputs.rows:
+                given |= self.inputs.read(row, features, device)
         else:
             batch = cast(VideoTextBatch, batch)
             size, fps, device = batch.size, batch.fps, batch.device

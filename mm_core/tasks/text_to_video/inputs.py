@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -30,8 +29,10 @@ from mm_core.contracts import (
 from mm_core.device import copied_to
 from mm_core.errors import ContractError, did_you_mean, plural
 from mm_core.plugin.checks.places import place_of_object
+from mm_core.tasks.text_to_video.conditions import Conditions
 from mm_core.tasks.text_to_video.frames import FRAMES, IMAGES, FramesOf, frame_rows, image_dim
-from mm_core.tasks.text_to_video.returned_shapes import expect_features, expect_latents
+from mm_core.tasks.text_to_video.making import digest, makings
+from mm_core.tasks.text_to_video.returned_shapes import expect_features, expect_inputs, expect_latents
 
 OF_CLIP = ("video", "first", "last")
 """Fields that are the clip itself, or a part of it."""
@@ -52,6 +53,7 @@ class GivenInputs:
 
     Attributes:
         predictor: the task's.
+        conditions: of its forward.
         autoencoder: encodes pixels to latents.
         image_encoder: encodes features; None for a predictor that takes none.
         frames: the frames of the clip that a predictor with `with_frames` is given.
@@ -59,6 +61,7 @@ class GivenInputs:
     """
 
     predictor: Predictor
+    conditions: Conditions
     autoencoder: Autoencoder
     image_encoder: ImageEncoder | None
     frames: FrameNames
@@ -191,17 +194,22 @@ class GivenInputs:
         found: dict[str, Tensor] = {}
         for row in self.rows:
             if row.encoder == "image_encoder":
-                tokens = None if self.image_encoder is None else self.image_encoder.tokens
-                if tokens is None:
+                encoder = self.image_encoder
+                if encoder is None or encoder.tokens is None:
                     return None
-                shape: tuple[int, ...] = (tokens * len(row.reads), image_dim(self.predictor) or 0)
+                width = image_dim(self.predictor) or encoder.hidden_size
+                shape: tuple[int, ...] = (encoder.tokens * len(row.reads), width)
             elif row.most:  # as large as the clip
                 shape = self.autoencoder.latent_shape(1, *size[1:]) if row.encoder else (3, 1, *size[1:])
             elif row.encoder is None and row.make is None:
                 shape = ()  # a number
             else:
                 given = {name: clip.get(name, clip["video"]) for name in row.reads}
-                made = given[row.reads[0]] if row.make is None else row.make(given, size)
+                made = (
+                    given[row.reads[0]]
+                    if row.make is None
+                    else next(makings(row, given, _beside_clip(row), size))
+                )
                 shape = self.autoencoder.latent_shape(*made.shape[2:]) if row.encoder else made.shape[1:]
             if row.most:
                 ends = torch.empty(1, row.most, len(shape) - 1, dtype=torch.int64, device="meta")
@@ -242,6 +250,7 @@ class GivenInputs:
         shown: object = self.predictor if self._own else FramesOf(self.predictor, self.frames)
         assert isinstance(shown, SupportsInputs)
         found = shown.with_inputs(latents, timestep, given)
+        expect_inputs(found, latents, self.conditions, self.predictor, "inputs" if self._own else "frames")
         return replace(found, conditions={**conditions, **found.conditions})
 
     def unconditional(self, given: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -257,12 +266,11 @@ class GivenInputs:
             frames = row.name in (FRAMES, IMAGES)
             settings: dict[str, Any] = {"frames" if frames else "fields": list(row.reads)}
             if row.make is not None:
-                settings["clip"] = _digest(row)
+                settings["clip"] = digest(row, _beside_clip(row))
             if row.most:
                 settings["most"] = row.most
             components = () if row.encoder is None else (row.encoder,)
-            name, own = row.name if frames else f"input {row.name}", tuple(set(row.reads) - {*OF_CLIP})
-            yield CachePart(name, components, "media", settings, fields=own)
+            yield CachePart(_part_of(row), components, "media", settings, fields=_beside_clip(row))
 
     def stored(
         self, row: Input, fields: Mapping[str, Any], size: ClipSize, device: torch.device
@@ -280,15 +288,13 @@ class GivenInputs:
             for own in made
         ]
 
-    def read(
-        self, row: Input, part: str, features: Mapping[str, Any], device: torch.device
-    ) -> dict[str, Tensor]:
+    def read(self, row: Input, features: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:
         """The conditions of a row from what a cache has stored, with the samples' own padding."""
-        values = features[f"{part}.values"]
+        values = features[f"{_part_of(row)}.values"]
         if not row.most:  # features of whole numbers are plain values
-            return {row.name: torch.as_tensor(values, device=device)}
+            return {row.name: copied_to(device, torch.as_tensor(values))}
         made = []
-        for own, shapes in zip(values, features[f"{part}.shapes"], strict=True):
+        for own, shapes in zip(values, features[f"{_part_of(row)}.shapes"], strict=True):
             ends = [prod(shape) for shape in shapes]
             made.append(
                 [one.view(*shape) for one, shape in zip(own[: sum(ends)].split(ends), shapes, strict=True)]
@@ -299,12 +305,15 @@ class GivenInputs:
 
     def row_of(self, part: str) -> Input:
         """The row of a part of the feature cache."""
-        return next(row for row in self.rows if part in (row.name, f"input {row.name}"))
+        return next(row for row in self.rows if part == _part_of(row))
 
     def faults(self, given: Mapping[str, int] | Sequence[str] | None) -> Iterator[ContractError]:
-        """Rows that have no encoder, and fields that the dataset does not give (None: not known), or of which
-        it gives another number of pictures."""
+        """Rows that have no encoder or the same name, and fields that the dataset does not give (None: not
+        known), or of which it gives another number of pictures."""
         where = f"task.predictor, {place_of_object(self.predictor)}"
+        names = [name for row in self._own for name in row.conditions]
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            yield ContractError(f"two rows of `inputs` make the condition `{name}`", where=where)
         for row in self._own:
             if row.encoder == "image_encoder" and self.image_encoder is None:
                 yield ContractError(
@@ -363,12 +372,11 @@ def _zeroed(values: Tensor, out: Sequence[bool]) -> Tensor:
     return torch.where(kept, values, torch.zeros_like(values))
 
 
-def _digest(row: Input) -> str:
-    """A hash of what `make` makes of small fields: it is code and settings of the predictor."""
-    assert row.make is not None
-    given = {}
-    for name in row.reads:
-        frame = Randomness(0).normal((1, 3, 16, 16), "frames", name).clamp(-1, 1)[:, :, None]
-        given[name] = frame if row.most or name in ("first", "last") else frame.repeat(1, 1, 5, 1, 1)
-    made = row.make(given, (5, 16, 16))
-    return hashlib.sha256(made.contiguous().numpy().tobytes() + repr(made.shape).encode()).hexdigest()[:16]
+def _beside_clip(row: Input) -> tuple[str, ...]:
+    """The fields that a row reads beside the clip and its parts."""
+    return tuple(name for name in row.reads if name not in OF_CLIP)
+
+
+def _part_of(row: Input) -> str:
+    """The name of a row's part of the feature cache."""
+    return row.name if row.name in (FRAMES, IMAGES) else f"input {row.name}"

@@ -13,15 +13,18 @@ from mm_core.contracts import (
     ImageEncoder,
     NoiseScheduler,
     Posterior,
+    PredictorInputs,
     SupportsForTokens,
     TextEncoder,
 )
 from mm_core.errors import ContractError, MMError, first_line
-from mm_core.plugin.checks.places import place_of_object
+from mm_core.plugin.checks.places import place_of_method, place_of_object
+from mm_core.tasks.text_to_video.conditions import Conditions
 
 _POSTERIOR = "an mm_core.contracts.Posterior: mode(), sample(generators) and moments"
 _STATES = "(hidden[B,L,D], mask[B,L]), and perhaps a mapping of further tensors [B,...]"
 _FALSE_IN_PADDING = "a bool mask, false for padding"
+_INPUTS = "an mm_core.contracts.PredictorInputs: latents, timestep, conditions and counts"
 _SCHEDULER = "a noise scheduler: this one, or another for samples of that size"
 
 
@@ -102,6 +105,44 @@ def expect_features(found: Any, rows: int, encoder: ImageEncoder) -> Tensor:
     _expect_states(found, rows, "image_encoder", encoder)
     features: Tensor = found
     return features.float()
+
+
+def expect_inputs(
+    found: object, latents: Tensor, conditions: Conditions, predictor: object, given: str
+) -> None:
+    """Checks what `with_inputs` or `with_frames` returned.
+
+    Args:
+        found: what it returned.
+        latents: [B,C,T,H,W] that it was called with.
+        conditions: of the predictor.
+        predictor: the component.
+        given: inputs or frames.
+
+    Raises:
+        ContractError: it is something else, of another shape, or a condition that forward does not take.
+    """
+    method = f"with_{given}"
+    if not isinstance(found, PredictorInputs):
+        raise wrong_type("predictor", method, found, _INPUTS, predictor)
+    (rows, _, *ends), times, counts = latents.shape, found.timestep, found.counts
+    fault = None
+    if found.latents.shape != latents.shape:
+        fault = f"latents {[*found.latents.shape]}", f"{[*latents.shape]}: further channels are a condition"
+    elif times.dim() not in (1, 2) or len(times) != rows:
+        fault = f"a timestep {[*times.shape]}", f"[{rows}], or one for each token: [{rows}, N]"
+    elif counts is not None and (
+        counts.dtype != torch.bool or tuple(counts.shape) not in ((1, 1, *ends), (rows, 1, *ends))
+    ):
+        fault = (
+            f"counts {[*counts.shape]} of {counts.dtype}",
+            f"bool [1 or B, 1, {', '.join(map(str, ends))}]",
+        )
+    elif names := conditions.refused(found.conditions):
+        fault = f"the condition `{names[0]}`, which forward does not take", conditions.listed
+    if fault is not None:
+        where = f"task.predictor, {place_of_method(predictor, method)}"
+        raise ContractError(f"{method} returned {fault[0]}", where=where, accepted=fault[1])
 
 
 def _expect_states(found: object, rows: int, component: str, encoder: object) -> None:

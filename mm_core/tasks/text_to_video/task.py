@@ -110,7 +110,7 @@ class TextToVideo(TaskModule):
 
     @property
     def _inputs(self) -> GivenInputs:
-        parts = (self.predictor, self.autoencoder, self.image_encoder)
+        parts = (self.predictor, self.conditions, self.autoencoder, self.image_encoder)
         return GivenInputs(*parts, self.frames, self.captions.reads)
 
     @property
