@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mm_core.contracts import Input, Randomness, SupportsInputs, SupportsMaxFrames
+from mm_core.contracts import Input, Randomness, SupportsFrames, SupportsInputs, SupportsMaxFrames
 from mm_core.errors import ContractError
 from mm_core.plugin.checks.contract import check_object
 from mm_core.plugin.registry import build as build_component
 from mm_core.tasks.text_to_video.conditions import Conditions
 from mm_core.testing.kit import NotApplicable
 from mm_core.testing.tensors import fill
+
+_STRIDES = tuple(product((1, 4, 8), (8, 16, 32, 4, 2)))
+"""Frames and pixels of a step of latents, the first of those at which most fits is used."""
+_FEATURES = 3  # of each image that an image encoder encodes
 
 Build = Callable[[], object] | Mapping[str, object] | str
 """A function that creates a small predictor, or an argument for `mm_core.build("predictor", ...)`."""
@@ -127,12 +133,69 @@ class PredictorProbe:
         }
 
     def given(self, module: Any, latents: Tensor) -> dict[str, Tensor]:
-        """The conditions of the predictor's table of inputs, as far as their shapes are known."""
+        """The conditions of the predictor's table of inputs.
+
+        Raises:
+            NotApplicable: the shape of one is not known.
+        """
+        rows: tuple[Input, ...] = module.inputs if isinstance(module, SupportsInputs) else ()
         found: dict[str, Tensor] = {}
-        for row in module.inputs if isinstance(module, SupportsInputs) else ():
-            if row.encoder == "autoencoder" or (row.encoder is None and row.make is None):
+        made = _made(rows, latents)
+        for row in rows:
+            if row.name in made:
+                found[row.name] = made[row.name]
+            elif row.encoder == "image_encoder":
+                found |= _pictured(row, self._features(module, row), len(latents))
+            elif row.most or row.encoder or row.make is None:
                 found |= _given(row, latents, module.patch_size)
+            else:
+                shape = self._known(module).get(row.name)
+                if shape is None:
+                    given = f"{{'{row.name}': (4, 8)}}"
+                    raise NotApplicable(
+                        f"`make` of the input `{row.name}` takes neither random pixels nor numbers, and its"
+                        f" shape is not declared: condition_shapes = {given}, or conditions={given}"
+                    )
+                found[row.name] = self._drawn(row.name, shape, len(latents))
         return found
+
+    def _features(self, module: Any, row: Input) -> tuple[int, int]:
+        """Number and width of the features of a row that an image encoder encodes."""
+        shape: Any = self._known(module).get(row.name)
+        declared: list[int | None] = [
+            None,
+            None,
+            *(shape.shape if isinstance(shape, Tensor) else shape or ()),
+        ]
+        return declared[-2] or _FEATURES * len(row.reads), declared[-1] or self._width
+
+    @cached_property
+    def _width(self) -> int:
+        """The width of image features: nothing declares that of a table, so it is one that forward takes."""
+        module: Any = self.initialised()
+        known: int | None = module.image_dim if isinstance(module, SupportsFrames) else None
+        widths: dict[int, None] = dict.fromkeys(
+            [known or 16, *(p.shape[-1] for p in module.parameters() if p.dim() == 2)]
+        )
+        for width in widths:
+            self.__dict__["_width"] = width  # which `inputs` reads
+            try:
+                with torch.no_grad():
+                    module(**self.inputs(module))
+                return width
+            except (RuntimeError, ValueError):
+                continue
+        return next(iter(widths))  # the checks report what forward raises
+
+    def _known(self, module: Any) -> dict[str, Any]:
+        """The shapes of conditions that the predictor or the call declares."""
+        return {**(Conditions(module).declared or {}), **self.conditions}
+
+    def _drawn(self, name: str, shape: Tensor | Sequence[int | None], batch: int) -> Tensor:
+        if isinstance(shape, Tensor):
+            return shape.expand(batch, *shape.shape).clone()
+        filled = [self.text_length if size is None else size for size in shape]
+        return Randomness(2).normal((batch, *filled), name)
 
     def _patches(self, module: Any, patches: tuple[int, int, int] | None) -> tuple[int, int, int]:
         """The tokens of the test clips, with no more frames than the predictor takes."""
@@ -160,13 +223,9 @@ class PredictorProbe:
         takes = Conditions(module)
         size = (8.0 * sizes[1], 8.0 * sizes[2])
         found = {**takes.of_clips(batch, size, torch.device("cpu"), fps=24.0, guidance=3.5), **own}
-        known = {**(takes.declared or {}), **self.conditions}
-        for name, shape in known.items():
-            if isinstance(shape, Tensor):
-                found[name] = shape.expand(batch, *shape.shape).clone()
-            elif name not in found:
-                filled = [self.text_length if size is None else size for size in shape]
-                found[name] = Randomness(2).normal((batch, *filled), name)
+        for name, shape in self._known(module).items():
+            if isinstance(shape, Tensor) or name not in found:
+                found[name] = self._drawn(name, shape, batch)
         if missing := sorted(takes.needed - set(found)):
             raise ContractError(
                 f"the predictor's forward needs `{missing[0]}`, whose shape is not known",
@@ -192,3 +251,56 @@ def _given(row: Input, latents: Tensor, patch: tuple[int, int, int]) -> dict[str
             _, height, width = sizes[sample, place].tolist()
             values[sample, place, :, :, height:], values[sample, place, ..., width:] = 0, 0
     return dict(zip(row.conditions, (values, sizes), strict=True))
+
+
+def _pictured(row: Input, features: tuple[int, int], rows: int) -> dict[str, Tensor]:
+    """Features [B,K,D] of a row, or [B,most,K,D] and their numbers: fewer in each sample than in the one
+    before."""
+    draw = Randomness(2).at("given", row.name).normal
+    if not row.most:
+        return {row.name: draw((rows, *features))}
+    values, sizes = draw((rows, row.most, *features)), torch.zeros(rows, row.most, 1, dtype=torch.int64)
+    for sample in range(rows):
+        shown = max(0, row.most - sample)
+        sizes[sample, :shown], values[sample, shown:] = features[0], 0
+    return dict(zip(row.conditions, (values, sizes), strict=True))
+
+
+def _made(rows: Sequence[Input], latents: Tensor) -> dict[str, Tensor]:
+    """What `make` makes of random fields for rows without an encoder. The clip has the size at which most of
+    it has that of the latents: the strides of the autoencoder are not known."""
+    own = [row for row in rows if row.make is not None and row.encoder is None and not row.most]
+    numbers = {row.reads[0] for row in rows if row.make is None and row.encoder is None and not row.most}
+    best: dict[str, Tensor] = {}
+    most = -1
+    frames, *sides = latents.shape[2:]
+    for time, space in _STRIDES if own else ():
+        size = ((frames - 1) * time + 1, sides[0] * space, sides[1] * space)
+        found = {row.name: _make(row, numbers, latents, size) for row in own}
+        made = {name: value for name, value in found.items() if value is not None}
+        if (score := sum(_fit(value, latents) for value in made.values())) > most:
+            best, most = made, score
+    return best
+
+
+def _make(row: Input, numbers: set[str], latents: Tensor, size: tuple[int, int, int]) -> Tensor | None:
+    """What `make` makes of pixels, or of numbers where they fit better; None if it takes neither."""
+    assert row.make is not None
+    found: list[Tensor] = []
+    for kinds in product((False, True), repeat=len(row.reads)):
+        fields: dict[str, Tensor] = {}
+        for name, number in zip(row.reads, kinds, strict=True):
+            clip = (3, 1 if name in ("first", "last") else size[0], *size[1:])
+            shape = (len(latents), *(() if number or name in numbers else clip))
+            fields[name] = Randomness(2).normal(shape, "field", name).clamp(-1, 1)
+        try:
+            made = row.make(fields, size)
+        except Exception:  # the author's code, for fields of another kind or size
+            continue
+        found += [made.float() if made.is_floating_point() else made]
+    return max(found, key=lambda one: _fit(one, latents), default=None)
+
+
+def _fit(made: Tensor, latents: Tensor) -> int:
+    """2 for a condition in the size of the latents, 1 for another one of clips, 0 for more dimensions."""
+    return 2 if made.shape[2:] == latents.shape[2:] else int(made.dim() <= latents.dim())
