@@ -17,6 +17,8 @@ from mm_core.data.rows.media_rows import medium_of
 from mm_core.data.rows.prompts import Prompt
 from mm_core.errors import DataError, MMError, plural
 
+_SETTING = "--num-frames (validation.samples: task.sample.num_frames)"
+
 Value = str | Path | float | Sequence[str | Path]
 
 
@@ -92,5 +94,5 @@ def _picture_or_clip(path: Path, num_frames: int, fps: float | None) -> Tensor:
         return read_image(path)
     reader = PyAVReader()
     with decoding(str(path)):
-        times = clip_times(reader.probe(path), path, num_frames, fps, 0.0)
+        times = clip_times(reader.probe(path), path, num_frames, fps, 0.0, _SETTING)
         return read_frames(reader, path, times).permute(3, 0, 1, 2)
