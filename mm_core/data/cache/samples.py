@@ -204,6 +204,13 @@ def stacked(rows: Sequence[Mapping[str, Features]]) -> dict[str, Any]:
     return found
 
 
+def tensor_of(values: Tensor | Sequence[Any]) -> Tensor:
+    """A feature of all rows from `stacked` as a tensor; lists are padded like tensors."""
+    if isinstance(values, Tensor):
+        return values
+    return _padded([torch.tensor(each, dtype=torch.int64) for each in values])
+
+
 def _check_alike(name: str, column: Sequence[Tensor]) -> None:
     """Texts are padded; clips of several sizes would train on the zeros beside them."""
     if len(shapes := {tuple(each.shape) for each in column}) > 1:
