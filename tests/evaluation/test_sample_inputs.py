@@ -8,8 +8,9 @@ import torch
 from mm_core.builtin.configs.text_to_video import SampleConfig
 from mm_core.contracts import Clip, SampleRequest
 from mm_core.data.media.video_files import write_video
-from mm_core.data.rows.prompts import Prompt
+from mm_core.data.rows.prompts import Prompt, read_prompts
 from mm_core.errors import DataError
+from mm_core.evaluation.sample_inputs import read_inputs
 from mm_core.evaluation.sampled_clips import PLAYBACK_FPS, complete_request
 from mm_core.schema.fields import ComponentConfig
 
@@ -43,3 +44,13 @@ def test_a_control_clip_that_is_too_short_names_the_option_of_sampling(control):
     with pytest.raises(DataError, match="it has 12 frames, but a clip needs 13") as raised:
         read(control, {"num_frames": 13})
     assert "or lower --num-frames" in raised.value.render()
+
+
+def test_a_row_of_a_prompts_file_without_a_field_has_no_picture_of_it(control, tmp_path):
+    rows = tmp_path / "prompts.jsonl"
+    rows.write_text(
+        '{"prompt": "a", "inputs": {"references": ["control.mp4"], "n": 2}}\n{"prompt": "b"}\n"c"'
+    )
+    found = read_inputs(read_prompts(rows), 1, None)
+    assert found["n"] == (2.0, (), ()) and found["references"][1:] == ((), ())
+    assert found["references"][0][0].shape == (3, 1, 16, 16)
