@@ -129,7 +129,7 @@ def check_data(config: RunConfig, task: TaskModule) -> None:
                 _check_batches(task, class_, data.options)
         except ContractError as fault:
             if split != "train" and not (fault.where or "").startswith("data"):
-                fault.what = f"with the data of data.{split}, {fault.what}"
+                fault.what = f"data.{split}: {fault.what}"
             raise
         if isinstance(class_, SupportsCheckMicroBatch) and not variable:
             class_.check_micro_batch(config.train.micro_batch_size, data.options)
