@@ -243,7 +243,7 @@ def test_conditions_without_an_autoencoder_are_made_of_random_fields_and_feature
 
 def test_conditions_whose_shape_is_not_known_leave_the_other_checks_and_may_be_given():
     check_predictor(Failing)  # what needs them does not apply
-    with pytest.raises(NotApplicable, match="`make` of the input `mask` takes neither random pixels nor"):
+    with pytest.raises(NotApplicable, match="`make` of the input `mask` takes neither pixels nor"):
         given_inputs(PredictorProbe(Failing))
     shapes = {"mask": torch.zeros(1, 1, 1, 1), "style": (9, None)}
     assert PredictorProbe(Failing, conditions=shapes).inputs(Failing())["style"].shape == (2, 9, 5)

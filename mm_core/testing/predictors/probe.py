@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mm_core.contracts import Input, Randomness, SupportsFrames, SupportsInputs, SupportsMaxFrames
+from mm_core.contracts import ClipSize, Input, Randomness, SupportsFrames, SupportsInputs, SupportsMaxFrames
 from mm_core.errors import ContractError
 from mm_core.plugin.checks.contract import check_object
 from mm_core.plugin.registry import build as build_component
@@ -153,8 +153,9 @@ class PredictorProbe:
                 if shape is None:
                     given = f"{{'{row.name}': (4, 8)}}"
                     raise NotApplicable(
-                        f"`make` of the input `{row.name}` takes neither random pixels nor numbers, and its"
-                        f" shape is not declared: condition_shapes = {given}, or conditions={given}"
+                        f"`make` of the input `{row.name}` takes neither pixels nor numbers on the meta"
+                        f" device, and its shape is not declared: condition_shapes = {given}, or"
+                        f" conditions={given}"
                     )
                 found[row.name] = self._drawn(row.name, shape, len(latents))
         return found
@@ -267,40 +268,43 @@ def _pictured(row: Input, features: tuple[int, int], rows: int) -> dict[str, Ten
 
 
 def _made(rows: Sequence[Input], latents: Tensor) -> dict[str, Tensor]:
-    """What `make` makes of random fields for rows without an encoder. The clip has the size at which most of
-    it has that of the latents: the strides of the autoencoder are not known."""
+    """What `make` makes of random fields for rows without an encoder. Fields are numbers where that fits, and
+    clips of the size at which most of it has that of the latents: the autoencoder's strides are not known."""
     own = [row for row in rows if row.make is not None and row.encoder is None and not row.most]
     numbers = {row.reads[0] for row in rows if row.make is None and row.encoder is None and not row.most}
-    best: dict[str, Tensor] = {}
-    most = -1
+    kinds = {row.name: [*product(*((n in numbers, True) for n in row.reads))] for row in own}
+    most, calls = 0, list[tuple[Input, tuple[bool, ...], ClipSize]]()
     frames, *sides = latents.shape[2:]
-    for time, space in _STRIDES if own else ():
+    for time, space in _STRIDES:
         size = ((frames - 1) * time + 1, sides[0] * space, sides[1] * space)
-        found = {row.name: _make(row, numbers, latents, size) for row in own}
-        made = {name: value for name, value in found.items() if value is not None}
-        if (score := sum(_fit(value, latents) for value in made.values())) > most:
-            best, most = made, score
-    return best
+        fits = {row.name: [_fit(row, each, latents, size) for each in kinds[row.name]] for row in own}
+        if (score := sum(map(max, fits.values()))) > most:
+            best = ((row, fits[row.name].index(max(fits[row.name]))) for row in own if any(fits[row.name]))
+            most, calls = score, [(row, kinds[row.name][place], size) for row, place in best]
+    made = {row.name: _make(row, own, latents, size) for row, own, size in calls}
+    return {name: value.float() if value.is_floating_point() else value for name, value in made.items()}
 
 
-def _make(row: Input, numbers: set[str], latents: Tensor, size: tuple[int, int, int]) -> Tensor | None:
-    """What `make` makes of pixels, or of numbers where they fit better; None if it takes neither."""
+def _make(row: Input, numbers: Sequence[bool], latents: Tensor, size: ClipSize) -> Tensor:
+    """What `make` makes of random fields, of which some are `numbers`."""
     assert row.make is not None
-    found: list[Tensor] = []
-    for kinds in product((False, True), repeat=len(row.reads)):
-        fields: dict[str, Tensor] = {}
-        for name, number in zip(row.reads, kinds, strict=True):
-            clip = (3, 1 if name in ("first", "last") else size[0], *size[1:])
-            shape = (len(latents), *(() if number or name in numbers else clip))
+    fields: dict[str, Tensor] = {}
+    for name, number in zip(row.reads, numbers, strict=True):
+        clip = (3, 1 if name in ("first", "last") else size[0], *size[1:])
+        shape = (len(latents), *(() if number else clip))
+        fields[name] = torch.empty(shape, device="meta")
+        if latents.device.type != "meta":
             fields[name] = Randomness(2).normal(shape, "field", name).clamp(-1, 1)
-        try:
-            made = row.make(fields, size)
-        except Exception:  # the author's code, for fields of another kind or size
-            continue
-        found += [made.float() if made.is_floating_point() else made]
-    return max(found, key=lambda one: _fit(one, latents), default=None)
+    return row.make(fields, size)
 
 
-def _fit(made: Tensor, latents: Tensor) -> int:
-    """2 for a condition in the size of the latents, 1 for another one of clips, 0 for more dimensions."""
-    return 2 if made.shape[2:] == latents.shape[2:] else int(made.dim() <= latents.dim())
+def _fit(row: Input, numbers: Sequence[bool], latents: Tensor, size: ClipSize) -> int:
+    """How likely fields are right: 3 for a condition in the size of the latents, 2 for another of clips, 1
+    for more dimensions, 0 for none. Found without memory: what is made of wrong fields may be large."""
+    try:
+        made = _make(row, numbers, latents.to("meta"), size)
+    except Exception:  # the author's code, for fields of another kind or size
+        return 0
+    if len(made) != len(latents):
+        return 0
+    return 3 if made.shape[2:] == latents.shape[2:] else 1 + (made.dim() <= latents.dim())
