@@ -15,7 +15,9 @@ from mm_core.data.media.limits import decoding
 from mm_core.data.media.readers import PyAVReader
 from mm_core.data.rows.media_rows import medium_of
 from mm_core.data.rows.prompts import Prompt
-from mm_core.errors import DataError, MMError, plural
+from mm_core.errors import MMError, plural
+
+_SETTING = "--num-frames (validation.samples: task.sample.num_frames)"
 
 Value = str | Path | float | Sequence[str | Path]
 
@@ -61,18 +63,16 @@ def read_inputs(
     """Reads the inputs of prompts, in the form of `SampleRequest.inputs`.
 
     Args:
-        prompts: each has the same fields.
+        prompts: one without a field that others have gets none, ().
         num_frames: frames that are read of a clip, from its beginning.
         fps: of these frames; None: the clip's own.
 
     Raises:
-        DataError: a file is no picture or clip, or too short, or a prompt lacks a field.
+        DataError: a file is no picture or clip, or too short.
     """
     names = {name for prompt in prompts for name in prompt.inputs}
     read: dict[Path, Tensor] = {}
     for prompt in prompts:
-        for name in sorted(names - prompt.inputs.keys()):
-            raise DataError(f"the prompt {prompt.text!r} has no input `{name}`, which others have"[:200])
         for value in prompt.inputs.values():
             for path in value if isinstance(value, tuple) else (value,):
                 if isinstance(path, Path) and path not in read:
@@ -83,7 +83,7 @@ def read_inputs(
             return tuple(read[path] for path in value)
         return read[value] if isinstance(value, Path) else value
 
-    return {name: tuple(found(prompt.inputs[name]) for prompt in prompts) for name in sorted(names)}
+    return {name: tuple(found(prompt.inputs.get(name, ())) for prompt in prompts) for name in sorted(names)}
 
 
 def _picture_or_clip(path: Path, num_frames: int, fps: float | None) -> Tensor:
@@ -92,5 +92,5 @@ def _picture_or_clip(path: Path, num_frames: int, fps: float | None) -> Tensor:
         return read_image(path)
     reader = PyAVReader()
     with decoding(str(path)):
-        times = clip_times(reader.probe(path), path, num_frames, fps, 0.0)
+        times = clip_times(reader.probe(path), path, num_frames, fps, 0.0, _SETTING)
         return read_frames(reader, path, times).permute(3, 0, 1, 2)

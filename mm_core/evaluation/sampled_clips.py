@@ -59,10 +59,12 @@ def complete_request(
         data: the run's config of the training data.
         prompts: with their files.
     """
-    request, defaults = with_trained_size(request, task, data), task.options.get("sample")
-    frames, fps = (getattr(request, name) or getattr(defaults, name, None) for name in ("num_frames", "fps"))
+    defaults, completed = task.options.get("sample"), with_trained_size(request, task, data)
+    frames = completed.num_frames or getattr(defaults, "num_frames", None)
+    # Where nothing sets a rate, files are read at their own, as in training: not at that of the playback.
+    fps = request.fps or getattr(defaults, "fps", None) or data.options.get("fps")
     inputs = read_inputs(prompts, frames or 1, fps)
-    return dataclasses.replace(request, images=read_images(prompts), inputs=inputs)
+    return dataclasses.replace(completed, images=read_images(prompts), inputs=inputs)
 
 
 def share_of(request: SampleRequest, data_ranks: DataRanks) -> tuple[SampleRequest, int]:

@@ -124,10 +124,15 @@ def check_data(config: RunConfig, task: TaskModule) -> None:
         class_: object = registry.resolve("dataset", data.type).load_target()
         check_sizes_set(config, class_, data.options, split)
         variable = config.data.loader.mode == "variable"
-        if variable:
-            check_buckets(config, task, data.options)
-        else:
-            _check_batches(task, class_, data.options)
+        try:
+            if variable:
+                check_buckets(config, task, data.options)
+            else:
+                _check_batches(task, class_, data.options)
+        except ContractError as fault:
+            if split != "train" and not (fault.where or "").startswith("data"):
+                fault.what = f"data.{split}: {fault.what}"
+            raise
         if isinstance(class_, SupportsCheckMicroBatch) and not variable:
             class_.check_micro_batch(config.train.micro_batch_size, data.options)
 

@@ -198,6 +198,11 @@ def test_a_control_clip_given_by_name_changes_what_is_sampled(control, mm):
         ((), "the predictor needs the input `control`, which the request does not give"),
         (("--input", "contrl=3"), "the request gives `contrl`, which the predictor does not take"),
         (("--input", "control"), "--input control names no field"),
+        (("--input", "control=3"), "the input `control` is the number 3"),
+        (
+            ("--num-frames", "99", "--input", f"control={config.parent / '1_edges.mp4'}"),
+            "use a longer video, or lower --num-frames",
+        ),
         (("--input", f"control={config.parent / 'none.mp4'}"), "none.mp4"),
     ):
         done = mm("sample", "--run", run, "--prompt", "a", *given)
@@ -262,3 +267,5 @@ def test_a_field_that_no_column_gives_is_an_error_before_the_run(control, mm):
         "the predictor needs the field `control` of each sample, which the dataset does not give" in done.err
     )
     assert "`columns: {fields: [{name: control}]}`" in done.err
+    done = mm("train", "--config", config, "--dry-run", f"data.validation.sources={json.dumps(source)}")
+    assert done.code != 0 and "data.validation: " in done.err and "needs the field `control`" in done.err

@@ -12,6 +12,7 @@ from torch import nn
 
 from mm_core.builtin.configs.text_to_video import SampleConfig
 from mm_core.contracts import Randomness, SampleRequest
+from mm_core.data.cache.samples import joined, stacked
 from mm_core.diffusion.encoders.text import ByteTextEncoder
 from mm_core.errors import ContractError
 from mm_core.modules.casting import cast_inputs
@@ -339,3 +340,33 @@ def test_clips_longer_than_a_predictor_takes_are_one_error_in_the_plan():
         ContractError, match=r"^clip to sample\.num_frames: num_frames 2 makes 2 latent frames"
     ):
         make_task(predictor).check_request(SampleRequest(prompts=("a",)))
+
+
+def test_whole_numbers_of_the_text_encoder_are_those_of_the_batch_in_the_cache_too():
+    class Counted(SmallPredictor):
+        def forward(self, latents, timestep, text, text_mask, *, count, letters):
+            self.given = count, letters
+            return super().forward(latents, timestep, text, text_mask)
+
+    class Counting(ByteTextEncoder):
+        condition_shapes: ClassVar = {"count": (), "letters": (None,)}
+
+        def encode(self, ids, mask):
+            return *super().encode(ids, mask), {"count": mask.sum(1), "letters": ids * mask}
+
+    task = conditioned_task(Counted(), Counting(8, 32), caption_dropout=0.5)
+    batch = make_batch(task)
+    rows = [{} for _ in batch.captions]
+    for part in task.cache_parts():
+        for number, row in enumerate(rows):  # each alone, so that lengths differ
+            given = [batch.captions[number]] if part.of == "text" else batch
+            row[part.name] = task.features(part.name, given)[0 if part.of == "text" else number]
+    (empty,) = task.features("text states", [""])
+    cached = joined(
+        batch.keys, batch.sample_weights, batch.ids, rows, {"": stacked([{"text states": empty}])}
+    )
+    found = []
+    for each in (batch, cached):
+        task.loss(task.prepare(each, RNG))
+        found.append(task.predictor.given)
+    assert all(map(torch.equal, *found)) and found[0][0].dtype == found[0][1].dtype == torch.int64

@@ -123,6 +123,15 @@ def test_sampling_fits_what_a_request_gives_and_leaves_out_the_unconditional_con
     assert given["folded"][2:].any()
 
 
+def test_a_picture_in_the_place_of_a_clip_stands_for_all_its_frames():
+    task = make_task(Conditioned())
+    clip = request().inputs["mask"][0]
+    (one, other) = task.sample(request(mask=(clip[:, 0], clip)))
+    assert task.predictor.given["folded"].shape == (4, 4, 2, 4, 4)
+    (same, _) = task.sample(request())
+    assert torch.equal(one.pixels, same.pixels) and not torch.equal(one.pixels, other.pixels)
+
+
 def message(call) -> str:
     with pytest.raises(ContractError) as raised:
         call()
@@ -144,6 +153,29 @@ def test_a_request_that_does_not_fit_the_table_is_refused_before_any_work():
     assert "there are 2 prompts, but 1 value of `motion`" in found[2]
     assert "the clip of `control` has 1 frame, but a clip to sample has 2" in found[3]
     assert "the request gives `control`, which the predictor does not take" in found[4]
+
+
+def test_a_value_of_another_kind_is_refused_before_any_work():
+    class Shown(Conditioned):
+        inputs = (Input("first", encoder="autoencoder"), *Conditioned.inputs)
+
+    task, clip = make_task(Conditioned()), request().inputs["control"][0]
+    found = [
+        message(lambda: task.check_request(request(control=(1.0, clip)))),
+        message(lambda: task.check_request(request(mask=(1.0, clip)))),
+        message(lambda: task.check_request(request(motion=((2.0,), (3.0,))))),
+        message(lambda: make_task(Shown()).check_request(request(first=(clip, clip)))),
+        message(lambda: task.check_request(request(motion=(), moton=(1.0, 2.0)))),
+        message(lambda: task.check_request(request(control=(clip, ())))),
+        message(lambda: make_task(Shown()).check_request(replace(request(), images=((clip[:, 0],),) * 2))),
+    ]
+    assert "the input `control` is the number 1" in found[0] and "a picture or a clip" in found[0]
+    assert "the input `mask` is a picture or clip for one prompt, and a number for another" in found[1]
+    assert "a prompt has a list of 1 picture of `motion`" in found[2]
+    assert "the input `first`, a frame of the clip, is a clip" in found[3]
+    assert "the request gives `moton`" in found[4] and "did you mean 'motion'" in found[4]
+    assert "takes frames by its table of inputs" in found[6] and "hint: set --input first=FILE" in found[6]
+    assert "the prompt 'b' has no input `control`, which others have" in found[5]
 
 
 def test_fields_that_the_data_do_not_give_are_an_error_of_the_plan_and_of_a_batch():

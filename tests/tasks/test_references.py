@@ -69,9 +69,9 @@ class Seeing(ByteTextEncoder):
         return hidden * (1 + seen[:, None, None] / 128), mask
 
 
-def task_of(**fields):
+def task_of(encoder=None, **fields):
     task = make_task(Referred(), **fields)
-    seeing = Seeing(8, 32)
+    seeing = encoder or Seeing(8, 32)
     seeing.load(CPU)
     return type(task)(
         task.predictor, task.autoencoder, seeing, task.scheduler, sample=task.sample_defaults, **fields
@@ -188,6 +188,39 @@ def test_features_of_the_cache_give_what_the_batch_does(dropout):
     one, other = task.prepare(batch, RNG), task.prepare(whole, RNG)
     assert all(torch.equal(t, other.given.conditions[n]) for n, t in one.given.conditions.items())
     assert torch.equal(task.loss(one).total, task.loss(other).total)
+
+
+class PairSeeing(ByteTextEncoder):
+    """States depend on caption and pictures, whose level is the first token of an unnamed pair."""
+
+    reads = ("references",)
+
+    def tokenizer(self):
+        return Pairs()
+
+
+class Pairs:
+    max_length = 32
+
+    def __call__(self, captions, fields):
+        found = look(captions, fields)
+        found["ids"][:, 0] = found["seen"].int() % 256
+        return found["ids"], found["mask"]
+
+    def token_counts(self, captions):
+        return [len(caption.encode()) + 1 for caption in captions]
+
+
+def test_a_tokenizer_that_reads_pictures_may_return_ids_and_mask():
+    task = task_of(caption_dropout=0.5, encoder=PairSeeing(8, 32))
+    batch, late = batch_of(task), batch_of()
+    assert len(batch.text_ids) == 6
+    assert torch.equal(task.prepare(batch, RNG).text, task.prepare(late, RNG).text)
+    own, none = task.captions.encoded(batch, empty=False)
+    assert none is None and torch.equal(own[0], task.captions.encoded(batch, empty=True)[0][0])
+    assert task.evaluate(batch, RNG, [0.5]).sums["loss"].shape == (3,)
+    long = replace(late, captions=["a" * 40, "b", "c" * 31])
+    assert task.batch_transform()(long).cut == [41]
 
 
 def test_a_negative_prompt_is_encoded_with_the_pictures_of_its_clip():

@@ -198,3 +198,32 @@ def test_a_shift_by_tokens_is_checked_in_the_plan():
     assert text_of(fault).startswith(
         "task.scheduler: for_tokens(70) returned a NoneType\n  accepted: a noise"
     )
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            lambda ids, mask: (ids[:2], mask),
+            "`ids` of the tokenizer returned [2, {L}] where [3, ...] is needed",
+        ),
+        (
+            lambda ids, mask: {"ids": ids, "mask": mask.tolist()},
+            "`mask` of the tokenizer returned a list where",
+        ),
+        (lambda ids, mask: [ids, mask], "the tokenizer returned a list"),
+        (lambda ids, mask: {}, "the tokenizer returned a dict"),
+    ],
+)
+def test_a_tokenizer_is_checked_where_it_is_called(change, text):
+    class Odd(ByteTextEncoder):
+        def tokenizer(self):
+            own = super().tokenizer()
+            return lambda captions: change(*own(captions))
+
+    task = make_task()
+    length = make_batch(task).text_ids.shape[1]
+    task.text_encoder = Odd(8, 32)
+    with pytest.raises(ContractError) as fault:
+        task.batch_transform()(make_batch())
+    assert text_of(fault).startswith(f"task.text_encoder: {text}".replace("{L}", str(length)))

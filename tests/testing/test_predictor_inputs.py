@@ -11,6 +11,7 @@ from torch import nn
 from mm_core.contracts import Input, PredictorInputs
 from mm_core.errors import ContractError
 from mm_core.testing import PredictorProbe, check_predictor
+from mm_core.testing.kit import NotApplicable
 from mm_core.testing.predictors.given import given_inputs
 
 
@@ -185,3 +186,65 @@ def test_faults_of_with_inputs_are_found(faulty, sentence):
     with pytest.raises(ContractError) as fault:
         given_inputs(PredictorProbe(faulty))
     assert sentence in str(fault.value)
+
+
+def folded(fields, size):
+    """A mask of the clip in the latents' size of an autoencoder with strides (4,8,8), times a number."""
+    mask = (fields["mask"][:, :1, ::4] > 0).float() * fields["weight"].view(-1, 1, 1, 1, 1)
+    batch, _, frames, height, width = mask.shape
+    return mask.view(batch, frames, height // 8, 8, width // 8, 8).permute(0, 3, 5, 1, 2, 4).flatten(1, 2)
+
+
+class Masked(Silent):
+    """Takes a folded mask, a number that is made of two, a class and features of pictures."""
+
+    inputs = (
+        Input("mask", ("mask", "weight"), make=folded),
+        Input("sum", ("low", "high"), make=lambda fields, size: torch.stack([*fields.values()], 1).sum(1)),
+        Input("masked", ("mask",), make=lambda fields, size: fields["mask"].flatten(1).amin(1) < -0.5),
+        Input("high"),
+        Input("style", ("style", "other"), encoder="image_encoder"),
+        Input("faces", encoder="image_encoder", most=2),
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.look = nn.Linear(5, 4)
+
+    def init_weights(self) -> None:
+        super().init_weights()
+        self.look.reset_parameters()
+
+    def with_inputs(self, latents, timestep, given):
+        return PredictorInputs(latents, timestep, given)
+
+    def forward(self, latents, timestep, text, text_mask, mask, sum, masked, high, style, faces, faces_sizes):
+        assert sum.dim() == high.dim() == 1 and masked.dtype == torch.bool
+        pushed = (faces.sum(2) / faces_sizes.clamp(min=1)).sum(1) + style.mean(1)
+        pushed = self.look(pushed.to(latents)) + (sum + high + masked)[:, None]
+        latents = latents + pushed.to(latents)[..., None, None, None]
+        frames = (latents + mask.mean(1, keepdim=True).to(latents)).unbind(2)
+        each = [Silent.forward(self, one[:, :, None], timestep, text, text_mask) for one in frames]
+        return torch.cat(each, dim=2)
+
+
+class Failing(Masked):
+    inputs = (Input("mask", make=lambda fields, size: fields["mask"][9]), *Masked.inputs[1:])
+
+
+def test_conditions_without_an_autoencoder_are_made_of_random_fields_and_features():
+    check_predictor(Masked)
+    for frames in (1, 2):
+        inputs = PredictorProbe(Masked, patches=(frames, 3, 2)).inputs(Masked())
+        assert inputs["mask"].shape == (2, 64, frames, 6, 4)
+    assert inputs["style"].shape == (2, 6, 5) and inputs["faces"].shape == (2, 2, 3, 5)
+    assert inputs["faces_sizes"].tolist() == [[[3], [3]], [[3], [0]]]
+
+
+def test_conditions_whose_shape_is_not_known_leave_the_other_checks_and_may_be_given():
+    check_predictor(Failing)  # what needs them does not apply
+    with pytest.raises(NotApplicable, match="`make` of the input `mask` takes neither pixels nor"):
+        given_inputs(PredictorProbe(Failing))
+    shapes = {"mask": torch.zeros(1, 1, 1, 1), "style": (9, None)}
+    assert PredictorProbe(Failing, conditions=shapes).inputs(Failing())["style"].shape == (2, 9, 5)
+    check_predictor(Failing, conditions={"mask": torch.ones(1, 1, 1, 1)})

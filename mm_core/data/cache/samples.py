@@ -181,14 +181,19 @@ def stacked(rows: Sequence[Mapping[str, Features]]) -> dict[str, Any]:
     return {name: _column(name, column) for name, column in columns.items()}
 
 
+def tensor_of(values: Tensor | Sequence[Any]) -> Tensor:
+    """A feature of all rows from `stacked` as a tensor; lists are padded like tensors."""
+    if isinstance(values, Tensor):
+        return values
+    return _padded([torch.tensor(each, dtype=torch.int64) for each in values])
+
+
 def _column(name: str, column: Sequence[Tensor]) -> Any:
     """Texts are padded; clips of several sizes would train on the zeros beside them."""
     if column[0].dtype is torch.int64:
         return [each.tolist() for each in column]
     shapes = {tuple(each.shape) for each in column}
-    if len(shapes) == 1:
-        return torch.stack([*column])
-    if len({len(shape) for shape in shapes}) == 1 and column[0].dim() > 2:
+    if len(shapes) > 1 and len({len(shape) for shape in shapes}) == 1 and column[0].dim() > 2:
         shown = " and ".join(str([*each]) for each in sorted(shapes))
         raise ContractError(
             f"a micro-batch would join {name} of the sizes {shown}",
@@ -196,7 +201,13 @@ def _column(name: str, column: Sequence[Tensor]) -> Any:
             accepted="samples of one size in a micro-batch",
             hint="data.loader.mode: variable reads each size in micro-batches of its own",
         )
-    sizes = [max(sizes) for sizes in zip(*shapes, strict=True)]
+    return _padded(column)
+
+
+def _padded(column: Sequence[Tensor]) -> Tensor:
+    sizes = [max(sizes) for sizes in zip(*(each.shape for each in column), strict=True)]
+    if all([*each.shape] == sizes for each in column):
+        return torch.stack([*column])
     found = column[0].new_zeros(len(column), *sizes)
     for row, each in zip(found, column, strict=True):
         row[tuple(slice(size) for size in each.shape)] = each

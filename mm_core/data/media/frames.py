@@ -41,23 +41,38 @@ def read_all(reader: VideoReader, path: Path, info: VideoInfo) -> Tensor:
     return shown
 
 
-def clip_times(info: VideoInfo, path: Path, num_frames: int, fps: float | None, start: float) -> list[float]:
-    """Seconds of a clip's frames, the middle of source frames; `start` is 0 (first) to 1 (last possible)."""
+def clip_times(
+    info: VideoInfo,
+    path: Path,
+    num_frames: int,
+    fps: float | None,
+    start: float,
+    setting: str = "num_frames of the dataset",
+) -> list[float]:
+    """Seconds of a clip's frames, the middle of source frames; `start` is 0 (first) to 1 (last possible), and
+    `setting` what a user lowers for shorter videos."""
     period = 1.0 / info.fps
     spacing = period if fps is None else 1.0 / fps
     spare = info.num_frames * period - period - (num_frames - 1) * spacing
     if spare < -1e-6:
         available = math.floor((info.num_frames - 1) * period / spacing + 1e-6) + 1
-        raise too_short(path, available, "it has", num_frames, fps)
+        raise too_short(path, available, "it has", num_frames, fps, setting)
     first = int(start * (math.floor(spare / period + 1e-6) + 1))
     return [(first + 0.5) * period + frame * spacing for frame in range(num_frames)]
 
 
-def too_short(path: Path, available: int, verb: str, num_frames: int, fps: float | None) -> DataError:
+def too_short(
+    path: Path,
+    available: int,
+    verb: str,
+    num_frames: int,
+    fps: float | None,
+    setting: str = "num_frames of the dataset",
+) -> DataError:
     """The error for a video with fewer frames than a clip needs."""
     rate = "" if fps is None else f" at {fps:g} per second"
     return DataError(
         f"the video is too short: {verb} {plural(available, 'frame')}{rate}, but a clip needs {num_frames}",
         where=str(path),
-        hint="use a longer video, or lower num_frames of the dataset",
+        hint=f"use a longer video, or lower {setting}",
     )

@@ -40,7 +40,9 @@ def place_of_method(owner: object, name: str) -> str:
 
 
 def place_of_object(found: object) -> str:
-    """File and line of a component's class, also of a module that an engine has sharded."""
+    """File and line of a component's class, also of a module that an engine has sharded, or of a function."""
+    if inspect.isfunction(found):
+        return place_of(found, found)
     classes = [cls for cls in type(found).__mro__ if not cls.__module__.startswith("torch.")]
     own = classes[0] if classes[0] is not object else type(found)
     return place_of(own, own)

@@ -25,12 +25,12 @@ from mm_core.contracts import (
     Tokens,
     VideoTextBatch,
 )
-from mm_core.data.cache.samples import stacked
+from mm_core.data.cache.samples import stacked, tensor_of
 from mm_core.device import copied_to
 from mm_core.errors import ContractError, did_you_mean
 from mm_core.tasks.text_to_video.conditions import Conditions, check_returned
 from mm_core.tasks.text_to_video.inputs import OF_CLIP, fields_of, picture_of
-from mm_core.tasks.text_to_video.returned_shapes import expect_text
+from mm_core.tasks.text_to_video.returned_shapes import expect_text, expect_tokens
 
 Encoded = tuple[Tensor, Tensor, Mapping[str, Tensor]]
 """Text states [B,L,D], mask [B,L], and the text encoder's conditions [B,...] that the predictor takes."""
@@ -102,12 +102,13 @@ def tokens_of(
     those of empty captions with the same fields.
 
     Raises:
-        ContractError: a field is missing.
+        ContractError: a field is missing, or the tokenizer returns something else than tokens of each.
     """
     if not reads:
-        return tokenizer(captions)
+        return expect_tokens(tokenizer(captions), len(captions), tokenizer)
     given = {name: _shown(name, fields) * (2 if drops else 1) for name in reads}
-    return tokenizer([*captions, *[""] * (len(captions) if drops else 0)], given)
+    both = [*captions, *[""] * (len(captions) if drops else 0)]
+    return expect_tokens(tokenizer(both, given), len(both), tokenizer)
 
 
 def _shown(name: str, fields: Mapping[str, Any]) -> list[list[Any]]:
@@ -139,7 +140,8 @@ def cut_captions(tokenizer: Tokenizer, captions: Sequence[str], tokens: Tokens) 
     if isinstance(tokens, tuple):
         if tokens[1].shape[1] < tokenizer.max_length:
             return []
-        full = [text for text, filled in zip(captions, tokens[1].all(1).tolist(), strict=True) if filled]
+        own = tokens[1][: len(captions)]  # without those of empty captions
+        full = [text for text, filled in zip(captions, own.all(1).tolist(), strict=True) if filled]
     counts = tokenizer.token_counts(full) if full else []
     return [count for count in counts if count > tokenizer.max_length]
 
@@ -223,12 +225,11 @@ class Captions:
 
     def _of_batch(self, batch: VideoTextBatch, empty: bool) -> _Given:
         ids, mask = batch.text_ids, batch.text_mask
-        if batch.tokens:
-            tokens = _on(batch.device, batch.tokens)
-            return tokens if empty or not self.reads else {n: t[: len(batch)] for n, t in tokens.items()}
-        if ids is None or mask is None:
+        given = batch.tokens if ids is None or mask is None else (ids, mask)
+        if not given:
             return self._tokens(batch.captions, batch.device, _fields(batch), empty)
-        return _on(batch.device, (ids, mask))
+        tokens = _on(batch.device, given)
+        return tokens if empty or not self.reads else {n: t[: len(batch)] for n, t in tokens.items()}
 
     def encoded_texts(
         self, captions: Sequence[str], device: torch.device, fields: Mapping[str, Any]
@@ -349,7 +350,7 @@ class Captions:
             length: least number of tokens.
         """
         own = {
-            name.removeprefix(f"{part}."): value.to(device)
+            name.removeprefix(f"{part}."): copied_to(device, tensor_of(value))
             for name, value in features.items()
             if name.startswith(f"{part}.")
         }

@@ -16,6 +16,7 @@ from mm_core.contracts import (
     Predictor,
     PredictorInputs,
     SupportsFrames,
+    SupportsInputs,
 )
 from mm_core.errors import ContractError, plural
 
@@ -96,11 +97,16 @@ def check_images(predictor: Predictor, images: Sequence[Sequence[Tensor]], promp
         return
     takes = " or ".join(describe(names) for names in possible)
     if possible == ((),):
+        table = predictor.inputs if isinstance(predictor, SupportsInputs) else ()
+        own = [name for name in ("first", "last") if any(name in row.reads for row in table)]
         raise ContractError(
-            "the request contains an image, but this predictor makes clips from text alone",
+            "the request contains an image, but this predictor"
+            + (" takes frames by its table of inputs" if own else " makes clips from text alone"),
             where="images",
             accepted="no image",
-            hint="remove the images, or sample an image-to-video model",
+            hint=f"set {' '.join(f'--input {name}=FILE' for name in own)} in its place"
+            if own
+            else "remove the images, or sample an image-to-video model",
         )
     raise ContractError(
         f"the request contains {_images(counts[0])}, but the predictor needs {takes}",

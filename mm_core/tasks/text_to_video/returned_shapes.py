@@ -16,6 +16,7 @@ from mm_core.contracts import (
     PredictorInputs,
     SupportsForTokens,
     TextEncoder,
+    Tokens,
 )
 from mm_core.errors import ContractError, MMError, first_line
 from mm_core.plugin.checks.places import place_of_method, place_of_object
@@ -23,6 +24,7 @@ from mm_core.tasks.text_to_video.conditions import Conditions
 
 _POSTERIOR = "an mm_core.contracts.Posterior: mode(), sample(generators) and moments"
 _STATES = "(hidden[B,L,D], mask[B,L]), and perhaps a mapping of further tensors [B,...]"
+_TOKENS = "(ids[B,L], mask[B,L]), or tensors [B,...] by the names of the parameters of encode"
 _FALSE_IN_PADDING = "a bool mask, false for padding"
 _INPUTS = "an mm_core.contracts.PredictorInputs: latents, timestep, conditions and counts"
 _SCHEDULER = "a noise scheduler: this one, or another for samples of that size"
@@ -63,6 +65,24 @@ def expect_latents(
         raise wrong_type("autoencoder", "encode", found, _POSTERIOR, owner)
     latents = found.mode() if generators is None else found.sample(generators)
     return expect(latents, shape, "autoencoder", "encode", owner).float()
+
+
+def expect_tokens(found: Any, rows: int, tokenizer: object) -> Tokens:
+    """Returns a tokenizer's tokens unchanged if they are tensors with a row for each caption.
+
+    Raises:
+        ContractError: they are not.
+    """
+    named = {"ids": found[0], "mask": found[1]} if isinstance(found, tuple) and len(found) == 2 else found
+    if not isinstance(named, Mapping) or not named:
+        raise wrong_type("text_encoder", "the tokenizer", found, _TOKENS, tokenizer)
+    for name, tensor in named.items():
+        if not isinstance(tensor, Tensor) or tensor.dim() == 0 or len(tensor) != rows:
+            raise _wrong_shape(
+                "text_encoder", f"`{name}` of the tokenizer", tensor, f"[{rows}, ...]", tokenizer
+            )
+    tokens: Tokens = found
+    return tokens
 
 
 def expect_text(found: Any, rows: int, encoder: TextEncoder) -> tuple[Any, ...]:

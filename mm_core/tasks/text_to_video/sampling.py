@@ -28,8 +28,10 @@ from mm_core.tasks.text_to_video.checks import SIZES, size_faults
 from mm_core.tasks.text_to_video.conditions import Conditions
 from mm_core.tasks.text_to_video.experts import Experts
 from mm_core.tasks.text_to_video.frames import BY_COUNT, check_images
-from mm_core.tasks.text_to_video.inputs import GivenInputs
+from mm_core.tasks.text_to_video.inputs import OF_CLIP, GivenInputs
 from mm_core.tasks.text_to_video.returned_shapes import expect
+
+_FRAMES = ("first", "last")
 
 Given = Mapping[str, Sequence[Any]]
 """Fields of the predictor's inputs by name, a value for each clip; see `SampleRequest.inputs`."""
@@ -97,7 +99,7 @@ class ClipSampler:
         for fault in size_faults(self.inputs.predictor, self.inputs.autoencoder, "clip to sample", sizes):
             raise fault
         check_images(self.inputs.predictor, request.images, len(request.prompts))
-        self._check_inputs(request.inputs, len(request.prompts), sizes["num_frames"])
+        self._check_inputs(request.inputs, request.prompts, sizes["num_frames"])
         off = self.guidance.guidance_off
         one_pass = all(scale <= off for scale in self._scales(values["guidance"]).values())
         if request.negative_prompt and self.conditions.embedded_guidance and one_pass:
@@ -108,49 +110,79 @@ class ClipSampler:
             )
         return replace(request, **values)
 
-    def _check_inputs(self, given: Given, prompts: int, frames: int) -> None:
-        """ContractError for fields that are missing, unknown, of other clips or too short."""
+    def _check_inputs(self, given: Given, prompts: Sequence[str], frames: int) -> None:
+        """ContractError for fields that are unknown or missing, or have other values than they need."""
         needed = self.inputs.asked
-        needless = {name for name, most in needed.items() if most != 0}  # none of several pictures
-        for name in sorted(({*needed} ^ {*given}) - needless):
-            missing = name in needed
+        for name in sorted(given.keys() - needed.keys()):
             raise ContractError(
-                f"the predictor needs the input `{name}`, which the request does not give"
-                if missing
-                else f"the request gives `{name}`, which the predictor does not take",
+                f"the request gives `{name}`, which the predictor does not take",
                 where="inputs",
                 accepted=", ".join(needed) or "no input",
-                hint=f"mm sample --input {name}=FILE" if missing else did_you_mean(name, needed),
+                hint=did_you_mean(name, needed),
+            )
+        for name in sorted(name for name, most in needed.items() if most == 0 and name not in given):
+            raise ContractError(
+                f"the predictor needs the input `{name}`, which the request does not give",
+                where="inputs",
+                accepted=", ".join(needed),
+                hint=f"mm sample --input {name}=FILE",
             )
         for name, values in given.items():
-            if len(values) != prompts:
+            if len(values) != len(prompts):
                 raise ContractError(
-                    f"there are {plural(prompts, 'prompt')}, but {plural(len(values), 'value')} of `{name}`",
+                    f"there are {plural(len(prompts), 'prompt')}, but"
+                    f" {plural(len(values), 'value')} of `{name}`",
                     where="inputs",
                     accepted="one for each prompt",
                 )
-            for value in values:
-                most = needed[name]
-                pictures = value if isinstance(value, tuple) else (value,)
-                if most is not None and len(pictures) > (most or 1):
-                    raise ContractError(
-                        f"a prompt has {plural(len(pictures), 'picture')} of `{name}`",
-                        where="inputs",
-                        accepted=f"at most {most}" if most else "one",
-                    )
-                if most and not all(isinstance(one, Tensor) and one.dim() == 3 for one in pictures):
-                    raise ContractError(
-                        f"the input `{name}` has a value that is not a picture",
-                        where="inputs",
-                        accepted=f"up to {plural(most, 'picture')} for each prompt",
-                    )
-                if isinstance(value, Tensor) and value.dim() == 4 and value.shape[1] < frames:
-                    raise ContractError(
-                        f"the clip of `{name}` has {plural(value.shape[1], 'frame')}, but a clip to sample"
-                        f" has {frames:,}",
-                        where="inputs",
-                        hint=f"give a longer clip, or set num_frames to {value.shape[1]} or less",
-                    )
+            for prompt, value in zip(prompts, values, strict=True):
+                if needed[name] == 0 and isinstance(value, tuple) and not value:
+                    what = f"the prompt {prompt!r} has no input `{name}`, which others have"[:200]
+                    raise ContractError(what, where="inputs", accepted="one for each prompt")
+                self._check_value(name, value, needed[name], frames)
+            pixels = [isinstance(value, Tensor) for value in values]
+            if needed[name] == 0 and any(pixels) and not all(pixels):
+                raise ContractError(
+                    f"the input `{name}` is a picture or clip for one prompt, and a number for another",
+                    where="inputs",
+                    accepted="values of one kind",
+                )
+
+    def _check_value(self, name: str, value: Any, most: int | None, frames: int) -> None:
+        """ContractError for what one prompt gives in a field of `most` pictures."""
+        pictures = _several(value)
+        if most is not None and (len(pictures) > most if most else value is pictures):
+            raise ContractError(
+                f"a prompt has {'' if most else 'a list of '}{plural(len(pictures), 'picture')} of `{name}`",
+                where="inputs",
+                accepted=f"at most {most}" if most else "one",
+            )
+        if most and not all(isinstance(one, Tensor) and one.dim() == 3 for one in pictures):
+            raise ContractError(
+                f"the input `{name}` has a value that is not a picture",
+                where="inputs",
+                accepted=f"up to {plural(most, 'picture')} for each prompt",
+            )
+        encoded = (row for row in self.inputs.rows if row.encoder is not None and row.make is None)
+        takes_pixels = name in OF_CLIP or any(name in row.reads for row in encoded)
+        if most == 0 and takes_pixels and not isinstance(value, Tensor):
+            raise ContractError(
+                f"the input `{name}` is the number {value:g}",
+                where="inputs",
+                accepted="a picture or a clip, which an encoder encodes",
+                hint=f"mm sample --input {name}=FILE",
+            )
+        shape = value.shape if isinstance(value, Tensor) and value.dim() == 4 else (3, 0)
+        if shape[1] > 1 and name in _FRAMES:
+            raise ContractError(
+                f"the input `{name}`, a frame of the clip, is a clip", where="inputs", accepted="a picture"
+            )
+        if 0 < shape[1] < frames and name not in _FRAMES:
+            raise ContractError(
+                f"the clip of `{name}` has {plural(shape[1], 'frame')}, but a clip to sample has {frames:,}",
+                where="inputs",
+                hint=f"give a longer clip, or set num_frames to {shape[1]} or less",
+            )
 
     def clips(self, request: SampleRequest, device: torch.device) -> Iterator[Clip]:
         """Generates the clips of a complete request on a device, and yields each as soon as it is ready."""
@@ -248,20 +280,25 @@ def _encoded(inputs: GivenInputs, fields: Given, size: ClipSize, device: torch.d
             pictures = Ragged.of_pictures(own[row.reads[0]]).changed(lambda one: one.to(device))
             own = {row.reads[0]: pictures.floats()}
         elif row.encoder != "image_encoder":
-            own = {name: _fitted(values, size, device) for name, values in own.items()}
+            own = {name: _fitted(name, values, size, device) for name, values in own.items()}
         found |= inputs.encode(row, own, size, device)
     return found
 
 
-def _fitted(values: Sequence[Tensor | float], size: ClipSize, device: torch.device) -> Tensor:
-    """Values of a field for each clip in the clips' size: pixels [B,3,F,Y,X] in [-1, 1], or numbers [B]."""
+def _fitted(name: str, values: Sequence[Tensor | float], size: ClipSize, device: torch.device) -> Tensor:
+    """Values of a field for each clip in the clips' size: pixels [B,3,F,Y,X] in [-1, 1], or numbers [B].
+
+    Datasets of clips read a field as a clip, so a picture, such as a mask, stands for all frames, unless the
+    field is a frame. Pictures beside clips are fields with `most`.
+    """
     made = []
     for value in values:
         if not isinstance(value, Tensor):
             made.append(torch.tensor(float(value)))
             continue
         frames = value[:, None] if value.dim() == 3 else value[:, : size[0]]
-        made.append(torch.stack([fit_image(frame, *size[1:]) for frame in frames.unbind(1)], dim=1))
+        fitted = torch.stack([fit_image(frame, *size[1:]) for frame in frames.unbind(1)], dim=1)
+        made.append(fitted if name in _FRAMES else fitted.expand(-1, size[0], -1, -1))
     return torch.stack(made).to(device)
 
 

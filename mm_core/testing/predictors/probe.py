@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mm_core.contracts import Input, Randomness, SupportsInputs, SupportsMaxFrames
+from mm_core.contracts import ClipSize, Input, Randomness, SupportsFrames, SupportsInputs, SupportsMaxFrames
 from mm_core.errors import ContractError
 from mm_core.plugin.checks.contract import check_object
 from mm_core.plugin.registry import build as build_component
 from mm_core.tasks.text_to_video.conditions import Conditions
 from mm_core.testing.kit import NotApplicable
 from mm_core.testing.tensors import fill
+
+_STRIDES = tuple(product((1, 4, 8), (8, 16, 32, 4, 2)))
+"""Frames and pixels of a step of latents, the first of those at which most fits is used."""
+_FEATURES = 3  # of each image that an image encoder encodes
 
 Build = Callable[[], object] | Mapping[str, object] | str
 """A function that creates a small predictor, or an argument for `mm_core.build("predictor", ...)`."""
@@ -127,12 +133,70 @@ class PredictorProbe:
         }
 
     def given(self, module: Any, latents: Tensor) -> dict[str, Tensor]:
-        """The conditions of the predictor's table of inputs, as far as their shapes are known."""
+        """The conditions of the predictor's table of inputs.
+
+        Raises:
+            NotApplicable: the shape of one is not known.
+        """
+        rows: tuple[Input, ...] = module.inputs if isinstance(module, SupportsInputs) else ()
         found: dict[str, Tensor] = {}
-        for row in module.inputs if isinstance(module, SupportsInputs) else ():
-            if row.encoder == "autoencoder" or (row.encoder is None and row.make is None):
+        made = _made(rows, latents)
+        for row in rows:
+            if row.name in made:
+                found[row.name] = made[row.name]
+            elif row.encoder == "image_encoder":
+                found |= _pictured(row, self._features(module, row), len(latents))
+            elif row.most or row.encoder or row.make is None:
                 found |= _given(row, latents, module.patch_size)
+            else:
+                shape = self._known(module).get(row.name)
+                if shape is None:
+                    given = f"{{'{row.name}': (4, 8)}}"
+                    raise NotApplicable(
+                        f"`make` of the input `{row.name}` takes neither pixels nor numbers on the meta"
+                        f" device, and its shape is not declared: condition_shapes = {given}, or"
+                        f" conditions={given}"
+                    )
+                found[row.name] = self._drawn(row.name, shape, len(latents))
         return found
+
+    def _features(self, module: Any, row: Input) -> tuple[int, int]:
+        """Number and width of the features of a row that an image encoder encodes."""
+        shape: Any = self._known(module).get(row.name)
+        declared: list[int | None] = [
+            None,
+            None,
+            *(shape.shape if isinstance(shape, Tensor) else shape or ()),
+        ]
+        return declared[-2] or _FEATURES * len(row.reads), declared[-1] or self._width
+
+    @cached_property
+    def _width(self) -> int:
+        """The width of image features: nothing declares that of a table, so it is one that forward takes."""
+        module: Any = self.initialised()
+        known: int | None = module.image_dim if isinstance(module, SupportsFrames) else None
+        widths: dict[int, None] = dict.fromkeys(
+            [known or 16, *(p.shape[-1] for p in module.parameters() if p.dim() == 2)]
+        )
+        for width in widths:
+            self.__dict__["_width"] = width  # which `inputs` reads
+            try:
+                with torch.no_grad():
+                    module(**self.inputs(module))
+                return width
+            except (RuntimeError, ValueError):
+                continue
+        return next(iter(widths))  # the checks report what forward raises
+
+    def _known(self, module: Any) -> dict[str, Any]:
+        """The shapes of conditions that the predictor or the call declares."""
+        return {**(Conditions(module).declared or {}), **self.conditions}
+
+    def _drawn(self, name: str, shape: Tensor | Sequence[int | None], batch: int) -> Tensor:
+        if isinstance(shape, Tensor):
+            return shape.expand(batch, *shape.shape).clone()
+        filled = [self.text_length if size is None else size for size in shape]
+        return Randomness(2).normal((batch, *filled), name)
 
     def _patches(self, module: Any, patches: tuple[int, int, int] | None) -> tuple[int, int, int]:
         """The tokens of the test clips, with no more frames than the predictor takes."""
@@ -160,13 +224,9 @@ class PredictorProbe:
         takes = Conditions(module)
         size = (8.0 * sizes[1], 8.0 * sizes[2])
         found = {**takes.of_clips(batch, size, torch.device("cpu"), fps=24.0, guidance=3.5), **own}
-        known = {**(takes.declared or {}), **self.conditions}
-        for name, shape in known.items():
-            if isinstance(shape, Tensor):
-                found[name] = shape.expand(batch, *shape.shape).clone()
-            elif name not in found:
-                filled = [self.text_length if size is None else size for size in shape]
-                found[name] = Randomness(2).normal((batch, *filled), name)
+        for name, shape in self._known(module).items():
+            if isinstance(shape, Tensor) or name not in found:
+                found[name] = self._drawn(name, shape, batch)
         if missing := sorted(takes.needed - set(found)):
             raise ContractError(
                 f"the predictor's forward needs `{missing[0]}`, whose shape is not known",
@@ -192,3 +252,59 @@ def _given(row: Input, latents: Tensor, patch: tuple[int, int, int]) -> dict[str
             _, height, width = sizes[sample, place].tolist()
             values[sample, place, :, :, height:], values[sample, place, ..., width:] = 0, 0
     return dict(zip(row.conditions, (values, sizes), strict=True))
+
+
+def _pictured(row: Input, features: tuple[int, int], rows: int) -> dict[str, Tensor]:
+    """Features [B,K,D] of a row, or [B,most,K,D] and their numbers: fewer in each sample than in the one
+    before."""
+    draw = Randomness(2).at("given", row.name).normal
+    if not row.most:
+        return {row.name: draw((rows, *features))}
+    values, sizes = draw((rows, row.most, *features)), torch.zeros(rows, row.most, 1, dtype=torch.int64)
+    for sample in range(rows):
+        shown = max(0, row.most - sample)
+        sizes[sample, :shown], values[sample, shown:] = features[0], 0
+    return dict(zip(row.conditions, (values, sizes), strict=True))
+
+
+def _made(rows: Sequence[Input], latents: Tensor) -> dict[str, Tensor]:
+    """What `make` makes of random fields for rows without an encoder. Fields are numbers where that fits, and
+    clips of the size at which most of it has that of the latents: the autoencoder's strides are not known."""
+    own = [row for row in rows if row.make is not None and row.encoder is None and not row.most]
+    numbers = {row.reads[0] for row in rows if row.make is None and row.encoder is None and not row.most}
+    kinds = {row.name: [*product(*((n in numbers, True) for n in row.reads))] for row in own}
+    most, calls = 0, list[tuple[Input, tuple[bool, ...], ClipSize]]()
+    frames, *sides = latents.shape[2:]
+    for time, space in _STRIDES:
+        size = ((frames - 1) * time + 1, sides[0] * space, sides[1] * space)
+        fits = {row.name: [_fit(row, each, latents, size) for each in kinds[row.name]] for row in own}
+        if (score := sum(map(max, fits.values()))) > most:
+            best = ((row, fits[row.name].index(max(fits[row.name]))) for row in own if any(fits[row.name]))
+            most, calls = score, [(row, kinds[row.name][place], size) for row, place in best]
+    made = {row.name: _make(row, own, latents, size) for row, own, size in calls}
+    return {name: value.float() if value.is_floating_point() else value for name, value in made.items()}
+
+
+def _make(row: Input, numbers: Sequence[bool], latents: Tensor, size: ClipSize) -> Tensor:
+    """What `make` makes of random fields, of which some are `numbers`."""
+    assert row.make is not None
+    fields: dict[str, Tensor] = {}
+    for name, number in zip(row.reads, numbers, strict=True):
+        clip = (3, 1 if name in ("first", "last") else size[0], *size[1:])
+        shape = (len(latents), *(() if number else clip))
+        fields[name] = torch.empty(shape, device="meta")
+        if latents.device.type != "meta":
+            fields[name] = Randomness(2).normal(shape, "field", name).clamp(-1, 1)
+    return row.make(fields, size)
+
+
+def _fit(row: Input, numbers: Sequence[bool], latents: Tensor, size: ClipSize) -> int:
+    """How likely fields are right: 3 for a condition in the size of the latents, 2 for another of clips, 1
+    for more dimensions, 0 for none. Found without memory: what is made of wrong fields may be large."""
+    try:
+        made = _make(row, numbers, latents.to("meta"), size)
+    except Exception:  # the author's code, for fields of another kind or size
+        return 0
+    if len(made) != len(latents):
+        return 0
+    return 3 if made.shape[2:] == latents.shape[2:] else 1 + (made.dim() <= latents.dim())

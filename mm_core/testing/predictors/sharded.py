@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mm_core.builtin.configs.engines import ContextParallelConfig
-from mm_core.contracts import SupportsContextPlan
+from mm_core.contracts import SupportsContextPlan, SupportsInputs
 from mm_core.modules.shards import gathered
 from mm_core.testing.predictors.probe import PredictorProbe
 from mm_core.testing.predictors.training import prepared
@@ -91,10 +92,14 @@ def _outcomes(probe: PredictorProbe) -> Outcomes:
     """What one rank and what two ranks have found.
 
     Raises:
-        NotApplicable: the predictor cannot be built in another process.
+        NotApplicable: the predictor cannot be built in another process, or its inputs are not known.
         ContractError: a rank failed, with its message.
     """
     hint = "use parameters in the forward of the module that owns them: elsewhere, they are shards"
+    with torch.device("meta"):
+        predictor = probe.build()
+    if isinstance(predictor, SupportsInputs):
+        probe.inputs(predictor)
     return outcomes_of(probe, ", the predictor", probe, _train_and_save, _train_and_load, hint)
 
 
