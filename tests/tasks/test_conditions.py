@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from mm_core.builtin.configs.text_to_video import SampleConfig
-from mm_core.contracts import Randomness, SampleRequest
-from mm_core.data.cache.samples import joined, stacked
+from mm_core.contracts import FeatureBatch, Randomness, SampleRequest
+from mm_core.data.cache.samples import stacked
 from mm_core.diffusion.encoders.text import ByteTextEncoder
 from mm_core.errors import ContractError
 from mm_core.modules.casting import cast_inputs
@@ -362,9 +362,8 @@ def test_whole_numbers_of_the_text_encoder_are_those_of_the_batch_in_the_cache_t
             given = [batch.captions[number]] if part.of == "text" else batch
             row[part.name] = task.features(part.name, given)[0 if part.of == "text" else number]
     (empty,) = task.features("text states", [""])
-    cached = joined(
-        batch.keys, batch.sample_weights, batch.ids, rows, {"": stacked([{"text states": empty}])}
-    )
+    texts = {"": stacked([{"text states": empty}])}
+    cached = FeatureBatch(batch.keys, batch.sample_weights, batch.ids, stacked(rows), texts)
     found = []
     for each in (batch, cached):
         task.loss(task.prepare(each, RNG))

@@ -1,4 +1,4 @@
-"""The weight format `diffusers/text`: the text encoders of a pipeline, each in its folder."""
+"""The weight format `diffusers/encoders`: the text encoders of a pipeline, each in its folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mm_diffusers.text import DiffusersText
 
 
 class PipelineText(Transformers):
-    """The weight format `diffusers/text`: the folder of a pipeline, of which the text encoders are read."""
+    """The weight format `diffusers/encoders`: the folder of a pipeline, of which the text encoders are read."""
 
     def recognises(self, path: Path) -> bool:
         """Whether a path is a pipeline with text encoders."""

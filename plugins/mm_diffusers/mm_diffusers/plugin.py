@@ -86,7 +86,7 @@ def mm_schedulers() -> list[Component]:
 def mm_weight_formats() -> list[Component]:
     return [
         Component(
-            name="text",
+            name="encoders",
             target="mm_diffusers.formats:PipelineText",
             examples="mm_diffusers.testing:example",
             summary="the text encoders of a pipeline, each in its folder",

@@ -244,7 +244,7 @@ def tiny_static(folder: Path) -> dict[str, Any]:
 
 
 def example(folder: Path) -> nn.Module:
-    """Text encoders that the format `diffusers/text` stores, with random weights."""
+    """Text encoders that the format `diffusers/encoders` stores, with random weights."""
     with torch.device("cpu"):
         text = DiffusersText(str(tiny_pipeline(folder / "pipeline", "ZImagePipeline")), "fp32")
         text.build_empty()

@@ -51,7 +51,7 @@ class DiffusersText(nn.Module):
         self.folder = PipelineFolder(Path(from_pretrained))
         self.dtype = torch_dtype(dtype)
         self._most = max_length
-        self.weights_from = WeightsFrom(str(self.folder.path), "diffusers/text")
+        self.weights_from = WeightsFrom(str(self.folder.path), "diffusers/encoders")
 
     @property
     def max_length(self) -> int:
