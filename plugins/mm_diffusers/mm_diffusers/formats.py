@@ -14,7 +14,7 @@ from mm_diffusers.text import DiffusersText
 
 
 class PipelineText(Transformers):
-    """The weight format `diffusers/encoders`: the folder of a pipeline, of which the text encoders are read."""
+    """The weight format `diffusers/encoders`: the folder of a pipeline, of which encoders are read."""
 
     def recognises(self, path: Path) -> bool:
         """Whether a path is a pipeline with text encoders."""
