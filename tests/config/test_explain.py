@@ -52,7 +52,7 @@ def test_the_whole_config_lists_the_sections_and_include(told):
 
 def test_a_component_shows_the_type_that_is_chosen_and_those_that_could_be(told, place):
     found = told("task.text_encoder")
-    assert found.accepted == "core/bytes, core/hf_text, wan/umt5"
+    assert found.accepted == "core/bytes, core/hf_text, diffusers/text, wan/umt5"
     assert found.keys[0].key == "task.text_encoder.type"
     assert brief(told("task.text_encoder.type"), place) == (
         "name of text_encoder",
@@ -145,7 +145,7 @@ def test_a_misspelt_key_names_the_nearest(told):
 def test_the_type_itself_needs_no_config(told):
     found = told("task.type", config=False)
     assert (found.key, found.type, found.default, found.origin) == ("task.type", "name of task", None, None)
-    assert found.accepted == "core/pretrained, core/text_to_video"
+    assert found.accepted == "core/pretrained, core/text_to_video, diffusers/pipeline"
     item = told("log.trackers.0.type", config=False)
     assert item.accepted == "core/jsonl, core/mlflow, core/tensorboard, core/wandb"
 
@@ -155,7 +155,7 @@ def test_a_key_below_a_type_that_is_not_chosen_lists_the_types(told):
         told("task.predictor.ffn_dims", config=False)
     assert str(caught.value) == (
         "task: the keys depend on the type of this task, and no config is named\n"
-        "  accepted: type: core/pretrained, core/text_to_video\n"
+        "  accepted: type: core/pretrained, core/text_to_video, diffusers/pipeline\n"
         "  hint: name a config that chooses the type (--config FILE), or ask for a component's key:"
         " `mm config explain core/text_to_video.predictor`"
     )

@@ -37,7 +37,7 @@ def test_five_planted_mistakes_are_all_reported_in_line_order_with_what_was_mean
         "layers, inner, reader\n"
         "  hint: did you mean 'patch'?",
         "run.yaml:11: task.scheduler.type: no scheduler is named 'flow_mach'\n"
-        "  accepted: core/flow_match, wan/flow_match\n"
+        "  accepted: core/flow_match, diffusers/schedule, wan/flow_match\n"
         "  hint: did you mean 'flow_match'?",
         "run.yaml:13: data.train.num_frames: found 'eight', a string\n  accepted: an integer >= 1",
         "run.yaml:13: data.train.height: found 0, an integer\n  accepted: an integer >= 1",
@@ -129,7 +129,7 @@ def test_a_missing_component_name_lists_the_components_and_the_key_that_was_mean
     place.edit(("type: bytes", "tpye: bytes"))
     assert place.fault() == (
         "run.yaml:9: task.text_encoder: the key 'type' is missing\n"
-        "  accepted: type: core/bytes, core/hf_text, wan/umt5\n"
+        "  accepted: type: core/bytes, core/hf_text, diffusers/text, wan/umt5\n"
         "  hint: is 'tpye' a misspelt 'type'?"
     )
 
