@@ -78,7 +78,7 @@ def trained(run: Path, name: str, *options: object, code: int = 0) -> list[float
     return losses(run.parent / name)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.nightly), "lora"])
+@pytest.mark.parametrize("kind", ["full", "lora"])
 def test_two_ranks_a_cache_and_a_resume_train_as_one_rank(run, kind):
     more = [LORA] if kind == "lora" else []
     plain = trained(run, f"{kind}_plain", *more)
