@@ -117,7 +117,7 @@ def test_what_a_killed_run_had_is_kept_and_nothing_runs_on(tmp_path):
 
 @pytest.mark.slow
 def test_a_part_is_cut_at_the_end_of_the_time_and_the_next_does_not_begin(tmp_path):
-    process = started(tmp_path, "--minutes", "0.6", "resume", "growth")
+    process = started(tmp_path, "--minutes", "0.3", "resume", "growth")
     printed, _ = process.communicate(timeout=300)
     assert process.returncode == 1
     resume, growth = states(tmp_path / "page.md").values()
