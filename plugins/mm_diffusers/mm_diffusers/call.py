@@ -88,7 +88,7 @@ class PipelineCall:
     def __init__(self, folder: PipelineFolder, transformer: nn.Module) -> None:
         self.folder, self.family = folder, folder.family
         self.pipe = bare(folder, transformer=StandIn(transformer))
-        self.scheduler = scheduler_of(folder)
+        self._config = self.pipe.scheduler.config
 
     def prepare(
         self, latents: Tensor, timestep: Tensor, given: Mapping[str, Any]
@@ -100,7 +100,7 @@ class PipelineCall:
             timestep: [B] from 0 to 1000, float32.
             given: further arguments of the pipeline's call: the encoded captions and the size in pixels.
         """
-        stop = self._run(_Once(timestep, self.scheduler.config), latents, given, 1)
+        stop = self._run(_Once(timestep, self._config), latents, given, 1)
         return stop.args, {name: value for name, value in stop.named.items() if name != "return_dict"}
 
     def schedule(

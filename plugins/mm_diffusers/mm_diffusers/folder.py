@@ -45,7 +45,7 @@ class PipelineFolder:
                 f"{INDEX} is of the pipeline {kind!r}, which has no recipe",
                 where=str(self.path / INDEX),
                 accepted=", ".join(sorted(FAMILIES)),
-                hint=did_you_mean(str(kind), FAMILIES) or "docs/families.md: add a Diffusers family",
+                hint=did_you_mean(str(kind), FAMILIES) or "use a pipeline of one of these families",
             )
         return found
 

@@ -44,6 +44,7 @@ class PipelineSchedule(ScheduleConfig):
         return PipelineCall(folder, empty_model(folder, "transformer"))
 
     def _scheduled(self, steps: int) -> tuple[Any, Any]:
+        """The pipeline's scheduler, set for `steps` steps, and what it was set by."""
         call = self._call
         family, config = call.family, call.folder.config("transformer")
         shapes = family.condition_shapes(config)
@@ -54,7 +55,14 @@ class PipelineSchedule(ScheduleConfig):
         t, h, w = family.patch
         latents = torch.zeros(1, int(config["in_channels"]) // family.channels, t, h, w * self.tokens)
         given |= family.sizes(latents.shape, call.pipe.vae_scale_factor)
-        return call.schedule(packed(latents, family), given, steps)
+        scheduler, noted = call.schedule(packed(latents, family), given, steps)
+        if not scheduler.sigmas.isfinite().all():  # with a terminal shift, of one step
+            raise ContractError(
+                f"the scheduler of {call.folder.kind} has no levels of noise for steps {steps}",
+                where="task.sample.steps",
+                accepted=f"{steps + 1} or more",
+            )
+        return scheduler, noted
 
     @cached_property
     def _shift(self) -> float:
@@ -105,17 +113,10 @@ class PipelineSchedule(ScheduleConfig):
     def sigmas(self, steps: int) -> Tensor:
         """The pipeline's levels [steps+1] float32."""
         found: Tensor = self._scheduled(steps)[0].sigmas.float().cpu()
-        if not found.isfinite().all():  # with a terminal shift, of one step
-            raise ContractError(
-                f"the scheduler of {self._call.folder.kind} has no levels of noise for steps {steps}",
-                where="task.sample.steps",
-                accepted=f"{steps + 1} or more",
-            )
         return found
 
     def integrate(self, velocity: VelocityField, noise: Tensor, steps: int) -> Tensor:
         """Clean latents by the pipeline's solver."""
-        self.sigmas(steps)  # raises its error
         scheduler, _ = self._scheduled(steps)
         latents = noise.float()
         for t in scheduler.timesteps:
