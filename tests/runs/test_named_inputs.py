@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import shlex
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -214,12 +213,12 @@ def test_a_control_clip_given_by_name_changes_what_is_sampled(control, mm):
 
 
 def alike(one: bytes, other: bytes) -> bool:
-    """Whether clips are equal but for the rounding of batches of another size, after their encoder."""
+    """Whether clips are equal but for the rounding of batches of another size, which their encoder enlarges."""
     shown = []
     for clip in (one, other):
         with av.open(io.BytesIO(clip)) as opened:
             shown.append(np.stack([frame.to_ndarray(format="rgb24") for frame in opened.decode(video=0)]))
-    return bool(abs(shown[0].astype(int) - shown[1]).max() <= 4)
+    return bool(abs(shown[0].astype(int) - shown[1]).mean() <= 0.2)
 
 
 def test_each_prompt_has_its_own_references_or_none(references, mm):
@@ -245,12 +244,13 @@ def test_each_prompt_has_its_own_references_or_none(references, mm):
     from_file = made("file", "--prompts", prompts)
     assert from_file == [path.read_bytes() for path in written]
     both = [f"references={shown[name]}" for name in ("2_0.png", "2_1.png")]
-    assert alike(made("both", "--prompt", "a", "--input", *both)[0], from_file[0])
-    each = ("--input", *both, "--input", f"references={shown['1_0.png']}")
-    assert alike(made("each", "--prompt", "a", "--prompt", "a", *each)[0], from_file[0])
-    one = ("--input", f"references={shown['1_0.png']}")
-    others = [made("one", "--prompt", "a", *one)[0], made("none", "--prompt", "a")[0]]
-    assert not any(alike(*pair) for pair in combinations([from_file[0], *others], 2))
+    one = f"references={shown['1_0.png']}"
+    each = made("each", "--prompt", "a", "--prompt", "a", "--input", *both, "--input", one)
+    prompts.write_text("\n".join(map(json.dumps, (rows[0], rows[2]))), encoding="utf-8")
+    assert each == made("rows", "--prompts", prompts) and alike(each[0], from_file[0])
+    others = [made("both", "--prompt", "a", "--input", *both)[0], made("one", "--prompt", "a", "--input", one)[0]]
+    assert alike(others[0], from_file[0]) and others[0] != others[1]
+    assert not alike(made("none", "--prompt", "a")[0], from_file[0])
     for given, message in (
         (("--input", *both, both[0]), "a prompt has 3 pictures of `references`"),
         (("--input", "references=3"), "the input `references` has a value that is not a picture"),
