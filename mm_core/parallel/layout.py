@@ -350,11 +350,11 @@ def check_callable(task: TaskModule, paths: Sequence[str], key: str) -> None:
             )
 
 
-def like_blocks(module: nn.Module, prefix: str) -> list[str]:
+def like_blocks(module: nn.Module, prefix: str, least: int = 2) -> list[str]:
     """The paths of a module's repeated blocks, its units for sharding and recomputation.
 
-    These are the modules in `_no_split_modules`, else lists of modules of one class; for lists within lists
-    (a block's experts), the outer ones.
+    These are the modules in `_no_split_modules`, else lists of at least `least` modules of one class; for
+    lists within lists (a block's experts), the outer ones.
     """
     # Models in this field have the list by convention; it is not an attribute of nn.Module.
     names: set[str] = set(getattr(module, "_no_split_modules", None) or ())
@@ -364,7 +364,7 @@ def like_blocks(module: nn.Module, prefix: str) -> list[str]:
     for name, child in module.named_modules():  # a module before what is in it
         if any(name.startswith(f"{outer}.") for outer in lists):
             continue
-        if isinstance(child, nn.ModuleList) and len(child) > 1 and len({type(m) for m in child}) == 1:
+        if isinstance(child, nn.ModuleList) and len(child) >= least and len({type(m) for m in child}) == 1:
             lists[name] = len(child)
     return [f"{prefix}.{name}.{index}" for name, length in lists.items() for index in range(length)]
 

@@ -16,7 +16,9 @@ class AdapterConfig:
     It is trained instead of the weights, which stay unchanged (https://arxiv.org/abs/2106.09685).
     """
 
-    targets: tuple[str, ...] = ()  # module patterns, or ends of paths (`to_q`); a parent module: all in it
+    targets: Literal["auto"] | tuple[str, ...] = (  # auto: attention and feed-forward of the repeated blocks;
+        ()  # or module patterns, or ends of paths (`to_q`); a parent module: all in it
+    )
     kind: Literal["lora", "lokr", "loha"] = "lora"  # a product, a Kronecker or a Hadamard product
     exclude: tuple[str, ...] = ()  # as targets: modules that get no adapter
     rank: Annotated[int, Range(ge=1)] = 16  # rank of the change

@@ -50,10 +50,12 @@ class LoraFormat(Safetensors):
         return [self._laid_out(one) for one in ((own,) if isinstance(own, AdapterLayout) else own)]
 
     def _laid_out(self, own: AdapterLayout) -> AdapterLayout:
+        usual = LAYOUTS[self.label]
         keys = own.others[0] if own.others and self.label in PUBLISHERS else own.keys
+        prefix, keys = own.programs.get(self.label, (usual.module_prefix, keys))
         stem = PurePath(self.file).stem
         file = f"{stem}_{own.part}.safetensors" if own.part else f"{stem}.safetensors"
         if self.label == "lora/peft":
             file = str(PurePath(own.part) / PEFT_ADAPTER)
         texts = {**self.texts, PART: own.part} if own.part else self.texts
-        return replace(LAYOUTS[self.label], file=file, keys=keys, part=own.part, texts=texts)
+        return replace(usual, file=file, module_prefix=prefix, keys=keys, part=own.part, texts=texts)

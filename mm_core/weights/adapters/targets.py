@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
@@ -14,6 +16,7 @@ from mm_core.contracts import TaskModule
 from mm_core.errors import PlanError, nearest
 from mm_core.modules.adapter_layers import adapter_of
 from mm_core.modules.patterns import match
+from mm_core.parallel.layout import like_blocks
 from mm_core.weights.adapters.files import AdapterScale
 from mm_core.weights.adapters.kinds import blocks_of
 
@@ -22,12 +25,20 @@ KEY = "train.adapters"
 _END = re.compile(r"[^.]+(\.\d+)*\Z")
 """The last name of a path, with the numbers after it."""
 
+_PER_SAMPLE = re.compile(
+    r"(\A|[._])(ada|adaln|mod|modulation|norm\d*|time|timestep|embedder)([._]|\Z)", re.IGNORECASE
+)
+"""Names of layers that compute one vector a sample, or prepare inputs."""
+
 
 def scales_by_layer(
     task: TaskModule, adapter: AdapterConfig, layers: Collection[str]
 ) -> dict[str, AdapterScale]:
     """The rank and scale of each linear layer that an adapter's targets match, in the order of `layers`."""
-    chosen = {path for hit in _hits(task, adapter, adapter.targets, layers).values() for path in hit}
+    if adapter.targets == "auto":
+        chosen = _in_blocks(task, layers)
+    else:
+        chosen = {path for hit in _hits(task, adapter, adapter.targets, layers).values() for path in hit}
     excluded = _hits(task, adapter, adapter.exclude, layers)
     _check_within(adapter, "exclude", excluded, chosen)
     chosen = chosen.difference(*excluded.values())
@@ -51,6 +62,33 @@ def scales_by_layer(
             weight = task.get_parameter(f"{path}.weight")
             blocks = blocks_of(weight.shape[0], weight.shape[1], adapter.decompose_factor)
         found[path] = AdapterScale(rank, alpha, adapter.dora, adapter.rslora, adapter.kind, blocks)
+    return found
+
+
+def _in_blocks(task: TaskModule, layers: Collection[str]) -> set[str]:
+    """The linear layers of attention and feed-forward in the repeated blocks of the trained components.
+
+    A block's attention and feed-forward have several linear layers each, or lie in the block itself (FLUX's
+    single blocks); a part of it with one linear layer is modulation, which computes one vector a sample.
+    Where modulation has several, and in blocks of embedders, names show it.
+
+    Raises:
+        PlanError: no component has such blocks.
+    """
+    found = set()
+    blocks = [like_blocks(task.get_submodule(root), root, least=1) for root in task.trainable]
+    for block in chain(*blocks):
+        own = [path.removeprefix(f"{block}.") for path in layers if path.startswith(f"{block}.")]
+        counts = Counter(path.partition(".")[0] for path in own)
+        if max(counts.values(), default=0) > 1:
+            own = [path for path in own if "." not in path or counts[path.partition(".")[0]] > 1]
+            found |= {full for path in own if not _PER_SAMPLE.search(full := f"{block}.{path}")}
+    if not found:
+        raise PlanError(
+            f"'auto' finds no attention or feed-forward in repeated blocks of {', '.join(task.trainable)}",
+            where=f"{KEY}: targets",
+            hint="name the modules: patterns, or ends of their paths",
+        )
     return found
 
 
@@ -115,7 +153,8 @@ def skipped_layers(task: TaskModule, adapter: AdapterConfig) -> dict[str, str]:
         task: with its adapters in place.
         adapter: the adapter's section of the config.
     """
-    above = [path for _, named in _named(task, adapter, adapter.targets) for path in named]
+    targets = () if adapter.targets == "auto" else adapter.targets
+    above = [path for _, named in _named(task, adapter, targets) for path in named]
     return {name: kind for path in above for name, kind in _other_layers(task, path).items()}
 
 

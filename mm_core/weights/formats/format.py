@@ -102,6 +102,8 @@ class AdapterLayout:
         additions: whether the file is ComfyUI's: it may add to tensors of the model (`diff`, `diff_b`), and a
             DoRA has `dora_scale`.
         texts: texts in the header of `file`.
+        programs: name of a layout of LoRA files (`lora/comfyui`) -> text before a module's path there, and the
+            map of names; other layouts have those of the program for its own models.
         names: every part of the component, built or not -> what other programs call it: at the start of keys
             where one file contains several parts. Names that contain the part's mark its file as well.
         reading: returns a further map for files, of the shapes of the weights that they change by stored
@@ -123,6 +125,7 @@ class AdapterLayout:
     alphas: bool = False
     additions: bool = False
     texts: Mapping[str, str] = field(default_factory=dict)
+    programs: Mapping[str, tuple[str, KeyMap]] = field(default_factory=dict)
     names: Mapping[str, Sequence[str]] = field(default_factory=dict)
     reading: Callable[[Mapping[str, Shape]], KeyMap] | None = None
 
@@ -245,7 +248,8 @@ def _below(start: str, one: AnyLayout) -> AnyLayout:
     if isinstance(one, Layout):
         return replace(one, keys=keys)
     others = tuple(replace(other, prefix=start + other.prefix) for other in one.others)
-    return replace(one, keys=keys, others=others)
+    programs = {n: (text, replace(own, prefix=start + own.prefix)) for n, (text, own) in one.programs.items()}
+    return replace(one, keys=keys, others=others, programs=programs)
 
 
 def divided(layouts: Sequence[AnyLayout], names: Iterable[str]) -> list[list[str]]:

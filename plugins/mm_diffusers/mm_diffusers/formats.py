@@ -1,4 +1,4 @@
-"""The weight format `diffusers/encoders`: the text encoders of a pipeline, each in its folder."""
+"""The weight format `diffusers/encoders`: the text encoders of a pipeline, each in its folder, and LoRA files."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from mm_core.contracts import TaskModule
 from mm_core.weights import AdapterLayout, Companions, Layout, Transformers, Written
+from mm_diffusers.lora_names import lora_layout
 from mm_diffusers.text import DiffusersText
 
 
@@ -36,8 +37,8 @@ class PipelineText(Transformers):
         return found
 
     def adapter(self, name: str, component: nn.Module) -> AdapterLayout | None:
-        """None: text encoders are frozen."""
-        return None
+        """The transformer's LoRA files, with the names of other programs; None for text encoders."""
+        return lora_layout(name, component)
 
     def companions(self, task: TaskModule, written: Sequence[Written]) -> Companions:
         """None: text encoders are not exported."""
