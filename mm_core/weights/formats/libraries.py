@@ -238,7 +238,8 @@ def pipeline_parts(top: Path) -> dict[str, str]:
     for name, kind in read_mapping(top / PIPELINE).items():
         # The folder is untrusted: a name may point outside it.
         plain = Path(name).name == name and name not in ("", "..")
-        if plain and isinstance(kind, list) and kind and kind[0] is not None:
+        part = isinstance(kind, list) and [type(each) for each in kind] == [str, str]  # or a list of settings
+        if plain and part:
             found[name] = str(read_mapping(top / name / "config.json").get("_class_name", kind[-1]))
     return found
 

@@ -62,8 +62,7 @@ class PipelineFolder:
     @cached_property
     def parts(self) -> Mapping[str, tuple[str, str]]:
         """The parts of the pipeline that are there: name -> library and class."""
-        listed = {name: kind for name, kind in self.index.items() if isinstance(kind, list)}
-        return {name: (str(kind[0]), str(kind[1])) for name, kind in listed.items() if kind and kind[0]}
+        return {name: (kind[0], kind[1]) for name, kind in self.index.items() if _is_part(kind) and kind[0]}
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -71,7 +70,7 @@ class PipelineFolder:
         return {
             name: value
             for name, value in self.index.items()
-            if not name.startswith("_") and not isinstance(value, list)
+            if not name.startswith("_") and not _is_part(value)
         }
 
     def config(self, part: str) -> Mapping[str, Any]:
@@ -107,3 +106,10 @@ class PipelineFolder:
                 hint="download the pipeline, or correct task.pipeline",
             ) from None
         return found if isinstance(found, dict) else {}
+
+
+def _is_part(value: Any) -> bool:
+    """Whether a value of model_index.json is a part's [library, class], or two nulls; else it is a setting."""
+    return (
+        isinstance(value, list) and len(value) == 2 and all(v is None or isinstance(v, str) for v in value)
+    )

@@ -7,13 +7,18 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from mm_diffusers.transformer import DiffusersTransformer
 from mm_diffusers.vae import DiffusersVAE
+from safetensors.torch import save_file
+from tuned import TunedTask
 
+from mm_core.builtin.configs.adapters import AdapterConfig
 from mm_core.config.dump import to_mapping
 from mm_core.config.load import load_config
 from mm_core.errors import MMError
 from mm_core.plugin import get_registry
+from mm_core.weights.adapters.inject import scales_of
 
 TASK = """
 run: {{name: run}}
@@ -86,3 +91,20 @@ def test_a_component_without_a_folder_or_with_a_damaged_config(copied, tmp_path)
     (copied / "transformer/config.json").write_text(json.dumps({"dim": "wide"}))
     with pytest.raises(MMError, match="no transformer can be built"):
         DiffusersTransformer(str(copied))
+
+
+def test_a_lora_of_another_family_is_refused_with_its_modules(pipeline_of, tmp_path):
+    model = TunedTask(pipeline_of("FluxPipeline"), AdapterConfig("auto", rank=2)).predictor
+    names = [path for path in scales_of(model)["default"]]
+    sides = {"lora_A": (2, 4), "lora_B": (4, 2)}
+    file = tmp_path / "flux.safetensors"
+    save_file(
+        {f"{name}.{side}.weight": torch.zeros(size) for name in names for side, size in sides.items()}, file
+    )
+    with pytest.raises(MMError) as caught:
+        TunedTask(pipeline_of("ZImagePipeline"), AdapterConfig(from_=str(file)))
+    assert "17 of the 17 modules in this adapter match no linear layer of predictor" in str(caught.value)
+    assert "transformer_blocks.0.attn.to_q" in str(caught.value)
+    assert "the adapter is for a different model" in str(caught.value)
+    with pytest.raises(MMError, match="the adapter is for a different model"):
+        TunedTask(pipeline_of("QwenImagePipeline"), AdapterConfig(from_=str(file)))
