@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import TaskModule, WeightPlan
 from mm_core.errors import ContractError, MMError
+from mm_core.interchange.export_computed import Computed, alphas, joined_loras
 from mm_core.interchange.export_values import Reader, addition_of, dora_scale_of, fetched
 from mm_core.loading.checkpoint_source import CheckpointSource
 from mm_core.modules.adapter_layers import adapter_of, base_name, part_name, without_adapters
@@ -21,7 +22,13 @@ from mm_core.weights.adapters.beside import BESIDE, trained_beside
 from mm_core.weights.adapters.files import AdapterScale
 from mm_core.weights.adapters.inject import scales_of
 from mm_core.weights.adapters.pissa import joined, side_by_side, start_of
-from mm_core.weights.adapters.stored_names import addition_key, beside_key, module_key, stored_key
+from mm_core.weights.adapters.stored_names import (
+    Share,
+    addition_key,
+    beside_key,
+    shares_in,
+    stored_key,
+)
 from mm_core.weights.adapters.written import adapter_files
 from mm_core.weights.fitting import formats_of
 from mm_core.weights.formats.format import (
@@ -230,7 +237,8 @@ class Planner:
                     )
                 keys = {name: beside_key(layout, path, name) for path in held for name in beside[path]}
                 starts: dict[str, str] = {}
-                for path in adapted:
+                shares = _shares(layout, module)
+                for path in (one for one in adapted if one not in shares):
                     computed = {"lora_magnitude_vector"} if layout.additions else set()
                     parts = [one for one in tensors[adapter, path].items() if one[0] not in computed]
                     keys |= {name: stored_key(layout, path, part) for part, name in parts}
@@ -246,7 +254,8 @@ class Planner:
                 if adapted:
                     files = adapter_files(layout, copies, own, held, adapter if len(adapters) > 1 else "")
                     part = self._part(root, files, {name: name for name in copies}, {}, None)
-                    more = _alphas(part, layout, own) | self._computed(root, layout, adapter, own, added)
+                    more = alphas(part.tensors, layout, {p: s for p, s in own.items() if p not in shares})
+                    more |= self._computed(root, layout, adapter, own, added, shares)
                     yield replace(_with(part, more), adapters={adapter: own})
 
     def _computed(
@@ -256,22 +265,34 @@ class Planner:
         adapter: str,
         scales: Mapping[str, AdapterScale],
         added: Sequence[str],
-    ) -> dict[str, _Computed]:
-        """The tensors of ComfyUI's file that are computed with the base's: `dora_scale` and additions."""
-        found = {}
+        shares: Mapping[str, Share],
+    ) -> dict[str, Computed]:
+        """LoRAs of joined modules, and what is computed with the base's tensors: `dora_scale`, additions."""
+        first, read = partial(self._first, root, adapter), partial(self._matrix, root, adapter)
+        found = joined_loras(layout, scales, shares, first, read)
         for path, scale in scales.items() if layout.additions else ():
             if scale.dora:
                 lengths = part_name(f"{root}.{path}", "lora_magnitude_vector", adapter)
                 shape = (self.saved.shapes[lengths][0], 1)
                 make = partial(dora_scale_of, self.saved, f"{root}.{path}", adapter, scale)
                 key = stored_key(layout, path, "lora_magnitude_vector")
-                found[key] = _Computed(TensorSpec(key, self._cast(lengths), shape), make, path)
+                found[key] = Computed(TensorSpec(key, self._cast(lengths), shape), make, path)
         for name in added:
             assert self.begun is not None
             path, key = f"{root}.{name}", addition_key(layout, base_name(name))
             spec = TensorSpec(key, self._cast(path), self.saved.shapes[path])
-            found[key] = _Computed(spec, partial(addition_of, self.saved, self.begun, path), name)
+            found[key] = Computed(spec, partial(addition_of, self.saved, self.begun, path), name)
         return found
+
+    def _matrix(self, root: str, adapter: str, module: str, part: str) -> Tensor:
+        found = self.adapter(f"{root}.{module}", part, adapter)
+        assert found is not None
+        return found
+
+    def _first(self, root: str, adapter: str, module: str) -> TensorSpec:
+        """The first matrix of a LoRA, by its path in the task."""
+        path = part_name(f"{root}.{module}", "lora_A", adapter)
+        return TensorSpec(path, self._cast(path), self.saved.shapes[path])
 
     def check_nothing_beside(self, root: str, module: nn.Module) -> None:
         """Refuses to export only adapters if a component without adapters is trained in full.
@@ -332,40 +353,13 @@ def _only_merged(what: str) -> MMError:
     return MMError(what, where="--to", hint="export merged weights (--merge-lora)")
 
 
-@dataclass(frozen=True)
-class _Computed:
-    """A tensor of a file that differs from all of the checkpoint's; `name` is that in the component."""
-
-    spec: TensorSpec
-    make: Callable[[], Tensor]
-    name: str = ""
+def _shares(layout: AdapterLayout, component: nn.Module) -> Mapping[str, Share]:
+    """The modules of a component that another program joins, in the layouts that can express it."""
+    own = {base_name(n): p.shape for n, p in component.named_parameters() if adapter_of(n) is None}
+    return shares_in(layout, own) if layout.alphas else {}
 
 
-def _alphas(part: Part, layout: AdapterLayout, scales: Mapping[str, AdapterScale]) -> dict[str, _Computed]:
-    """The tensors `alpha` of a layout; only kohya's needs those of scale 1.
-
-    That of a whole LoKr is what LyCORIS and musubi-tuner take for its rank, so that they scale it by 1.
-    """
-    shapes = {spec.name: spec.shape for spec in part.tensors}
-    alphas = {}
-    for module, scale in scales.items() if layout.alphas else ():
-        key = module_key(layout, module)
-        alpha = scale.factor * scale.rank
-        if whole := shapes.get(f"{key}.lokr_w2"):
-            if scale.factor != 1:
-                raise ContractError(
-                    f"the LoKr of {module} has two whole matrices, which other programs scale by 1, but its"
-                    f" scale is {scale.factor:g}",
-                    hint="train with a lower rank, or with alpha equal to rank; or export lora/peft",
-                )
-            alpha = float(max(whole))
-        if layout.flat or scale.factor != 1:
-            spec = TensorSpec(f"{key}.alpha", torch.float32, ())
-            alphas[spec.name] = _Computed(spec, partial(torch.tensor, alpha))
-    return alphas
-
-
-def _with(part: Part, computed: Mapping[str, _Computed]) -> Part:
+def _with(part: Part, computed: Mapping[str, Computed]) -> Part:
     """An adapter's part with further tensors."""
     (shard,) = part.shards
     specs = sorted(

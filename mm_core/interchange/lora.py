@@ -249,14 +249,16 @@ def _differences(
     for key, name in part.computed.items():
         if not _holds(held, key, part.produce(key)):
             yield name, f"values of {key.rpartition('.')[2]}"
-    found = modules_in(layout, linear_layers(module), held)
+    found = modules_in(layout, linear_layers(module), module, held)
     for name, scale in part.adapters[adapter].items():
         if name not in found:
             yield name, "missing"
             continue
-        stored = found[name][1]
-        if not math.isclose(held.scales[stored].factor, scale.factor, rel_tol=1e-6):
-            yield name, f"scale {held.scales[stored].factor:g} instead of {scale.factor:g}"
+        cut, stored = found[name]
+        if not math.isclose(cut.scales[stored].factor, scale.factor, rel_tol=1e-6):
+            yield name, f"scale {cut.scales[stored].factor:g} instead of {scale.factor:g}"
+            continue
+        if stored not in held.scales:  # part of a joined module, which is compared above
             continue
         trained = {
             p: t

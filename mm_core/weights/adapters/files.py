@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -145,9 +145,47 @@ class AdapterFile:
         """The shapes of each module's parts."""
         return by_module(self.keys, self.stored.shapes)
 
+    def cut(self, shares: Iterable[tuple[str, range]]) -> AdapterFile:
+        """The file with a LoRA of some rows of a module's weight, called as by `share_name`, for each share
+        (module, rows), in place of the module's own."""
+        keys, scales, rows = dict(self.keys), dict(self.scales), {}
+        for module, held in shares:
+            name, second = share_name(module, held), self.keys[module, "lora_B"]
+            keys[name, "lora_A"] = self.keys[module, "lora_A"]
+            keys[name, "lora_B"] = share_name(second, held)
+            scales[name] = self.scales[module]
+            rows[share_name(second, held)] = second, held
+            for part in ("lora_A", "lora_B"):
+                keys.pop((module, part), None)
+            scales.pop(module, None)
+        return replace(self, stored=_Rows(self.stored, rows), keys=keys, scales=scales)
+
     def weights(self) -> dict[str, Shape]:
         """The shapes of the weights that the file changes, by stored name."""
         return {f"{module}.weight": weight_of(parts) for module, parts in self.sizes.items()}
+
+
+def share_name(name: str, rows: range) -> str:
+    """The name of rows of a stored weight or matrix."""
+    return f"{name}:{rows.start}"
+
+
+class _Rows:
+    """Stored tensors, and rows of some under further names. Satisfies `StoredTensors`."""
+
+    def __init__(self, stored: StoredTensors, rows: Mapping[str, tuple[str, range]]) -> None:
+        self._stored, self._rows = stored, rows
+        self.where, self.others = stored.where, stored.others
+        sizes = {name: (len(held), *stored.shapes[key][1:]) for name, (key, held) in rows.items()}
+        self.shapes = {**stored.shapes, **sizes}
+        self.dtypes = {**stored.dtypes, **{name: stored.dtypes[key] for name, (key, _) in rows.items()}}
+
+    def read(self, name: str, box: tuple[slice, ...]) -> Tensor:
+        key, held = self._rows.get(name, (name, None))
+        if held is not None:
+            here = held[box[0]]
+            box = (slice(here.start, here.stop), *box[1:])
+        return self._stored.read(key, box)
 
 
 def open_adapter(path: Path, beside: Collection[str] = (), within: str = "") -> AdapterFile:

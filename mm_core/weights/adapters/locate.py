@@ -20,10 +20,11 @@ from mm_core.weights.adapters.files import (
     AdapterFile,
     is_adapter,
     open_adapter,
+    share_name,
     start_of_keys,
 )
 from mm_core.weights.adapters.settings import plain_name
-from mm_core.weights.adapters.stored_names import stored_module
+from mm_core.weights.adapters.stored_names import module_key, path_key, shares_in
 from mm_core.weights.fitting import Formats
 from mm_core.weights.formats.format import AdapterLayout, of_component
 from mm_core.weights.formats.libraries import PEFT_ADAPTER
@@ -79,11 +80,13 @@ def locate(task: TaskModule, path: str, linear: Mapping[str, Sequence[str]], for
     for root, chosen in _candidates(task, Path(path), linear, formats):
         found: Held = {}
         added: Held = {}
+        read: list[AdapterFile] = []
         for layout, place, within in chosen:
             if (place, within) not in opened:
                 opened[place, within] = open_adapter(place, within=within)
             own = _named(layout, task.get_submodule(root))
-            here, there = _fit(layout, linear[root], own, opened[place, within])
+            read.append(_cut(layout, own, opened[place, within]))
+            here, there = _fit(layout, linear[root], own, read[-1])
             found |= here
             added |= there
         parts = " and ".join(f"{root}.{layout.part}".rstrip(".") for layout, *_ in chosen)
@@ -91,7 +94,7 @@ def locate(task: TaskModule, path: str, linear: Mapping[str, Sequence[str]], for
         count, most = len(found) + len(added), len(best.modules) + len(best.added)
         if count > most:
             best, alike = Located(root, found, added), {parts: called}
-            files = [opened[place, within] for _, place, within in chosen]
+            files = read
         same = (root, found.keys(), added.keys()) == (best.root, best.modules.keys(), best.added.keys())
         if count and count == most and not same:  # the same by another format
             alike[parts] = called
@@ -272,9 +275,17 @@ def _is_of(layout: AdapterLayout, path: Path) -> bool:
     return (part or _part_called(layout, named)) == layout.part
 
 
-def modules_in(layout: AdapterLayout, names: Iterable[str], file: AdapterFile) -> Held:
-    """The modules of a component or its part that a file contains, by the map that finds most of them."""
-    return _fit(layout, names, {}, file)[0]
+def modules_in(layout: AdapterLayout, names: Iterable[str], component: nn.Module, file: AdapterFile) -> Held:
+    """The modules of a component or its part that a file contains, by the map that finds most of them.
+
+    Args:
+        layout: of the component or its part.
+        names: paths of the component's linear layers.
+        component: the component.
+        file: the adapter.
+    """
+    own = _named(layout, component)
+    return _fit(layout, names, own, _cut(layout, own, file))[0]
 
 
 def _own(layout: AdapterLayout, names: Iterable[str]) -> list[str]:
@@ -295,7 +306,7 @@ def _fit(
     own, most = _own(layout, linear), 0
     best: tuple[Held, Held] = {}, {}
     for one in _maps(layout, file):
-        found = _by_map(one, own, file), _added_by_map(one, tensors, file)
+        found = _by_map(one, own, tensors, file), _added_by_map(one, tensors, file)
         if (count := len(found[0]) + len(found[1])) > most:
             best, most = found, count
         if most == len(file.scales) + len(file.added):
@@ -312,6 +323,7 @@ def _maps(layout: AdapterLayout, file: AdapterFile) -> Iterator[AdapterLayout]:
     paths = zip(*(module.split(sep) for module in file.scales or file.added), strict=False)
     common = [pieces[0] for pieces in takewhile(lambda pieces: len(set(pieces)) == 1, paths)]
     weights = {} if file.flat or layout.reading is None else file.weights()
+    layout = replace(layout, flat=file.flat)
     for count in range(len(common) + 1):
         start = "".join(f"{piece}{sep}" for piece in common[:count])
         for keys in (layout.keys, *layout.others):
@@ -338,15 +350,34 @@ def _added_by_map(layout: AdapterLayout, tensors: Mapping[str, tuple[int, ...]],
     return added
 
 
-def _by_map(layout: AdapterLayout, names: Iterable[str], file: AdapterFile) -> Held:
+def _shares(layout: AdapterLayout, tensors: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, range]]:
+    """The modules that a map joins to larger ones: path -> path of the larger one in a file, and its rows."""
+    with suppress(ContractError):
+        found = shares_in(layout, tensors)
+        return {name: (path_key(layout, share.stored), share.rows) for name, share in found.items()}
+    return {}
+
+
+def _cut(layout: AdapterLayout, tensors: Mapping[str, tuple[int, ...]], file: AdapterFile) -> AdapterFile:
+    """A file whose LoRAs of modules that are several of the component's are one for each of those."""
+    plain = {module for module, scale in file.scales.items() if scale.kind == "lora" and not scale.dora}
+    for one in _maps(layout, file):
+        if found := {share for share in _shares(one, tensors).values() if share[0] in plain}:
+            return file.cut(found)
+    return file
+
+
+def _by_map(
+    layout: AdapterLayout, names: Iterable[str], tensors: Mapping[str, tuple[int, ...]], file: AdapterFile
+) -> Held:
     table: Held = {}
     holders: dict[str, str] = {}
+    shares = _shares(layout, tensors)
     for name in names:
         try:
-            stored = stored_module(layout, name)
+            stored = share_name(*shares[name]) if name in shares else module_key(layout, name)
         except ContractError:
             continue
-        stored = f"{layout.module_prefix}{stored.replace('.', '_') if file.flat else stored}"
         if stored not in file.scales:
             continue
         if (other := holders.setdefault(stored, name)) != name:

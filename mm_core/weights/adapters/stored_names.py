@@ -2,8 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
 from mm_core.errors import ContractError
 from mm_core.weights.formats.format import AdapterLayout
+from mm_core.weights.formats.key_map import Fuse, Template
+
+
+@dataclass(frozen=True)
+class Share:
+    """A module that is a part of a stored one, as q of a module `qkv`.
+
+    Attributes:
+        stored: path of the stored module.
+        rows: its rows in the stored weight.
+        total: rows of the stored weight.
+    """
+
+    stored: str
+    rows: range
+    total: int
+
+
+def shares_in(layout: AdapterLayout, shapes: Mapping[str, Sequence[int]]) -> dict[str, Share]:
+    """The modules of a component that a layout's names join to larger ones: path -> its share.
+
+    Args:
+        layout: a format's layout of the component's adapters.
+        shapes: shapes of the component's tensors, by name.
+
+    Raises:
+        ContractError: the component lacks a part of a joined module.
+    """
+    rules = (rule for rule in layout.keys.rules if isinstance(rule, Fuse) and rule.dim == 0)
+    sides = [Template(side) for rule in rules for side in rule.components]
+    bare = {n: n.removeprefix(layout.keys.prefix) for n, s in shapes.items() if len(s) == 2}
+    weights = {n: shapes[n] for n, name in bare.items() if any(side.match(name) for side in sides)}
+    return {
+        copy.component.removesuffix(".weight"): Share(
+            copy.stored.removesuffix(".weight"),
+            range(copy.stored_start[0], copy.stored_start[0] + copy.size[0]),
+            copy.stored_shape[0],
+        )
+        for copy in layout.keys.copies(weights)
+    }
 
 
 def stored_module(layout: AdapterLayout, module: str) -> str:
@@ -48,7 +91,11 @@ def stored_key(layout: AdapterLayout, module: str, part: str) -> str:
 
 def module_key(layout: AdapterLayout, module: str) -> str:
     """The name of an adapted module in an adapter file, at the start of its tensors' names."""
-    stored = stored_module(layout, module)
+    return path_key(layout, stored_module(layout, module))
+
+
+def path_key(layout: AdapterLayout, stored: str) -> str:
+    """The name in an adapter file of a module with this stored path."""
     return f"{layout.module_prefix}{stored.replace('.', '_') if layout.flat else stored}"
 
 

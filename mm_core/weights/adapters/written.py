@@ -37,8 +37,9 @@ def adapter_files(
             accepted="lora/comfyui",
             hint="export merged weights (--merge-lora)",
         )
-    settings = peft_settings(layout, scales, beside)
     texts, metadata = {}, {"format": "pt", **layout.texts}
+    if layout.config is not None or layout.metadata_key is not None:
+        settings = peft_settings(layout, scales, beside)
     if layout.config is not None:
         texts[layout.config] = json.dumps(settings, indent=2) + "\n"
     if layout.metadata_key is not None:

@@ -102,8 +102,8 @@ class AdapterLayout:
         additions: whether the file is ComfyUI's: it may add to tensors of the model (`diff`, `diff_b`), and a
             DoRA has `dora_scale`.
         texts: texts in the header of `file`.
-        programs: name of a layout of LoRA files (`lora/comfyui`) -> text before a module's path there, and the
-            map of names; other layouts have those of the program for its own models.
+        programs: name of a layout of LoRA files (`lora/comfyui`) -> text before a module's path there, and
+            the map of names, where they differ from the usual ones.
         names: every part of the component, built or not -> what other programs call it: at the start of keys
             where one file contains several parts. Names that contain the part's mark its file as well.
         reading: returns a further map for files, of the shapes of the weights that they change by stored

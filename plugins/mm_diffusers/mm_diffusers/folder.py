@@ -109,7 +109,5 @@ class PipelineFolder:
 
 
 def _is_part(value: Any) -> bool:
-    """Whether a value of model_index.json is a part's [library, class], or two nulls; else it is a setting."""
-    return (
-        isinstance(value, list) and len(value) == 2 and all(v is None or isinstance(v, str) for v in value)
-    )
+    """Whether a value of model_index.json is a part: [library, class], or two nulls."""
+    return isinstance(value, list) and len(value) == 2 and all(v is None or isinstance(v, str) for v in value)

@@ -1,4 +1,4 @@
-"""The weight format `diffusers/encoders`: the text encoders of a pipeline, each in its folder, and LoRA files."""
+"""The weight format `diffusers/encoders`: text encoders, each in its folder, and names in LoRA files."""
 
 from __future__ import annotations
 

@@ -23,12 +23,14 @@ class LoraNames:
     """The names of one class of transformers.
 
     Attributes:
-        comfyui: what ComfyUI has before Diffusers' names; "": it knows `native` only.
-        native: the publisher's names, which kohya's scripts use; they know Diffusers' without.
+        comfyui: what ComfyUI has before Diffusers' names.
+        native: the publisher's names, which kohya's scripts use; without, they use Diffusers'.
+        own: ComfyUI's names, where it does not know Diffusers'.
     """
 
     comfyui: str = "diffusion_model."
     native: KeyMap = field(default_factory=KeyMap)
+    own: KeyMap = field(default_factory=KeyMap)
 
 
 def _map(*blocks: tuple[str, str, Mapping[str, str]]) -> KeyMap:
@@ -48,62 +50,54 @@ def _map(*blocks: tuple[str, str, Mapping[str, str]]) -> KeyMap:
 
 
 _QKV, _ADDED = "attn.to_q+attn.to_k+attn.to_v", "attn.add_q_proj+attn.add_k_proj+attn.add_v_proj"
-_OUT = {"attn.to_out.0": "img_attn.proj", "attn.to_add_out": "txt_attn.proj"}
-_JOINED = {_QKV: "img_attn.qkv", _ADDED: "txt_attn.qkv", **_OUT}
-_DOUBLE, _SINGLE = "transformer_blocks.{i}", "single_transformer_blocks.{i}"
-_KREA = {f"attn.to_{ours}": f"attn.{theirs}" for ours, theirs in {"q": "wq", "k": "wk", "v": "wv"}.items()}
-_KREA |= {"attn.to_out.0": "attn.wo", "attn.to_gate": "attn.gate"}
-_KREA |= {f"ff.{name}": f"mlp.{name}" for name in ("gate", "up", "down")}
-_HUNYUAN = {f"attn.to_{name}": f"img_attn_{name}" for name in "qkv"}
-_HUNYUAN |= {f"attn.add_{name}_proj": f"txt_attn_{name}" for name in "qkv"}
-_HUNYUAN |= {"attn.to_out.0": "img_attn_proj", "attn.to_add_out": "txt_attn_proj"}
-_HUNYUAN |= {"ff.net.0.proj": "img_mlp.fc1", "ff.net.2": "img_mlp.fc2"}
-_HUNYUAN |= {"ff_context.net.0.proj": "txt_mlp.fc1", "ff_context.net.2": "txt_mlp.fc2"}
-_X, _CONTEXT = "joint_blocks.{i}.x_block", "joint_blocks.{i}.context_block"
+_JOINED = {_QKV: "img_attn.qkv", _ADDED: "txt_attn.qkv"}
+_JOINED |= {"attn.to_out.0": "img_attn.proj", "attn.to_add_out": "txt_attn.proj"}
+_MLP = {"ff.net.0.proj": "img_mlp.0", "ff.net.2": "img_mlp.2"}
+_MLP |= {"ff_context.net.0.proj": "txt_mlp.0", "ff_context.net.2": "txt_mlp.2"}
+_MLP_2 = {"ff.linear_in": "img_mlp.0", "ff.linear_out": "img_mlp.2"}
+_MLP_2 |= {"ff_context.linear_in": "txt_mlp.0", "ff_context.linear_out": "txt_mlp.2"}
+_APART = {f"attn.to_{name}": f"img_attn_{name}" for name in "qkv"}
+_APART |= {f"attn.add_{name}_proj": f"txt_attn_{name}" for name in "qkv"}
+_APART |= {"attn.to_out.0": "img_attn_proj", "attn.to_add_out": "txt_attn_proj"}
+_APART |= {ours: theirs.replace(".0", ".fc1").replace(".2", ".fc2") for ours, theirs in _MLP.items()}
+_X = {_QKV: "attn.qkv", "attn.to_out.0": "attn.proj", "ff.net.0.proj": "mlp.fc1", "ff.net.2": "mlp.fc2"}
+_X |= {_QKV.replace("attn", "attn2"): "attn2.qkv", "attn2.to_out.0": "attn2.proj"}
+_CONTEXT = {_ADDED: "attn.qkv", "attn.to_add_out": "attn.proj"}
+_CONTEXT |= {"ff_context.net.0.proj": "mlp.fc1", "ff_context.net.2": "mlp.fc2"}
+_GATED = {"attn.to_q": "attn.wq", "attn.to_k": "attn.wk", "attn.to_v": "attn.wv", "attn.to_out.0": "attn.wo"}
+_GATED |= {"attn.to_gate": "attn.gate", "ff.gate": "mlp.gate", "ff.up": "mlp.up", "ff.down": "mlp.down"}
+_BLOCKS, _SINGLE = "transformer_blocks.{i}", "single_transformer_blocks.{i}"
 
 NAMES: Mapping[str, LoraNames] = MappingProxyType(
     {
         "Flux2Transformer2DModel": LoraNames(
             "transformer.",
             _map(
-                (_DOUBLE, "double_blocks.{i}", _JOINED),
-                (_DOUBLE, "double_blocks.{i}", {"ff.linear_in": "img_mlp.0", "ff.linear_out": "img_mlp.2"}),
-                (
-                    _DOUBLE,
-                    "double_blocks.{i}",
-                    {"ff_context.linear_in": "txt_mlp.0", "ff_context.linear_out": "txt_mlp.2"},
-                ),
+                (_BLOCKS, "double_blocks.{i}", _JOINED | _MLP_2),
                 (_SINGLE, "single_blocks.{i}", {"attn.to_qkv_mlp_proj": "linear1", "attn.to_out": "linear2"}),
             ),
         ),
         "FluxTransformer2DModel": LoraNames(
             "transformer.",
             _map(
-                (_DOUBLE, "double_blocks.{i}", _JOINED),
-                (_DOUBLE, "double_blocks.{i}", {"ff.net.0.proj": "img_mlp.0", "ff.net.2": "img_mlp.2"}),
-                (
-                    _DOUBLE,
-                    "double_blocks.{i}",
-                    {"ff_context.net.0.proj": "txt_mlp.0", "ff_context.net.2": "txt_mlp.2"},
-                ),
+                (_BLOCKS, "double_blocks.{i}", _JOINED | _MLP),
                 (_SINGLE, "single_blocks.{i}", {f"{_QKV}+proj_mlp": "linear1", "proj_out": "linear2"}),
             ),
         ),
-        "HunyuanVideo15Transformer3DModel": LoraNames("", _map((_DOUBLE, "double_blocks.{i}", _HUNYUAN))),
+        "HunyuanVideo15Transformer3DModel": LoraNames(
+            native=_map((_BLOCKS, "double_blocks.{i}", _APART)),
+            own=_map((_BLOCKS, "double_blocks.{i}", _JOINED | _MLP)),
+        ),
         "Krea2Transformer2DModel": LoraNames(
             native=_map(
-                (_DOUBLE, "blocks.{i}", _KREA),
-                ("text_fusion.{kind}.{i}", "txtfusion.{kind}.{i}", _KREA),
+                (_BLOCKS, "blocks.{i}", _GATED), ("text_fusion.{kind}.{i}", "txtfusion.{kind}.{i}", _GATED)
             )
         ),
         "SD3Transformer2DModel": LoraNames(
             "transformer.",
             _map(
-                (_DOUBLE, _X, {_QKV: "attn.qkv", "attn.to_out.0": "attn.proj"}),
-                (_DOUBLE, _X, {_QKV.replace("attn", "attn2"): "attn2.qkv", "attn2.to_out.0": "attn2.proj"}),
-                (_DOUBLE, _X, {"ff.net.0.proj": "mlp.fc1", "ff.net.2": "mlp.fc2"}),
-                (_DOUBLE, _CONTEXT, {_ADDED: "attn.qkv", "attn.to_add_out": "attn.proj"}),
-                (_DOUBLE, _CONTEXT, {"ff_context.net.0.proj": "mlp.fc1", "ff_context.net.2": "mlp.fc2"}),
+                (_BLOCKS, "joint_blocks.{i}.x_block", _X),
+                (_BLOCKS, "joint_blocks.{i}.context_block", _CONTEXT),
             ),
         ),
     }
@@ -123,7 +117,6 @@ def lora_layout(name: str, component: nn.Module) -> AdapterLayout | None:
         return None
     assert isinstance(component, DiffusersTransformer)
     names = NAMES.get(type(component.transformer).__name__, LoraNames())
-    native = replace(names.native, prefix=own.keys.prefix)
-    comfyui = (names.comfyui, own.keys) if names.comfyui else ("diffusion_model.", native)
-    programs = {"lora/comfyui": comfyui, "lora/kohya": ("lora_unet_", native)}
-    return replace(own, others=(native,), programs=programs)
+    native, comfyui = (replace(keys, prefix=own.keys.prefix) for keys in (names.native, names.own))
+    programs = {"lora/comfyui": (names.comfyui, comfyui), "lora/kohya": ("lora_unet_", native)}
+    return replace(own, others=(native, comfyui), programs=programs)

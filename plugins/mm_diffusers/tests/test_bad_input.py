@@ -95,7 +95,7 @@ def test_a_component_without_a_folder_or_with_a_damaged_config(copied, tmp_path)
 
 def test_a_lora_of_another_family_is_refused_with_its_modules(pipeline_of, tmp_path):
     model = TunedTask(pipeline_of("FluxPipeline"), AdapterConfig("auto", rank=2)).predictor
-    names = [path for path in scales_of(model)["default"]]
+    names = list(scales_of(model)["default"])
     sides = {"lora_A": (2, 4), "lora_B": (4, 2)}
     file = tmp_path / "flux.safetensors"
     save_file(

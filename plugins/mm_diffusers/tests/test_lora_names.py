@@ -1,41 +1,37 @@
-"""LoRA files for other programs: their names are those that the programs themselves know, as committed lists."""
+"""LoRA files of programs whose models join modules are read."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from pathlib import Path
-
 import pytest
-import yaml
-from mm_diffusers.testing import TINY
-from tuned import TunedTask
+import torch
+from safetensors.torch import save_file
+from tuned import changes
 
-from mm_core.builtin.configs.adapters import AdapterConfig
-from mm_core.plugin.registry import get_registry
-from mm_core.weights.adapters.inject import scales_of
-from mm_core.weights.adapters.layouts import LoraFormat
-from mm_core.weights.adapters.stored_names import module_key
-from mm_core.weights.fitting import formats_of
-from mm_core.weights.formats.format import of_component
-
-KNOWN: Mapping[str, Mapping[str, list[str]]] = yaml.safe_load(
-    Path(__file__).with_name("names_elsewhere.yaml").read_text(encoding="utf-8")
-)
+DOUBLE, SINGLE = "transformer.transformer_blocks.0.attn", "transformer.single_transformer_blocks.0"
 
 
-def names_of(folder: Path, program: str) -> tuple[str, set[str]]:
-    """The class of a pipeline's transformer, and the modules in its LoRA file, without numbers of blocks."""
-    model = TunedTask(folder, AdapterConfig("auto", rank=2)).predictor
-    form = LoraFormat(f"lora/{program}", formats_of(get_registry()), "lora.safetensors", {})
-    (layout,) = of_component(form.adapter("predictor", model))
-    keys = [module_key(layout, path) for path in scales_of(model)["default"]]
-    bare = {re.sub(r"(blocks|layers|refiner)([._])\d+(?=[._])", r"\1\2{i}", key) for key in keys}
-    return type(model.transformer).__name__, bare
-
-
-@pytest.mark.parametrize("kind", TINY)
-@pytest.mark.parametrize("program", ["comfyui", "kohya"])
-def test_every_module_of_a_lora_file_is_one_that_the_program_knows(pipeline_of, kind, program):
-    name, found = names_of(pipeline_of(kind), program)
-    assert found <= set(KNOWN[name][program])
+@pytest.mark.parametrize("start", ["lora_unet_{}", "diffusion_model.{}"])
+def test_a_lora_of_a_joined_module_is_one_of_each_of_its_parts(pipeline_of, tmp_path, start):
+    rows = {"img_attn.qkv": [32] * 3, "txt_attn.proj": [32], "linear1": [32, 32, 32, 128]}
+    paths = {name: f"double_blocks.0.{name}" for name in rows} | {"linear1": "single_blocks.0.linear1"}
+    drawn = torch.Generator().manual_seed(0)
+    stored, wanted = {}, {}
+    for name, sizes in rows.items():
+        down, up = (
+            torch.randn(4, 32, generator=drawn),
+            torch.randn(sum(sizes), 4, generator=drawn),
+        )
+        flat = start.startswith("lora")
+        key = start.format(paths[name].replace(".", "_") if flat else paths[name])
+        stored |= {f"{key}.lora_down.weight": down, f"{key}.lora_up.weight": up}
+        stored[f"{key}.alpha"] = torch.tensor(2.0)
+        wanted[name] = (0.5 * up @ down).split(sizes)
+    save_file(stored, tmp_path / "other.safetensors")
+    found = changes(pipeline_of("FluxPipeline"), tmp_path / "other.safetensors")
+    q, k, v = (f"{DOUBLE}.to_{name}" for name in "qkv")
+    single = [*(f"{SINGLE}.attn.to_{name}" for name in "qkv"), f"{SINGLE}.proj_mlp"]
+    named = dict(zip((q, k, v), wanted["img_attn.qkv"], strict=True))
+    named |= dict(zip(single, wanted["linear1"], strict=True))
+    named[f"{DOUBLE}.to_add_out"] = wanted["txt_attn.proj"][0]
+    assert found.keys() == named.keys()
+    assert all(torch.equal(found[name], named[name]) for name in named)

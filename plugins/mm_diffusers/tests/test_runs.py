@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import diffusers
@@ -14,6 +15,7 @@ from mm_diffusers.families import FAMILIES
 from pairs import pair_of
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file
+from tuned import changes
 
 from mm_core.contracts import Randomness
 from support import warm
@@ -21,7 +23,8 @@ from support.logs import losses
 
 pytestmark = pytest.mark.slow
 
-LORA = "train.adapters=[{targets: [to_q, to_k, to_v], rank: 4}]"
+LORA = "train.adapters=[{targets: auto, rank: 4}]"
+NAMES = Path(__file__).with_name("names_elsewhere.yaml")
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +115,17 @@ def test_a_lora_makes_the_same_picture_in_the_pipeline(run):
         found = torch.from_numpy(np.array(picture)).permute(2, 0, 1).float()
     assert (found - wanted.clamp(0, 255)).abs().max() <= 0.51  # the rounding of a PNG
     assert (wanted - (before[0] + 1) * 127.5).abs().max() > 1  # the LoRA matters
+    known = yaml.safe_load(NAMES.read_text(encoding="utf-8"))[type(pair.pipe.transformer).__name__]
+    expected = changes(folder_of := Path(config["task"]["pipeline"]), file)
+    for program in ("comfyui", "kohya"):
+        other = folder / f"{program}.safetensors"
+        mm("export", "--run", folder / "adapted", "--to", f"lora/{program}", "--out", other)
+        modules = {re.sub(r"\.(lora_\w+\.weight|alpha)\Z", "", key) for key in load_file(other)}
+        bare = {re.sub(r"(blocks|layers|refiner)([._])\d+(?=[._])", r"\1\2{i}", name) for name in modules}
+        assert bare <= set(known[program])
+        found = changes(folder_of, other)
+        assert found.keys() == expected.keys()
+        assert all((found[name] - expected[name]).abs().max() <= 1e-6 for name in expected)
 
 
 def test_a_pipeline_is_exported_as_it_came(run):
