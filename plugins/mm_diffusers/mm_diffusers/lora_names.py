@@ -113,10 +113,12 @@ def lora_layout(name: str, component: nn.Module) -> AdapterLayout | None:
         component: None for other classes than `DiffusersTransformer`.
     """
     own = Diffusers().adapter(name, component) if isinstance(component, DiffusersTransformer) else None
-    if own is None:
-        return None
-    assert isinstance(component, DiffusersTransformer)
-    names = NAMES.get(type(component.transformer).__name__, LoraNames())
+    return own and with_names(own, type(component.transformer).__name__)
+
+
+def with_names(own: AdapterLayout, kind: str) -> AdapterLayout:
+    """Diffusers' layout of an adapter of a class (`kind`), with other programs' names."""
+    names = NAMES.get(kind, LoraNames())
     native, comfyui = (replace(keys, prefix=own.keys.prefix) for keys in (names.native, names.own))
     programs = {"lora/comfyui": (names.comfyui, comfyui), "lora/kohya": ("lora_unet_", native)}
     return replace(own, others=(native, comfyui), programs=programs)
