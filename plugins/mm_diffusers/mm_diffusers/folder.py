@@ -62,7 +62,11 @@ class PipelineFolder:
     @cached_property
     def parts(self) -> Mapping[str, tuple[str, str]]:
         """The parts of the pipeline that are there: name -> library and class."""
-        return {name: (kind[0], kind[1]) for name, kind in self.index.items() if _is_part(kind) and kind[0]}
+        return {
+            name: (value[0], value[1])
+            for name, value in self.index.items()
+            if isinstance(value, list) and len(value) == 2 and all(isinstance(each, str) for each in value)
+        }
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -70,7 +74,7 @@ class PipelineFolder:
         return {
             name: value
             for name, value in self.index.items()
-            if not name.startswith("_") and not _is_part(value)
+            if not name.startswith("_") and name not in self.parts and value != [None, None]
         }
 
     def config(self, part: str) -> Mapping[str, Any]:
@@ -106,8 +110,3 @@ class PipelineFolder:
                 hint="download the pipeline, or correct task.pipeline",
             ) from None
         return found if isinstance(found, dict) else {}
-
-
-def _is_part(value: Any) -> bool:
-    """Whether a value of model_index.json is a part: [library, class], or two nulls."""
-    return isinstance(value, list) and len(value) == 2 and all(v is None or isinstance(v, str) for v in value)
