@@ -129,7 +129,6 @@ class Family:
         return found
 
 
-
 _FLUX = Family(
     (
         Encoded("prompt_embeds", "joint_attention_dim"),

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
-import yaml
 from classes import CASES, Task
 from mm_diffusers.lora_names import with_names
 from safetensors.torch import save_file
-from tuned import changes
+from tuned import KNOWN, changes, without_numbers
 
 from mm_core.modules.adapter_layers import adapter_of, base_name
 from mm_core.weights import Diffusers
@@ -20,7 +16,6 @@ from mm_core.weights.adapters.layouts import LoraFormat
 from mm_core.weights.adapters.stored_names import module_key, path_key, shares_in
 
 DOUBLE, SINGLE = "transformer.transformer_blocks.0.attn", "transformer.single_transformer_blocks.0"
-KNOWN = yaml.safe_load(Path(__file__).with_name("names_elsewhere.yaml").read_text(encoding="utf-8"))
 
 
 class Named(Diffusers):
@@ -44,8 +39,7 @@ def test_every_module_is_one_that_the_program_knows(case, program):
     shares = shares_in(layout, own)
     paths = list(scales_of(model)["default"])
     keys = [path_key(layout, shares[p].stored) if p in shares else module_key(layout, p) for p in paths]
-    found = {re.sub(r"(blocks|layers|refiner)([._])\d+(?=[._])", r"\1\2{i}", key) for key in keys}
-    assert found <= set(KNOWN[type(model["transformer"]).__name__][program])
+    assert without_numbers(keys) <= set(KNOWN[type(model["transformer"]).__name__][program])
 
 
 @pytest.mark.parametrize("start", ["lora_unet_{}", "diffusion_model.{}"])
