@@ -129,6 +129,7 @@ class Family:
         return found
 
 
+
 _FLUX = Family(
     (
         Encoded("prompt_embeds", "joint_attention_dim"),

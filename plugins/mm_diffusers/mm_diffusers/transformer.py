@@ -91,7 +91,7 @@ class DiffusersTransformer(nn.Module):
     def condition_shapes(self) -> ConditionShapes:
         """What the forward takes beside the text states."""
         found = self.family.condition_shapes(self.folder.config(PART))
-        found |= dict.fromkeys(self.family.clip_conditions, ())
+        found |= {name: () for name in self.family.clip_conditions}
         if self.transformer.config.get("guidance_embeds"):
             found["guidance"] = ()
         if self.family.first_frame:
@@ -125,9 +125,7 @@ class DiffusersTransformer(nn.Module):
             given = family.arguments(self.transformer.config, text.float(), text_mask, conditions)
             given |= self.call.sizes(latents.shape)
             # A number for the call, whose arithmetic a tensor takes too.
-            given |= {
-                name: conditions[own].view(-1, 1, 1, 1, 1) for own, name in family.clip_conditions.items()
-            }
+            given |= {name: conditions[own].view(-1, 1, 1, 1, 1) for own, name in family.clip_conditions.items()}
             args, named = self.call.prepare(packed(latents.float(), family), timestep.float(), given)
             if "guidance" in conditions:
                 named["guidance"] = conditions["guidance"].float()

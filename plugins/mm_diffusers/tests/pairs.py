@@ -79,12 +79,7 @@ class Pair:
         """The pipeline's own pictures [B,3,F,Y,X] from -1 to 1, of prompts; with a scale of guidance."""
         given = {"prompt": list(CAPTIONS), "height": HEIGHT, "width": WIDTH, **self.family.off, **given}
         takes = inspect.signature(type(self.pipe).__call__).parameters
-        fixed = {
-            "num_frames": self.frames,
-            "frame_rate": 25,
-            "max_area": HEIGHT * WIDTH,
-            "_auto_resize": False,
-        }
+        fixed = {"num_frames": self.frames, "frame_rate": 25, "max_area": HEIGHT * WIDTH, "_auto_resize": False}
         given = {name: value for name, value in fixed.items() if name in takes} | given
         if "height" not in takes:  # that of the first frame
             del given["height"], given["width"]

@@ -84,9 +84,7 @@ def test_pictures_sizes_and_conditions_that_a_family_does_not_take(pipeline_of):
         DiffusersVAE(folder).latent_shape(1, 63, 64)
     with pytest.raises(MMError, match="num_frames 5"):
         DiffusersVAE(folder).latent_shape(5, 64, 64)
-    with pytest.raises(
-        MMError, match="accepted: num_frames 1 more than a multiple of 8, height a multiple of 32"
-    ):
+    with pytest.raises(MMError, match="accepted: num_frames 1 more than a multiple of 8, height a multiple of 32"):
         DiffusersVAE(str(pipeline_of("LTXPipeline"))).latent_shape(8, 64, 64)
 
 
