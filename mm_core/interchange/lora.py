@@ -254,11 +254,11 @@ def _differences(
         if name not in found:
             yield name, "missing"
             continue
-        cut, stored = found[name]
-        if not math.isclose(cut.scales[stored].factor, scale.factor, rel_tol=1e-6):
-            yield name, f"scale {cut.scales[stored].factor:g} instead of {scale.factor:g}"
-            continue
+        stored = found[name][1]
         if stored not in held.scales:  # part of a joined module, which is compared above
+            continue
+        if not math.isclose(held.scales[stored].factor, scale.factor, rel_tol=1e-6):
+            yield name, f"scale {held.scales[stored].factor:g} instead of {scale.factor:g}"
             continue
         trained = {
             p: t

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+import yaml
 from classes import CASES, Task
 from mm_diffusers.lora_names import with_names
+from PIL import Image
 from safetensors.torch import save_file
 from tuned import KNOWN, changes, without_numbers
 
+import mm_core
+from mm_core.config.load import load_config
+from mm_core.errors import MMError
+from mm_core.interchange.export_computed import joined_loras
+from mm_core.interchange.lora import export_lora
 from mm_core.modules.adapter_layers import adapter_of, base_name
 from mm_core.weights import Diffusers
+from mm_core.weights.adapters.files import AdapterScale
 from mm_core.weights.adapters.inject import scales_of
-from mm_core.weights.adapters.layouts import LoraFormat
-from mm_core.weights.adapters.stored_names import module_key, path_key, shares_in
+from mm_core.weights.adapters.layouts import LAYOUTS, LoraFormat
+from mm_core.weights.adapters.stored_names import Share, module_key, path_key, shares_in
 
 DOUBLE, SINGLE = "transformer.transformer_blocks.0.attn", "transformer.single_transformer_blocks.0"
 
@@ -67,3 +77,48 @@ def test_a_lora_of_a_joined_module_is_one_of_each_of_its_parts(pipeline_of, tmp_
     named[f"{DOUBLE}.to_add_out"] = wanted["txt_attn.proj"][0]
     assert found.keys() == named.keys()
     assert all(torch.equal(found[name], named[name]) for name in named)
+
+
+def trained(pipeline: Path, folder: Path, name: str, adapter: dict) -> Path:
+    """A run of one step with an adapter."""
+    (photos := folder / "photos").mkdir(exist_ok=True)
+    for number in range(2):
+        Image.new("RGB", (64, 64), (100 * number, 0, 0)).save(photos / f"{number}.png")
+        (photos / f"{number}.txt").write_text("a red square", encoding="utf-8")
+    config = {
+        "run": {"name": name, "dir": str(folder)},
+        "task": {"type": "diffusers", "pipeline": str(pipeline), "text_encoder": {"dtype": "fp32"}},
+        "data": {
+            "train": {
+                **{"type": "media_text", "sources": [{"annotations": str(photos)}], "num_frames": 1},
+                **{"height": 64, "width": 64},
+            },
+            "loader": {"workers": 0},
+        },
+        "optimizer": {"type": "adamw", "lr": 0.01},
+        "train": {"steps": 1, "micro_batch_size": 2, "global_batch_size": 2, "adapters": [adapter]},
+    }
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    mm_core.train(load_config(path))
+    return folder / name
+
+
+@pytest.mark.slow
+def test_joined_loras_of_several_ranks_and_scales_change_what_single_ones_change(pipeline_of, tmp_path):
+    pipeline, more = pipeline_of("FluxPipeline"), {"ranks": {"to_k": 2}, "alphas": {"to_q": 8}}
+    run = trained(pipeline, tmp_path, "pissa", {"targets": "auto", "rank": 4, "init": "pissa", **more})
+    single, joined = (
+        changes(pipeline, *export_lora(run, tmp_path / f"{program}.safetensors", f"lora/{program}"))
+        for program in ("comfyui", "kohya")
+    )
+    assert joined.keys() == single.keys()
+    assert all((joined[name] - single[name]).abs().max() <= 1e-6 for name in single)
+    assert single["transformer.transformer_blocks.0.attn.to_k"].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("scale", [AdapterScale(4, 4.0, kind="lokr"), AdapterScale(4, 4.0, dora=True)])
+def test_only_a_plain_lora_is_joined(scale):
+    share = {"attn.to_q": Share("attn.qkv", range(4), 12)}
+    with pytest.raises(MMError, match="to_q is no plain LoRA, and this layout joins the module with others"):
+        joined_loras(LAYOUTS["lora/kohya"], {"attn.to_q": scale}, share, None, None)
