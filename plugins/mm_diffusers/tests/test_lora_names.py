@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 from classes import CASES, Task
-from mm_diffusers.lora_names import with_names
+from mm_diffusers.formats import with_names
 from PIL import Image
 from safetensors.torch import save_file
 from tuned import KNOWN, changes, without_numbers
