@@ -125,7 +125,10 @@ def test_a_lora_makes_the_same_picture_in_the_pipeline(run):
     noise = Randomness(5).normal(shape, "sample", 0)[None]
     given = {"prompt": ["a red circle"], **({"num_frames": 1} if pair.frames > 1 else {})}
     before = pair.pictures(noise, 3, **given)
-    pair.pipe.load_lora_weights(folder, weight_name=file.name)
+    if hasattr(pair.pipe, "load_lora_weights"):
+        pair.pipe.load_lora_weights(folder, weight_name=file.name)
+    else:  # HunyuanVideo 1.5's pipelines have no such method
+        pair.pipe.transformer.load_lora_adapter(folder, weight_name=file.name)
     wanted = (pair.pictures(noise, 3, **given)[0, :, 0] + 1) * 127.5
     (shown,) = [path for path in (folder / "ours").rglob("*.png") if "sheet" not in path.name]
     with Image.open(shown) as picture:
