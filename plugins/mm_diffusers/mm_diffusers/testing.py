@@ -308,7 +308,7 @@ def tiny_pipeline(path: str | Path, kind: str, seed: int = 0) -> Path:
             if name == "transformer":  # zeros at the start would hide what is left out
                 for tensor in part.parameters():
                     if tensor.abs().max() == 0:
-                        torch.nn.init.normal_(tensor, std=0.02)
+                        torch.nn.init.normal_(tensor, std=0.2)
         pipeline = getattr(diffusers, kind)(**parts)
     pipeline.save_pretrained(path)
     return Path(path)
