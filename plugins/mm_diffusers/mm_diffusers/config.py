@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from mm_core.errors import ConfigError, MMError
 from mm_core.plugin import DType, Range
+from mm_diffusers.families import Family
 from mm_diffusers.folder import PipelineFolder
 
 _Positive = Annotated[float, Range(gt=0)]
@@ -22,6 +23,7 @@ class TransformerConfig:
     references: Annotated[int, Range(ge=0)] = (
         0  # most reference pictures of a sample (its field `references`), for families that take some
     )
+    family: Family | None = None  # recipe of the pipeline; null: that of its class, if it is known
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class VaeConfig:
 
     from_pretrained: str | None = None  # the pipeline's folder; null: that of the task
     dtype: DType = "fp32"  # of its weights
+    family: Family | None = None  # recipe of the pipeline; null: that of the predictor
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class TextConfig:
     max_length: Annotated[int, Range(ge=1)] | None = (
         None  # most tokens of a caption; null: as in the pipeline
     )
+    family: Family | None = None  # recipe of the pipeline; null: that of the predictor
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class ScheduleConfig:
     timesteps: Literal["uniform", "logit_normal"] = "logit_normal"  # density of training, before the shift
     logit_mean: float = 0.0  # of the logit-normal density
     logit_std: _Positive = 1.0  # of the logit-normal density
+    family: Family | None = None  # recipe of the pipeline; null: that of the predictor
 
 
 def check(options: Mapping[str, Any]) -> Iterator[MMError]:
@@ -67,7 +72,8 @@ def check(options: Mapping[str, Any]) -> Iterator[MMError]:
 
 
 def check_folder(options: Mapping[str, Any]) -> Iterator[MMError]:
-    """Faults of the predictor's pipeline."""
+    """Faults of the predictor's pipeline, once it is there."""
     yield from check(options)
-    if options["from_pretrained"] is not None:
-        yield from PipelineFolder(Path(options["from_pretrained"])).faults()
+    path = options["from_pretrained"]
+    if path is not None and Path(path).exists():
+        yield from PipelineFolder(Path(path), options["family"]).faults()

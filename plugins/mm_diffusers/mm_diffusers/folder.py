@@ -22,9 +22,11 @@ class PipelineFolder:
 
     Attributes:
         path: its folder, with model_index.json.
+        recipe: of the pipeline; None: that of `FAMILIES`.
     """
 
     path: Path
+    recipe: Family | None = None
 
     @property
     def exists(self) -> bool:
@@ -40,12 +42,13 @@ class PipelineFolder:
         """
         found = self._json(self.path / INDEX)
         kind = found.get("_class_name")
-        if kind not in FAMILIES:
+        if self.recipe is None and kind not in FAMILIES:
             raise CheckpointError(
                 f"{INDEX} is of the pipeline {kind!r}, which has no recipe",
                 where=str(self.path / INDEX),
                 accepted=", ".join(sorted(FAMILIES)),
-                hint=did_you_mean(str(kind), FAMILIES) or "use a pipeline of one of these families",
+                hint=did_you_mean(str(kind), FAMILIES)
+                or "write a recipe (docs/diffusers-family.md), and set task.predictor to it",
             )
         return found
 
@@ -57,7 +60,7 @@ class PipelineFolder:
     @property
     def family(self) -> Family:
         """Recipe of the pipeline."""
-        return FAMILIES[self.kind]
+        return self.recipe or FAMILIES[self.kind]
 
     @cached_property
     def parts(self) -> Mapping[str, tuple[str, str]]:

@@ -210,23 +210,26 @@ TINY: Mapping[str, Callable[[], dict[str, Any]]] = MappingProxyType(
 """Pipelines' classes -> their tiny parts."""
 
 
-def tiny_pipeline(path: str | Path, kind: str, seed: int = 0) -> Path:
+def tiny_pipeline(
+    path: str | Path, kind: str, seed: int = 0, parts: Callable[[], dict[str, Any]] | None = None
+) -> Path:
     """Writes a tiny pipeline as `DiffusionPipeline.save_pretrained` does, with random weights.
 
     Args:
         path: folder that is created.
         kind: class of the pipeline.
         seed: of the weights.
+        parts: makes the parts by name; None: those of `TINY`.
     """
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
-        parts = TINY[kind]()
-        for name, part in parts.items():
+        made = (parts or TINY[kind])()
+        for name, part in made.items():
             if name == "transformer":  # zeros at the start would hide what is left out
                 for tensor in part.parameters():
                     if tensor.abs().max() == 0:
                         torch.nn.init.normal_(tensor, std=0.02)
-        pipeline = getattr(diffusers, kind)(**parts)
+        pipeline = getattr(diffusers, kind)(**made)
     pipeline.save_pretrained(path)
     return Path(path)
 

@@ -35,6 +35,8 @@ class DiffusersTransformer(nn.Module):
 
     Args:
         from_pretrained: folder of the pipeline.
+        references: most reference pictures of a sample.
+        family: recipe of the pipeline; None: a known one.
 
     Raises:
         CheckpointError: the folder is no pipeline with a recipe, or its config.json does not fit its class.
@@ -43,9 +45,14 @@ class DiffusersTransformer(nn.Module):
     text_padding = "masked"
     max_frames = 1  # the families make pictures
 
-    def __init__(self, from_pretrained: str, references: int = TransformerConfig.references) -> None:
+    def __init__(
+        self,
+        from_pretrained: str,
+        references: int = TransformerConfig.references,
+        family: Family | None = None,
+    ) -> None:
         super().__init__()
-        self.folder = folder = PipelineFolder(Path(from_pretrained))
+        self.folder = folder = PipelineFolder(Path(from_pretrained), family)
         self.family = family = folder.family
         config = folder.config(PART)
         try:
