@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mm_core.errors import CheckpointError, MMError, did_you_mean
+from mm_core.errors import CheckpointError, MMError
 from mm_diffusers.families import FAMILIES, Family
 
 INDEX = "model_index.json"
@@ -47,8 +47,7 @@ class PipelineFolder:
                 f"{INDEX} is of the pipeline {kind!r}, which has no recipe",
                 where=str(self.path / INDEX),
                 accepted=", ".join(sorted(FAMILIES)),
-                hint=did_you_mean(str(kind), FAMILIES)
-                or "write a recipe (docs/diffusers-family.md), and set task.predictor to it",
+                hint="write a recipe (docs/diffusers-family.md), and set task.predictor to it",
             )
         return found
 
