@@ -1,26 +1,31 @@
-"""A pipeline of Diffusers and our task with the same weights, on the same pictures."""
+"""A pipeline of Diffusers and our task with the same weights: whether a recipe holds."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import diffusers
 import torch
-from mm_diffusers.families import FAMILIES, Family
-from mm_diffusers.schedule import PipelineSchedule
-from mm_diffusers.task import PipelineTask
-from mm_diffusers.text import DiffusersText
-from mm_diffusers.transformer import DiffusersTransformer, packed
-from mm_diffusers.vae import DiffusersVAE
 from torch import Tensor
 
-from mm_core.contracts import Randomness, SampleKey, VideoTextBatch
+from mm_core.contracts import Randomness, SampleKey, SampleRequest, VideoTextBatch
+from mm_core.errors import ContractError
 from mm_core.loading.frozen import load_frozen
 from mm_core.plugin import get_registry
 from mm_core.tasks import SampleConfig
+from mm_diffusers.families import Family
+from mm_diffusers.folder import PipelineFolder
+from mm_diffusers.schedule import PipelineSchedule
+from mm_diffusers.task import PipelineTask
+from mm_diffusers.text import DiffusersText
+from mm_diffusers.transformer import DiffusersTransformer, packed, unpacked
+from mm_diffusers.vae import DiffusersVAE
 
 CAPTIONS = ["a cat", "a very long caption of a dog and a cat that sit on a mat", "x y"]
 HEIGHT, WIDTH = 48, 80
@@ -43,7 +48,8 @@ class Pair:
 
     @property
     def family(self) -> Family:
-        return FAMILIES[self.kind]
+        """The recipe."""
+        return self.task.predictor.family
 
     def noise(self, rows: int) -> Tensor:
         """The latents [B,C,1,H,W] that our task starts from with seed 3."""
@@ -66,19 +72,53 @@ class Pair:
         ).images
         return found * 2 - 1
 
+    def called(self, noisy: Tensor, sigma: float) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with which the pipeline calls its transformer at a noise level, with prompts."""
+        found: list[Any] = []
+        hook = self.pipe.transformer.register_forward_pre_hook(
+            lambda module, args, named: found.append((args, named)), with_kwargs=True
+        )
+        scheduler, self.pipe.scheduler = self.pipe.scheduler, diffusers.FlowMatchEulerDiscreteScheduler()
+        try:
+            self.pictures(noisy, 1, sigmas=[sigma])
+        finally:
+            hook.remove()
+            self.pipe.scheduler = scheduler
+        return found[0]
 
-def pair_of(kind: str, folder: Path, references: int = 0) -> Pair:
+    def velocities(self, noisy: Tensor, sigma: float) -> tuple[Tensor, Tensor]:
+        """Velocities of latents [3,C,1,H,W] at a noise level: the predictor's, and the pipeline's."""
+        args, named = self.called(noisy, sigma)
+        predicted = self.pipe.transformer(*args, **named)[0]
+        predicted = torch.stack(predicted) if isinstance(predicted, list) else predicted
+        wanted = unpacked(predicted, self.family, noisy.shape) * (-1 if self.family.negated else 1)
+        text, mask, given = self.task.captions.encoded_texts(CAPTIONS, torch.device("cpu"), {})
+        if self.task.conditions.embedded_guidance:
+            given["guidance"] = torch.ones(3)
+        return self.task.predictor(noisy, torch.full((3,), 1000 * sigma), text, mask, **given), wanted
+
+    def sampled(self, steps: int, guidance: float | None = None, **inputs: Any) -> Tensor:
+        """Our pictures [B,3,Y,X] from -1 to 1, of prompts; with a scale of guidance."""
+        scale = self.task.predictor.guidance_off if guidance is None else guidance
+        request = SampleRequest(prompts=tuple(CAPTIONS), seed=3, guidance=scale, steps=steps, inputs=inputs)
+        return torch.stack([clip.pixels[:, 0] for clip in self.task.sample(request)]).float()
+
+
+def pair_of(folder: Path, family: Family | None = None, references: int = 0) -> Pair:
     """The two for a pipeline's folder."""
+    kind = PipelineFolder(folder, family).kind
     pipe = getattr(diffusers, kind).from_pretrained(folder)
     pipe.set_progress_bar_config(disable=True)
-    predictor = DiffusersTransformer(str(folder), references)
+    predictor = DiffusersTransformer(str(folder), references, family)
     predictor.transformer.load_state_dict(pipe.transformer.state_dict())
-    vae, text = DiffusersVAE(str(folder)), DiffusersText(str(folder), "fp32")
+    vae, text = DiffusersVAE(str(folder), family=family), DiffusersText(str(folder), "fp32", family=family)
     for component in (vae, text):
         load_frozen(component, "cpu", get_registry())
     sizes = SampleConfig(num_frames=1, height=HEIGHT, width=WIDTH, fps=1, steps=5)
     parts = {"predictor": predictor.eval(), "autoencoder": vae, "text_encoder": text}
-    task = PipelineTask(str(folder), **parts, scheduler=PipelineSchedule(str(folder)), sample=sizes)
+    task = PipelineTask(
+        str(folder), **parts, scheduler=PipelineSchedule(str(folder), family=family), sample=sizes
+    )
     return Pair(kind, pipe, task)
 
 
@@ -93,3 +133,58 @@ def batch_of(pixels: Tensor, captions: list[str], **fields: Any) -> VideoTextBat
         captions=list(captions),
         fields=fields,
     )
+
+
+def _masked(encode: Callable[..., Any], *args: Any, **named: Any) -> tuple[Any, ...]:
+    """What `encode_prompt` returns, with its masks [B,L] as booleans."""
+    found = encode(*args, **named)
+    size = found[0].shape[:2]
+    return tuple(each.bool() if getattr(each, "shape", None) == size else each for each in found)
+
+
+BARS: Mapping[str, tuple[float, str]] = MappingProxyType(
+    {
+        "velocity": (1e-6, "encoded, latents, patch, channels, ragged and off"),
+        "pictures": (1e-5, "negated, folded and patch"),
+        "guided": (1e-5, "guidance and off"),
+    }
+)
+"""What is compared -> the largest difference, and the fields of a recipe on which it depends."""
+
+
+def check_family(folder: str | Path, family: Family | None = None, masked: bool = False) -> dict[str, float]:
+    """Compares a pipeline, called with prompts, with our task of the same weights, on the CPU.
+
+    Args:
+        folder: a tiny pipeline, for it is loaded twice.
+        family: its recipe; None: that of `FAMILIES`.
+        masked: compare with the pipeline as if the masks of its `encode_prompt` were booleans.
+
+    Returns:
+        Differences: of the velocity, relative; of pictures of three steps from -1 to 1, without and with
+        guidance.
+
+    Raises:
+        ContractError: one of them is too large.
+    """
+    pair = pair_of(Path(folder), family)
+    if masked:
+        pair.pipe.encode_prompt = partial(_masked, pair.pipe.encode_prompt)
+    noise, found = pair.noise(3), {}
+    for name, (most, named) in BARS.items():
+        if name == "velocity":
+            with torch.no_grad():
+                own, wanted = pair.velocities(noise, 0.4)
+            found[name] = ((own - wanted).norm() / wanted.norm()).item()
+        else:
+            scale = 3.5 if name == "guided" else None
+            own, wanted = pair.sampled(3, scale), pair.pictures(noise, 3, scale)
+            found[name] = (own - wanted).abs().max().item()
+        if not found[name] <= most:
+            raise ContractError(
+                f"{name}: {found[name]:.1e} from what {pair.kind} makes",
+                where=str(folder),
+                accepted=f"at most {most:.0e}",
+                hint=f"it depends on {named} of the recipe (docs/diffusers-family.md)",
+            )
+    return found

@@ -95,6 +95,11 @@ def _kl(**more: Any) -> Any:
     return {**blocks, **sizes, **more}
 
 
+def autoencoder_kl(**more: Any) -> Any:
+    """A tiny AutoencoderKL, with further fields of its config."""
+    return diffusers.AutoencoderKL(**_kl(**more))
+
+
 def _klein() -> dict[str, Any]:
     vae = diffusers.AutoencoderKLFlux2(**_kl(latent_channels=4))
     torch.nn.init.uniform_(vae.bn.running_mean, -0.5, 0.5)

@@ -2,52 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
 from mm_diffusers.families import FAMILIES
-from mm_diffusers.transformer import unpacked
-from pairs import CAPTIONS, RNG, Pair, batch_of, pair_of
+from mm_diffusers.parity import CAPTIONS, RNG, Pair, batch_of, check_family, pair_of
 from PIL import Image
 
-from mm_core.contracts import Ragged, SampleRequest
+from mm_core.contracts import Ragged
+from mm_core.errors import MMError
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair(request, pipeline_of) -> Pair:
-    return pair_of(request.param, pipeline_of(request.param))
-
-
-def pictures(pair: Pair, guidance: float, captions: list[str] = CAPTIONS, **inputs: Any) -> torch.Tensor:
-    request = SampleRequest(prompts=tuple(captions), seed=3, guidance=guidance, inputs=inputs)
-    return torch.stack([clip.pixels[:, 0] for clip in pair.task.sample(request)]).float()
+    return pair_of(pipeline_of(request.param))
 
 
 @pytest.mark.parametrize("scale", [None, 3.5])
 def test_five_steps_make_the_pipelines_pictures(pair, scale):
-    off = 0.0 if pair.family.guidance == "added" else 1.0
-    found = pictures(pair, off if scale is None else scale)
+    found = pair.sampled(5, scale)
     wanted = pair.pictures(pair.noise(3), 5, scale)
     assert (found - wanted).abs().max() < 1e-5
     assert wanted.std() > 0.01 and (wanted[0] - wanted[2]).abs().max() > 1e-4  # captions matter
-
-
-def called(pair: Pair, noisy: torch.Tensor, sigma: float) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with which the pipeline calls its transformer at a noise level, with prompts."""
-    found: list[Any] = []
-    hook = pair.pipe.transformer.register_forward_pre_hook(
-        lambda module, args, named: found.append((args, named)), with_kwargs=True
-    )
-    scheduler, pair.pipe.scheduler = pair.pipe.scheduler, FlowMatchEulerDiscreteScheduler()
-    try:
-        pair.pictures(noisy, 1, sigmas=[sigma])
-    finally:
-        hook.remove()
-        pair.pipe.scheduler = scheduler
-    return found[0]
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -59,14 +37,7 @@ def test_velocity_loss_and_gradients_are_those_of_the_pipelines_call(pair):
     task, sigma = pair.task, 0.4
     clean, noise = pair.noise(3) * 0.7, pair.noise(6)[3:]
     noisy = (1 - sigma) * clean + sigma * noise
-    args, named = called(pair, noisy, sigma)
-    predicted = pair.pipe.transformer(*args, **named)[0]
-    predicted = torch.stack(predicted) if isinstance(predicted, list) else predicted
-    wanted = unpacked(predicted, pair.family, noisy.shape) * (-1 if pair.family.negated else 1)
-    text, mask, given = task.captions.encoded_texts(CAPTIONS, torch.device("cpu"), {})
-    if task.conditions.embedded_guidance:
-        given["guidance"] = torch.ones(3)
-    found = task.predictor(noisy, torch.full((3,), 1000 * sigma), text, mask, **given)
+    found, wanted = pair.velocities(noisy, sigma)
     assert close(found, wanted)
     losses = [(each - (noise - clean)).square().mean() for each in (found, wanted)]
     assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
@@ -104,14 +75,14 @@ def test_a_training_step_is_the_formula_on_the_pipelines_latents(pair):
 
 
 def test_klein_takes_reference_pictures_as_its_pipeline_does(pipeline_of):
-    pair = pair_of("Flux2KleinPipeline", pipeline_of("Flux2KleinPipeline"), references=3)
+    pair = pair_of(pipeline_of("Flux2KleinPipeline"), references=3)
     draws = np.random.default_rng(0)
     shown = [
         Image.fromarray(draws.integers(0, 255, (*size, 3), dtype=np.uint8)) for size in ((80, 64), (64, 96))
     ]
     given = tuple(torch.from_numpy(np.array(one)).permute(2, 0, 1) for one in shown)
     rows = [(), given[:1], given]
-    found = pictures(pair, 1.0, references=tuple(rows))
+    found = pair.sampled(5, references=tuple(rows))
     wanted = torch.cat(
         [
             pair.pictures(pair.noise(3)[row : row + 1], 5, prompt=[caption], image=shown[: len(own)] or None)
@@ -119,12 +90,12 @@ def test_klein_takes_reference_pictures_as_its_pipeline_does(pipeline_of):
         ]
     )
     assert (found - wanted).abs().max() < 1e-5
-    without = pictures(pair, 1.0)
+    without = pair.sampled(5)
     assert (found[0] - without[0]).abs().max() < 1e-5 and (found[2] - without[2]).abs().max() > 1e-3
 
 
 def test_each_row_with_references_trains_as_alone(pipeline_of):
-    pair = pair_of("Flux2KleinPipeline", pipeline_of("Flux2KleinPipeline"), references=2)
+    pair = pair_of(pipeline_of("Flux2KleinPipeline"), references=2)
     pixels = torch.rand(2, 3, 48, 80, generator=torch.Generator().manual_seed(1)) * 2 - 1
     shown = [[torch.rand(3, 40, 70) * 2 - 1], [torch.rand(3, 32, 32) * 2 - 1] * 2]
     both = pair.task.loss(
@@ -140,3 +111,11 @@ def test_each_row_with_references_trains_as_alone(pipeline_of):
         batch.keys = [type(batch.keys[0])(0, row)]
         alone += pair.task.loss(pair.task.prepare(batch, RNG)).total.item()
     assert both.total.item() == pytest.approx(alone, rel=1e-5)
+
+
+def test_a_recipe_that_does_not_hold_is_found_by_its_part(pipeline_of):
+    folder, family = pipeline_of("ZImagePipeline"), FAMILIES["ZImagePipeline"]
+    with pytest.raises(MMError, match=r"pictures: 2.0e.00 from what ZImagePipeline makes\n.*\n.*negated"):
+        check_family(folder, replace(family, negated=False))
+    with pytest.raises(MMError, match=r"guided: .*\n.*\n.*guidance and off"):
+        check_family(folder, replace(family, guidance="usual"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from mm_diffusers.families import FAMILIES
-from pairs import pair_of
+from mm_diffusers.parity import pair_of
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file
 
@@ -97,10 +97,10 @@ def test_a_lora_makes_the_same_picture_in_the_pipeline(run):
     trained(run, "adapted", LORA, "optimizer.lr=0.05")
     file = folder / "lora.safetensors"
     mm("export", "--run", folder / "adapted", "--to", "lora/diffusers", "--out", file)
-    guidance = {"ZImagePipeline": 0.0}.get(kind := Path(config["task"]["pipeline"]).name, 1.0)
+    guidance = {"ZImagePipeline": 0.0}.get(Path(config["task"]["pipeline"]).name, 1.0)
     sampled = ["--prompt", "a red circle", "--seed", 5, "--guidance", guidance, "--out", folder / "ours"]
     mm("sample", "--run", folder / "adapted", *sampled)
-    pair = pair_of(kind, Path(config["task"]["pipeline"]))
+    pair = pair_of(Path(config["task"]["pipeline"]))
     shape = pair.task.autoencoder.latent_shape(1, 64, 64)
     noise = Randomness(5).normal(shape, "sample", 0)[None]
     size = {"prompt": ["a red circle"], "height": 64, "width": 64}
