@@ -49,6 +49,14 @@ class TextConfig:
 
 
 @dataclass(frozen=True)
+class ImageConfig:
+    """Config of the image encoder `diffusers/image`."""
+
+    from_pretrained: str | None = None  # the pipeline's folder; null: that of the task
+    dtype: DType = "bf16"  # of its weights
+
+
+@dataclass(frozen=True)
 class ScheduleConfig:
     """Config of the scheduler `diffusers/schedule`: flow matching, sampled as the pipeline samples."""
 
@@ -84,6 +92,10 @@ class PipelineTaskConfig(TextToVideoConfig):
     scheduler: Annotated[ComponentConfig, Kind("scheduler")] = _SCHEDULER
 
     def __post_init__(self) -> None:
+        folder = PipelineFolder(Path(self.pipeline), self.predictor.options.get("family"))
+        if self.image_encoder is None and folder.exists and "image_encoder" in folder.parts:
+            own = ComponentConfig("image_encoder", "diffusers/image", {"from_pretrained": None})
+            object.__setattr__(self, "image_encoder", own)
         filled = {"from_pretrained": self.pipeline, "family": self.predictor.options.get("family")}
         for each in fields(self):
             part = getattr(self, each.name)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from mm_diffusers.families import FAMILIES
-from mm_diffusers.parity import CAPTIONS, RNG, Pair, batch_of, check_family, pair_of
+from mm_diffusers.testing.parity import CAPTIONS, RNG, Pair, batch_of, check_family, pair_of
 from PIL import Image
 
 from mm_core.contracts import Ragged
@@ -53,11 +53,11 @@ def test_velocity_loss_and_gradients_are_those_of_the_pipelines_call(pair):
 
 def test_a_training_step_is_the_formula_on_the_pipelines_latents(pair):
     """The task's own loss, from pixels: latents as the pipeline decodes them, levels that are not shifted."""
-    pixels = torch.rand(3, 3, 48, 80, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    pixels = torch.rand(3, 3, pair.frames, 64, 96, generator=torch.Generator().manual_seed(1)) * 2 - 1
     task = pair.task
     inputs = task.prepare(batch_of(pixels, CAPTIONS), RNG)
     sigma = inputs.sigma.view(-1, 1, 1, 1, 1)
-    clean = task.autoencoder.encode(pixels[:, :, None]).mode()
+    clean = task.autoencoder.encode(pixels).mode()
     noise = torch.stack([RNG.normal(clean.shape[1:], "noise", 0, row) for row in range(3)])
     assert torch.allclose(inputs.given.latents, (1 - sigma) * clean + sigma * noise, atol=1e-6)
     assert torch.allclose(inputs.target, noise - clean, atol=1e-6)
@@ -68,8 +68,9 @@ def test_a_training_step_is_the_formula_on_the_pipelines_latents(pair):
     )
     again = task.autoencoder.decode(clean)
     own = pair.pipe.vae
-    encoded = own.encode(pixels[:, :, None] if own.config.get("z_dim") else pixels).latent_dist.mode()
+    clips = pair.frames > 1 or own.config.get("z_dim")
     with torch.no_grad():
+        encoded = own.encode(pixels if clips else pixels[:, :, 0]).latent_dist.mode()
         shown = own.decode(encoded).sample.clamp(-1, 1)
     assert (again.flatten(2) - shown.flatten(2)).abs().max() < 1e-4  # out of unit scale and back
 
@@ -96,7 +97,7 @@ def test_klein_takes_reference_pictures_as_its_pipeline_does(pipeline_of):
 
 def test_each_row_with_references_trains_as_alone(pipeline_of):
     pair = pair_of(pipeline_of("Flux2KleinPipeline"), references=2)
-    pixels = torch.rand(2, 3, 48, 80, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    pixels = torch.rand(2, 3, 1, 64, 96, generator=torch.Generator().manual_seed(1)) * 2 - 1
     shown = [[torch.rand(3, 40, 70) * 2 - 1], [torch.rand(3, 32, 32) * 2 - 1] * 2]
     both = pair.task.loss(
         pair.task.prepare(batch_of(pixels, CAPTIONS[:2], references=Ragged.of_pictures(shown)), RNG)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from mm_diffusers.families import FAMILIES
-from mm_diffusers.parity import pair_of
+from mm_diffusers.testing.parity import pair_of
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file
 

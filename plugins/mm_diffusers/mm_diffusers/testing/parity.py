@@ -12,6 +12,7 @@ from typing import Any
 
 import diffusers
 import torch
+from PIL import Image
 from torch import Tensor
 
 from mm_core.contracts import Randomness, SampleKey, SampleRequest, VideoTextBatch
@@ -21,6 +22,7 @@ from mm_core.plugin import get_registry
 from mm_core.tasks import SampleConfig
 from mm_diffusers.families import Family
 from mm_diffusers.folder import PipelineFolder
+from mm_diffusers.image import DiffusersImage
 from mm_diffusers.schedule import PipelineSchedule
 from mm_diffusers.task import PipelineTask
 from mm_diffusers.text import DiffusersText
@@ -28,7 +30,7 @@ from mm_diffusers.transformer import DiffusersTransformer, packed, unpacked
 from mm_diffusers.vae import DiffusersVAE
 
 CAPTIONS = ["a cat", "a very long caption of a dog and a cat that sit on a mat", "x y"]
-HEIGHT, WIDTH = 48, 80
+HEIGHT, WIDTH, FRAMES = 64, 96, 9
 RNG = Randomness(3)
 
 
@@ -51,25 +53,59 @@ class Pair:
         """The recipe."""
         return self.task.predictor.family
 
+    @property
+    def frames(self) -> int:
+        """Frames of a clip, 1 of pictures."""
+        return FRAMES if self.family.strides[0] else 1
+
+    @property
+    def first_frame(self) -> Tensor:
+        """The picture uint8 [3,Y,X] that clips of image-to-video begin with."""
+        draws = torch.Generator().manual_seed(5)
+        return torch.randint(0, 255, (3, HEIGHT, WIDTH), generator=draws, dtype=torch.uint8)
+
+    @property
+    def frame_conditions(self) -> dict[str, Tensor]:
+        """What the first frame becomes, of three clips."""
+        if not self.family.first_frame:
+            return {}
+        pixels = self.task.predictor.frames_clip([self.first_frame[None] / 127.5 - 1], FRAMES)
+        latents = self.task.autoencoder.encode(pixels).mode().expand(3, -1, -1, -1, -1)
+        features = self.task.image_encoder.encode([self.first_frame] * 3)
+        return {"first_frame": latents, "image_embeds": features}
+
     def noise(self, rows: int) -> Tensor:
-        """The latents [B,C,1,H,W] that our task starts from with seed 3."""
-        shape = self.task.autoencoder.latent_shape(1, HEIGHT, WIDTH)
+        """The latents [B,C,T,H,W] that our task starts from with seed 3."""
+        shape = self.task.autoencoder.latent_shape(self.frames, HEIGHT, WIDTH)
         return torch.stack([RNG.normal(shape, "sample", row) for row in range(rows)])
 
     def pictures(self, noise: Tensor, steps: int, scale: float | None = None, **given: Any) -> Tensor:
-        """The pipeline's own pictures [B,3,Y,X] from -1 to 1, of prompts; with a scale of guidance."""
+        """The pipeline's own pictures [B,3,F,Y,X] from -1 to 1, of prompts; with a scale of guidance."""
         given = {"prompt": list(CAPTIONS), "height": HEIGHT, "width": WIDTH, **self.family.off, **given}
+        takes = inspect.signature(type(self.pipe).__call__).parameters
+        fixed = {
+            "num_frames": self.frames,
+            "frame_rate": 25,
+            "max_area": HEIGHT * WIDTH,
+            "_auto_resize": False,
+        }
+        given |= {name: value for name, value in fixed.items() if name in takes}
+        if "height" not in takes:  # that of the first frame
+            del given["height"], given["width"]
+        if "image" in takes and self.family.first_frame:
+            given["image"] = Image.fromarray(self.first_frame.permute(1, 2, 0).numpy())
+        if "guider" in self.pipe.components:
+            self.pipe.guider = diffusers.ClassifierFreeGuidance(scale or 1.0, enabled=scale is not None)
         given["prompt"] = [*given["prompt"]]  # Z-Image's pipeline writes into the list
         if self.task.conditions.embedded_guidance:
             given["guidance_scale"] = 1.0 if scale is None else scale
         elif scale is not None:
             given |= dict.fromkeys(self.family.off, scale)
-            if "negative_prompt" in inspect.signature(type(self.pipe).__call__).parameters:
+            if "negative_prompt" in takes:
                 given["negative_prompt"] = [""] * len(given["prompt"])
         latents = packed(noise, self.family).clone()
-        found: Tensor = self.pipe(
-            **given, latents=latents, num_inference_steps=steps, output_type="pt"
-        ).images
+        made = self.pipe(**given, latents=latents, num_inference_steps=steps, output_type="pt")
+        found: Tensor = made.frames.transpose(1, 2) if "frames" in made else made.images[:, :, None]
         return found * 2 - 1
 
     def called(self, noisy: Tensor, sigma: float) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -78,16 +114,17 @@ class Pair:
         hook = self.pipe.transformer.register_forward_pre_hook(
             lambda module, args, named: found.append((args, named)), with_kwargs=True
         )
-        scheduler, self.pipe.scheduler = self.pipe.scheduler, diffusers.FlowMatchEulerDiscreteScheduler()
+        scheduler, self.pipe.scheduler = self.pipe.scheduler, OneLevel()
+        self.pipe.scheduler.level = sigma
         try:
-            self.pictures(noisy, 1, sigmas=[sigma])
+            self.pictures(noisy, 1)
         finally:
             hook.remove()
             self.pipe.scheduler = scheduler
         return found[0]
 
     def velocities(self, noisy: Tensor, sigma: float) -> tuple[Tensor, Tensor]:
-        """Velocities of latents [3,C,1,H,W] at a noise level: the predictor's, and the pipeline's."""
+        """Velocities of latents [3,C,T,H,W] at a noise level: the predictor's, and the pipeline's."""
         args, named = self.called(noisy, sigma)
         predicted = self.pipe.transformer(*args, **named)[0]
         predicted = torch.stack(predicted) if isinstance(predicted, list) else predicted
@@ -95,13 +132,35 @@ class Pair:
         text, mask, given = self.task.captions.encoded_texts(CAPTIONS, torch.device("cpu"), {})
         if self.task.conditions.embedded_guidance:
             given["guidance"] = torch.ones(3)
+        given |= {name: torch.full((3,), 25.0) for name in self.family.clip_conditions}
+        given |= self.frame_conditions
         return self.task.predictor(noisy, torch.full((3,), 1000 * sigma), text, mask, **given), wanted
 
     def sampled(self, steps: int, guidance: float | None = None, **inputs: Any) -> Tensor:
-        """Our pictures [B,3,Y,X] from -1 to 1, of prompts; with a scale of guidance."""
+        """Our pictures [B,3,F,Y,X] from -1 to 1, of prompts; with a scale of guidance."""
+        images = ((self.first_frame,),) * len(CAPTIONS) if self.family.first_frame else ()
         scale = self.task.predictor.guidance_off if guidance is None else guidance
-        request = SampleRequest(prompts=tuple(CAPTIONS), seed=3, guidance=scale, steps=steps, inputs=inputs)
-        return torch.stack([clip.pixels[:, 0] for clip in self.task.sample(request)]).float()
+        request = SampleRequest(
+            prompts=tuple(CAPTIONS), seed=3, guidance=scale, steps=steps, inputs=inputs, images=images
+        )
+        return torch.stack([clip.pixels for clip in self.task.sample(request)]).float()
+
+
+class OneLevel(diffusers.FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]
+    """One step, at a level of noise."""
+
+    level: float
+
+    def set_timesteps(
+        self,
+        num_inference_steps: Any = None,
+        device: Any = None,
+        sigmas: Any = None,
+        mu: Any = None,
+        timesteps: Any = None,
+    ) -> None:
+        """As a scheduler."""
+        super().set_timesteps(sigmas=[self.level], device=device)
 
 
 def pair_of(folder: Path, family: Family | None = None, references: int = 0) -> Pair:
@@ -109,13 +168,18 @@ def pair_of(folder: Path, family: Family | None = None, references: int = 0) -> 
     kind = PipelineFolder(folder, family).kind
     pipe = getattr(diffusers, kind).from_pretrained(folder)
     pipe.set_progress_bar_config(disable=True)
+    pipe.vae.use_slicing = True  # HunyuanVideo's takes one clip alone
     predictor = DiffusersTransformer(str(folder), references, family)
     predictor.transformer.load_state_dict(pipe.transformer.state_dict())
     vae, text = DiffusersVAE(str(folder), family=family), DiffusersText(str(folder), "fp32", family=family)
     for component in (vae, text):
         load_frozen(component, "cpu", get_registry())
-    sizes = SampleConfig(num_frames=1, height=HEIGHT, width=WIDTH, fps=1, steps=5)
-    parts = {"predictor": predictor.eval(), "autoencoder": vae, "text_encoder": text}
+    frames = FRAMES if predictor.family.strides[0] else 1
+    sizes = SampleConfig(num_frames=frames, height=HEIGHT, width=WIDTH, fps=25, steps=5)
+    parts: dict[str, Any] = {"predictor": predictor.eval(), "autoencoder": vae, "text_encoder": text}
+    if predictor.family.first_frame:
+        parts["image_encoder"] = image = DiffusersImage(str(folder), "fp32")
+        load_frozen(image, "cpu", get_registry())
     task = PipelineTask(
         str(folder), **parts, scheduler=PipelineSchedule(str(folder), family=family), sample=sizes
     )
@@ -123,13 +187,14 @@ def pair_of(folder: Path, family: Family | None = None, references: int = 0) -> 
 
 
 def batch_of(pixels: Tensor, captions: list[str], **fields: Any) -> VideoTextBatch:
-    """A batch of pictures [B,3,Y,X] from -1 to 1."""
+    """A batch of pictures or clips [B,3,F,Y,X] from -1 to 1."""
     rows = range(len(captions))
     return VideoTextBatch(
         keys=[SampleKey(0, row) for row in rows],
         sample_weights=torch.ones(len(captions)),
         ids=[str(row) for row in rows],
-        pixels=pixels[:, :, None],
+        pixels=pixels,
+        fps=torch.full((len(captions),), 25.0),
         captions=list(captions),
         fields=fields,
     )
