@@ -54,6 +54,7 @@ class ImageConfig:
 
     from_pretrained: str | None = None  # the pipeline's folder; null: that of the task
     dtype: DType = "bf16"  # of its weights
+    family: Family | None = None  # recipe of the pipeline; null: that of the predictor
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,9 @@ class PipelineTaskConfig(TextToVideoConfig):
     def __post_init__(self) -> None:
         folder = PipelineFolder(Path(self.pipeline), self.predictor.options.get("family"))
         if self.image_encoder is None and folder.exists and "image_encoder" in folder.parts:
-            own = ComponentConfig("image_encoder", "diffusers/image", {"from_pretrained": None})
+            own = ComponentConfig(
+                "image_encoder", "diffusers/image", {"from_pretrained": None, "family": None}
+            )
             object.__setattr__(self, "image_encoder", own)
         filled = {"from_pretrained": self.pipeline, "family": self.predictor.options.get("family")}
         for each in fields(self):

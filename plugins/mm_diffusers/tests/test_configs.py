@@ -30,6 +30,9 @@ def published_folder(name: str, folder: Path) -> Path:
     facts = PUBLISHED[name]
     scheduler = ["diffusers", "FlowMatchEulerDiscreteScheduler"]
     index = {"_class_name": facts["pipeline"], "scheduler": scheduler}
+    if facts["pipeline"].startswith("HunyuanVideo15"):
+        index["guider"] = ["diffusers", "ClassifierFreeGuidance"]
+        (folder / "guider").mkdir(parents=True)
     for part in ("transformer", "vae"):
         kind, config = facts[part]
         index[part] = ["diffusers", kind]

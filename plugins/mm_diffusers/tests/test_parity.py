@@ -116,7 +116,7 @@ def test_each_row_with_references_trains_as_alone(pipeline_of):
 
 def test_a_recipe_that_does_not_hold_is_found_by_its_part(pipeline_of):
     folder, family = pipeline_of("ZImagePipeline"), FAMILIES["ZImagePipeline"]
-    with pytest.raises(MMError, match=r"pictures: 2.0e.00 from what ZImagePipeline makes\n.*\n.*negated"):
+    with pytest.raises(MMError, match=r"pictures: [0-9.]+e.00 from what ZImagePipeline makes\n.*\n.*negated"):
         check_family(folder, replace(family, negated=False))
     with pytest.raises(MMError, match=r"guided: .*\n.*\n.*guidance and off"):
         check_family(folder, replace(family, guidance="usual"))

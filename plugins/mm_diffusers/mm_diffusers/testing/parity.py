@@ -178,7 +178,7 @@ def pair_of(folder: Path, family: Family | None = None, references: int = 0) -> 
     sizes = SampleConfig(num_frames=frames, height=HEIGHT, width=WIDTH, fps=25, steps=5)
     parts: dict[str, Any] = {"predictor": predictor.eval(), "autoencoder": vae, "text_encoder": text}
     if predictor.family.first_frame:
-        parts["image_encoder"] = image = DiffusersImage(str(folder), "fp32")
+        parts["image_encoder"] = image = DiffusersImage(str(folder), "fp32", family)
         load_frozen(image, "cpu", get_registry())
     task = PipelineTask(
         str(folder), **parts, scheduler=PipelineSchedule(str(folder), family=family), sample=sizes
