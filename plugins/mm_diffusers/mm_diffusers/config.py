@@ -94,7 +94,7 @@ class PipelineTaskConfig(TextToVideoConfig):
 
     def __post_init__(self) -> None:
         folder = PipelineFolder(Path(self.pipeline), self.predictor.options.get("family"))
-        if self.image_encoder is None and folder.exists and "image_encoder" in folder.parts:
+        if self.image_encoder is None and folder.has("image_encoder"):
             own = ComponentConfig(
                 "image_encoder", "diffusers/image", {"from_pretrained": None, "family": None}
             )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 
+import diffusers
 import numpy as np
 import pytest
 import torch
 from mm_diffusers.families import FAMILIES
+from mm_diffusers.testing import tiny_pipeline
 from mm_diffusers.testing.parity import CAPTIONS, RNG, Pair, batch_of, check_family, pair_of
 from PIL import Image
 
@@ -17,7 +21,7 @@ from mm_core.errors import MMError
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair(request, pipeline_of) -> Pair:
-    return pair_of(pipeline_of(request.param))
+    return pair_of(request.param, pipeline_of(request.param))
 
 
 @pytest.mark.parametrize("scale", [None, 3.5])
@@ -75,15 +79,45 @@ def test_a_training_step_is_the_formula_on_the_pipelines_latents(pair):
     assert (again.flatten(2) - shown.flatten(2)).abs().max() < 1e-4  # out of unit scale and back
 
 
+def test_a_stable_diffusion_without_t5_makes_its_pipelines_pictures(tmp_path):
+    folder = tiny_pipeline(tmp_path / "sd3", "StableDiffusion3Pipeline")
+    diffusers.StableDiffusion3Pipeline.from_pretrained(
+        folder, text_encoder_3=None, tokenizer_3=None
+    ).save_pretrained(tmp_path / "small")
+    pair = pair_of("StableDiffusion3Pipeline", tmp_path / "small")
+    assert pair.task.text_encoder.encoders == ["text_encoder", "text_encoder_2"]
+    assert (pair.sampled(5, 3.5) - pair.pictures(pair.noise(3), 5, 3.5)).abs().max() < 1e-5
+
+
+def test_a_distilled_klein_is_not_guided(pipeline_of, tmp_path):
+    folder = shutil.copytree(pipeline_of("Flux2KleinPipeline"), tmp_path / "klein")
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps({**index, "is_distilled": True}))
+    pair = pair_of("Flux2KleinPipeline", folder)
+    assert (pair.sampled(5, 3.5) - pair.pictures(pair.noise(3), 5, 3.5)).abs().max() < 1e-5
+
+
+def test_kontext_takes_a_reference_picture_as_its_pipeline_does(pipeline_of):
+    pair = pair_of("FluxKontextPipeline", pipeline_of("FluxKontextPipeline"), references=1)
+    draws = np.random.default_rng(0)
+    shown = Image.fromarray(draws.integers(0, 255, (80, 64, 3), dtype=np.uint8))
+    given = torch.from_numpy(np.array(shown)).permute(2, 0, 1)
+    found = pair.sampled(5, 1.0, references=((given,), (), (given,)))
+    noise, wanted = pair.noise(3), []
+    for row, image in enumerate((shown, None, shown)):
+        wanted.append(pair.pictures(noise[row : row + 1], 5, prompt=CAPTIONS[row : row + 1], image=image))
+    assert (found - torch.cat(wanted)).abs().max() < 1e-5
+
+
 def test_klein_takes_reference_pictures_as_its_pipeline_does(pipeline_of):
-    pair = pair_of(pipeline_of("Flux2KleinPipeline"), references=3)
+    pair = pair_of("Flux2KleinPipeline", pipeline_of("Flux2KleinPipeline"), references=3)
     draws = np.random.default_rng(0)
     shown = [
         Image.fromarray(draws.integers(0, 255, (*size, 3), dtype=np.uint8)) for size in ((80, 64), (64, 96))
     ]
     given = tuple(torch.from_numpy(np.array(one)).permute(2, 0, 1) for one in shown)
     rows = [(), given[:1], given]
-    found = pair.sampled(5, references=tuple(rows))
+    found = pair.sampled(5, 1.0, references=tuple(rows))
     wanted = torch.cat(
         [
             pair.pictures(pair.noise(3)[row : row + 1], 5, prompt=[caption], image=shown[: len(own)] or None)
@@ -91,12 +125,12 @@ def test_klein_takes_reference_pictures_as_its_pipeline_does(pipeline_of):
         ]
     )
     assert (found - wanted).abs().max() < 1e-5
-    without = pair.sampled(5)
+    without = pair.sampled(5, 1.0)
     assert (found[0] - without[0]).abs().max() < 1e-5 and (found[2] - without[2]).abs().max() > 1e-3
 
 
 def test_each_row_with_references_trains_as_alone(pipeline_of):
-    pair = pair_of(pipeline_of("Flux2KleinPipeline"), references=2)
+    pair = pair_of("Flux2KleinPipeline", pipeline_of("Flux2KleinPipeline"), references=2)
     pixels = torch.rand(2, 3, 1, 64, 96, generator=torch.Generator().manual_seed(1)) * 2 - 1
     shown = [[torch.rand(3, 40, 70) * 2 - 1], [torch.rand(3, 32, 32) * 2 - 1] * 2]
     both = pair.task.loss(

@@ -83,7 +83,7 @@ def clip(width: int, projected: bool) -> Any:
 def t5(width: int) -> Any:
     """A tiny encoder of T5."""
     config = transformers.T5Config(
-        **{"vocab_size": 104, "d_model": width, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2},
+        **{"vocab_size": 384, "d_model": width, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2},
         feed_forward_proj="gated-gelu",
     )
     return transformers.T5EncoderModel(config)

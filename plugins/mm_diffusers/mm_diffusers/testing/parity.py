@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from mm_diffusers.text import DiffusersText
 from mm_diffusers.transformer import DiffusersTransformer, packed, unpacked
 from mm_diffusers.vae import DiffusersVAE
 
-CAPTIONS = ["a cat", "a very long caption of a dog and a cat that sit on a mat", "x y"]
+CAPTIONS = ["a cat", "a very long caption of a dog and a cat that sit on a mat", 'x "y"']
 HEIGHT, WIDTH, FRAMES = 64, 96, 9
 RNG = Randomness(3)
 
@@ -69,7 +69,7 @@ class Pair:
         """What the first frame becomes, of three clips."""
         if not self.family.first_frame:
             return {}
-        pixels = self.task.predictor.frames_clip([self.first_frame[None] / 127.5 - 1], FRAMES)
+        pixels = self.first_frame[None, :, None] / 127.5 - 1
         latents = self.task.autoencoder.encode(pixels).mode().expand(3, -1, -1, -1, -1)
         features = self.task.image_encoder.encode([self.first_frame] * 3)
         return {"first_frame": latents, "image_embeds": features}
@@ -89,7 +89,7 @@ class Pair:
             "max_area": HEIGHT * WIDTH,
             "_auto_resize": False,
         }
-        given |= {name: value for name, value in fixed.items() if name in takes}
+        given = {name: value for name, value in fixed.items() if name in takes} | given
         if "height" not in takes:  # that of the first frame
             del given["height"], given["width"]
         if "image" in takes and self.family.first_frame:
@@ -136,13 +136,14 @@ class Pair:
         given |= self.frame_conditions
         return self.task.predictor(noisy, torch.full((3,), 1000 * sigma), text, mask, **given), wanted
 
-    def sampled(self, steps: int, guidance: float | None = None, **inputs: Any) -> Tensor:
+    def sampled(
+        self, steps: int, guidance: float | None = None, captions: Sequence[str] = CAPTIONS, **inputs: Any
+    ) -> Tensor:
         """Our pictures [B,3,F,Y,X] from -1 to 1, of prompts; with a scale of guidance."""
-        images = ((self.first_frame,),) * len(CAPTIONS) if self.family.first_frame else ()
+        if self.family.first_frame:
+            inputs["first"] = (self.first_frame,) * len(captions)
         scale = self.task.predictor.guidance_off if guidance is None else guidance
-        request = SampleRequest(
-            prompts=tuple(CAPTIONS), seed=3, guidance=scale, steps=steps, inputs=inputs, images=images
-        )
+        request = SampleRequest(prompts=tuple(captions), seed=3, guidance=scale, steps=steps, inputs=inputs)
         return torch.stack([clip.pixels for clip in self.task.sample(request)]).float()
 
 
@@ -163,10 +164,10 @@ class OneLevel(diffusers.FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]
         super().set_timesteps(sigmas=[self.level], device=device)
 
 
-def pair_of(folder: Path, family: Family | None = None, references: int = 0) -> Pair:
-    """The two for a pipeline's folder."""
-    kind = PipelineFolder(folder, family).kind
-    pipe = getattr(diffusers, kind).from_pretrained(folder)
+def pair_of(kind: str, folder: Path, references: int = 0, family: Family | None = None) -> Pair:
+    """The two for the folder of a pipeline of a class."""
+    absent = [name for name, value in PipelineFolder(folder, family).index.items() if value == [None, None]]
+    pipe = getattr(diffusers, kind).from_pretrained(folder, **dict.fromkeys(absent))
     pipe.set_progress_bar_config(disable=True)
     pipe.vae.use_slicing = True  # HunyuanVideo's takes one clip alone
     predictor = DiffusersTransformer(str(folder), references, family)
@@ -232,7 +233,8 @@ def check_family(folder: str | Path, family: Family | None = None, masked: bool 
     Raises:
         ContractError: one of them is too large.
     """
-    pair = pair_of(Path(folder), family)
+    kind = PipelineFolder(Path(folder), family).kind
+    pair = pair_of(kind, Path(folder), family=family)
     if masked:
         pair.pipe.encode_prompt = partial(_masked, pair.pipe.encode_prompt)
     noise, found = pair.noise(3), {}
