@@ -41,7 +41,7 @@ def published_folder(name: str, folder: Path) -> Path:
     for part, kind in facts["encoders"].items():
         for each in (part, part.replace("text_encoder", "tokenizer")):
             index[each] = ["transformers", kind]
-            (folder / each).mkdir()
+            (folder / each).mkdir(exist_ok=True)
     (folder / "scheduler").mkdir()
     (folder / "scheduler/scheduler_config.json").write_text(json.dumps({"_class_name": scheduler[1]}))
     (folder / "model_index.json").write_text(json.dumps(index))
