@@ -90,10 +90,10 @@ def test_a_config_plans_the_published_model(path, tmp_path):
     plan = make_plan(config, 8, task)
     parameters = {f"predictor.{name}": each for name, each in task.predictor.named_parameters()}
     blocks = {name for name in plan.engine.wrapped if name[-1].isdigit()}
-    inside = {name: ".".join(name.split(".")[:4]) for name in parameters}
-    assert set(plan.engine.recomputed) == blocks == set(inside.values()) & blocks
+    inside = {name: next((b for b in blocks if name.startswith(f"{b}.")), "") for name in parameters}
+    assert set(plan.engine.recomputed) == blocks
     size = sum(each.numel() for each in parameters.values())
-    assert sum(each.numel() for name, each in parameters.items() if inside[name] in blocks) > 0.9 * size
+    assert sum(each.numel() for name, each in parameters.items() if inside[name]) > 0.9 * size
     added = {name for name in parameters if ".lora_" in name}
     trained = {name for name, each in parameters.items() if each.requires_grad}
     assert trained == (added or set(parameters))

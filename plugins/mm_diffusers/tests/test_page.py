@@ -33,7 +33,7 @@ def run_page(name: str, *files: str) -> str:
     """Writes the files that a page shows, in its order, and runs its commands; returns what they print."""
     page = blocks(ROOT / "docs" / name)
     shown = [block.text for block in page if block.language in ("yaml", "python")]
-    for file, text in zip(files, shown, strict=True):
+    for file, text in zip(files, shown, strict=False):
         Path(file).write_text(text, encoding="utf-8")
     commands = "".join(block.text for block in page if block.language == "bash")
     tools = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
