@@ -17,8 +17,6 @@ from torch import Tensor
 
 from mm_core.contracts import Randomness, SampleKey, SampleRequest, VideoTextBatch
 from mm_core.errors import ContractError
-from mm_core.loading.frozen import load_frozen
-from mm_core.plugin import get_registry
 from mm_core.tasks import SampleConfig
 from mm_diffusers.families import Family
 from mm_diffusers.folder import PipelineFolder
@@ -46,12 +44,13 @@ class Pair:
 
     kind: str
     pipe: Any
-    task: PipelineTask
+    task: Any
 
     @property
     def family(self) -> Family:
         """The recipe."""
-        return self.task.predictor.family
+        found: Family = self.task.predictor.family
+        return found
 
     @property
     def frames(self) -> int:
@@ -110,7 +109,7 @@ class Pair:
 
     def called(self, noisy: Tensor, sigma: float) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with which the pipeline calls its transformer at a noise level, with prompts."""
-        found: list[Any] = []
+        found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         hook = self.pipe.transformer.register_forward_pre_hook(
             lambda module, args, named: found.append((args, named)), with_kwargs=True
         )
@@ -173,18 +172,25 @@ def pair_of(kind: str, folder: Path, references: int = 0, family: Family | None 
     predictor = DiffusersTransformer(str(folder), references, family)
     predictor.transformer.load_state_dict(pipe.transformer.state_dict())
     vae, text = DiffusersVAE(str(folder), family=family), DiffusersText(str(folder), "fp32", family=family)
-    for component in (vae, text):
-        load_frozen(component, "cpu", get_registry())
+    _take(vae, {"model": pipe.vae})
+    _take(text, {name: getattr(pipe, name) for name in text.encoders})
     frames = FRAMES if predictor.family.strides[0] else 1
     sizes = SampleConfig(num_frames=frames, height=HEIGHT, width=WIDTH, fps=25, steps=5)
     parts: dict[str, Any] = {"predictor": predictor.eval(), "autoencoder": vae, "text_encoder": text}
     if predictor.family.first_frame:
         parts["image_encoder"] = image = DiffusersImage(str(folder), "fp32", family)
-        load_frozen(image, "cpu", get_registry())
+        _take(image, {"model": pipe.image_encoder})
     task = PipelineTask(
         str(folder), **parts, scheduler=PipelineSchedule(str(folder), family=family), sample=sizes
     )
     return Pair(kind, pipe, task)
+
+
+def _take(component: Any, parts: Mapping[str, torch.nn.Module]) -> None:
+    """Builds a frozen component with the pipeline's weights."""
+    component.build_empty()
+    for name, module in parts.items():
+        getattr(component, name).load_state_dict(module.state_dict(), assign=True)
 
 
 def batch_of(pixels: Tensor, captions: list[str], **fields: Any) -> VideoTextBatch:
