@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.flop_counter import flop_registry
 
 from mm_core.contracts.flops import ModuleFlops, StepFlops, SupportsModuleFlops
+from mm_core.device.torch_private import TorchDispatchMode
 from mm_core.modules.adapter_layers import adapted_layers
 from mm_core.modules.patterns import above
 
@@ -20,6 +25,62 @@ def products_of(module: SupportsModuleFlops, shapes: Mapping[str, Any]) -> Seque
     if all(each.kind is not each.VAR_KEYWORD for each in named.values()):
         shapes = {name: shape for name, shape in shapes.items() if name in named}
     return module.module_flops(**shapes)
+
+
+def counted_products(module: nn.Module, arguments: Mapping[str, Any]) -> list[ModuleFlops] | None:
+    """The products of a forward, by torch's formulas; None if it reads numbers, which there are not.
+
+    Each takes all before it for what its input depends on.
+
+    Args:
+        module: on the meta device, but for its buffers.
+        arguments: of the forward, with tensors on the meta device.
+    """
+    module = copy.deepcopy(module)  # a forward may keep tensors, which would be without numbers
+    counting = _Products(module)
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    state = {name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()}
+    try:
+        with counting:
+            torch.func.functional_call(module, state, (), dict(arguments))
+    except RuntimeError:
+        return None
+    return counting.found
+
+
+class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Collects the products of a forward, each with the innermost module that computes it. Those of an
+    adapted layer's adapters are left out: `step_flops` adds them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[ModuleFlops] = []
+        self._adapted = adapted_layers(module)
+        self._open: list[tuple[str, nn.Module]] = []
+        for path, each in module.named_modules():
+            each.register_forward_pre_hook(functools.partial(self._enter, path), with_kwargs=True)
+            each.register_forward_hook(self._leave)
+
+    def _enter(self, path: str, module: nn.Module, *_: object) -> None:
+        self._open.append((path, module))
+
+    def _leave(self, *_: object) -> None:
+        self._open.pop()
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func.overloadpacket)
+        if formula is not None:
+            path, module = self._open[-1]
+            layer = next((one for one in _paths(path) if one in self._adapted), None)
+            if layer is None or path == f"{layer}.base_layer":
+                weighs = any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
+                second = None if weighs else tuple(dict.fromkeys(one.module for one in self.found))
+                flops = formula(*args, **(kwargs or {}), out_val=out)
+                self.found.append(ModuleFlops(layer or path, flops, second=second))
+        return out
 
 
 def step_flops(

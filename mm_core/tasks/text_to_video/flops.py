@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mm_core.contracts import (
     CLIP_CONDITIONS,
+    ModuleFlops,
     Predictor,
     PredictorInputs,
     StepFlops,
@@ -17,7 +18,7 @@ from mm_core.contracts import (
     SupportsModuleFlops,
     TextEncoder,
 )
-from mm_core.modules.flops import products_of, step_flops
+from mm_core.modules.flops import counted_products, products_of, step_flops
 from mm_core.tasks.text_to_video.checks import SIZES
 from mm_core.tasks.text_to_video.conditions import Conditions, shapes_of
 from mm_core.tasks.text_to_video.inputs import GivenInputs
@@ -29,11 +30,14 @@ class TrainedFlops:
     def __init__(self, predictor: Predictor) -> None:
         self._predictor = predictor
         self._known: dict[tuple[object, ...], float] = {}
+        self._counted: dict[tuple[int, ...], Sequence[ModuleFlops] | None] = {}
 
     def of(self, given: PredictorInputs, text: Tensor, expert: str | None = None) -> float:
         """FLOPs that MFU counts for one forward of the predictor with these arguments and its backward; 0 for
         a predictor without `module_flops`."""
         tensors = {"latents": given.latents, "timestep": given.timestep, "text": text, **given.conditions}
+        if not isinstance(self._predictor, SupportsModuleFlops):
+            return 0.0
         key = (expert, *sorted((name, tensor.shape) for name, tensor in tensors.items()))
         if key not in self._known:
             found = self.of_sample(tensors if expert is None else {**tensors, "expert": expert}, ())
@@ -41,17 +45,23 @@ class TrainedFlops:
         return self._known[key]
 
     def of_sample(self, arguments: Mapping[str, Any], recomputed: Collection[str]) -> StepFlops | None:
-        """FLOPs of a forward with these arguments; None for a predictor without `module_flops`.
+        """FLOPs of a forward with these arguments; those of a predictor without `module_flops` are counted,
+        and None where its forward reads numbers.
 
         Args:
-            arguments: of the predictor's forward, with `expert` if it has experts.
+            arguments: of the predictor's forward, with `expert` if it has experts, on the meta device.
             recomputed: module paths in the task whose activations are recomputed.
         """
         predictor = self._predictor
-        if not isinstance(predictor, SupportsModuleFlops):
-            return None
         assert isinstance(predictor, nn.Module)
         own = [path.removeprefix("predictor").removeprefix(".") for path in recomputed]
+        if not isinstance(predictor, SupportsModuleFlops):
+            # Both orientations of a bucket have the same products: a count takes seconds for a large model.
+            size = tuple(one.numel() for one in arguments.values() if isinstance(one, Tensor))
+            if size not in self._counted:
+                self._counted[size] = counted_products(predictor, arguments)
+            counted = self._counted[size]
+            return None if counted is None else step_flops(predictor, counted, own)
         taken = {name: one for name, one in arguments.items() if name not in (*CLIP_CONDITIONS, "text_mask")}
         shapes = {name: tuple(one.shape) if isinstance(one, Tensor) else one for name, one in taken.items()}
         return step_flops(predictor, products_of(predictor, shapes), own)

@@ -50,6 +50,8 @@ class Family:
             sinusoidal embedding; 0: it keeps float32.
         negated: the pipeline negates what the transformer returns.
         length: most tokens of a caption.
+        text_tokens: what in the transformer's `_cp_plan` (names of arguments, numbers of outputs) belongs to
+            tokens of text, which attend in one sequence with the picture's; (): it has no such plan.
     """
 
     encoded: tuple[Encoded, ...]
@@ -64,6 +66,7 @@ class Family:
     time_factor: float = 0.0
     negated: bool = False
     length: int = 512
+    text_tokens: tuple[str | int, ...] = ()
 
     @property
     def more(self) -> list[Encoded]:
@@ -97,7 +100,9 @@ class Family:
             conditions: as in `condition_shapes`.
         """
         first, *others = self.encoded
-        rows = [own[kept] for own, kept in zip(text, mask, strict=True)] if self.ragged else text
+        rows = text
+        if self.ragged:
+            rows = [own[:length] for own, length in zip(text, mask.sum(1).tolist(), strict=True)]
         found, before = {first.name: rows}, ""
         for each in others:
             if each.kind == "mask":
@@ -120,6 +125,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             folded=True,
             references=(10, 10),
             time_factor=1000.0,
+            text_tokens=("encoder_hidden_states", "txt_ids"),
         ),
         "FluxPipeline": Family(
             (
@@ -131,6 +137,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             channels=4,
             off={"true_cfg_scale": 1.0},
             time_factor=1000.0,
+            text_tokens=("encoder_hidden_states", "txt_ids"),
         ),
         "QwenImagePipeline": Family(
             (Encoded("prompt_embeds", "joint_attention_dim"), Encoded("prompt_embeds_mask", kind="mask")),
@@ -140,6 +147,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             guidance="rescaled",
             time_factor=1.0,
             length=1024,
+            text_tokens=("encoder_hidden_states", "encoder_hidden_states_mask", 1),
         ),
         "StableDiffusion3Pipeline": Family(
             (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,11 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from mm_core.contracts import ConditionShapes, Input, PredictorInputs, WeightsFrom, empty_parameters
+from mm_core.device import with_numbers
 from mm_core.errors import CheckpointError, ContractError, first_line
 from mm_diffusers.call import PipelineCall
 from mm_diffusers.config import TransformerConfig
+from mm_diffusers.context import context_plan, has_plan
 from mm_diffusers.families import FAMILIES, Family
 from mm_diffusers.folder import PipelineFolder
 
@@ -59,6 +61,8 @@ class DiffusersTransformer(nn.Module):
                 where=str(folder.path / PART),
                 hint="copy config.json again, or install the version of Diffusers that wrote it",
             ) from fault
+        blocks = self.transformer._no_split_modules or getattr(self.transformer, "_repeated_blocks", None)
+        self._no_split_modules = blocks  # what the engine gathers, recomputes and compiles one at a time
         self._times: list[Tensor] = []
         for module in self.transformer.modules():
             if family.time_factor and type(module).__name__ == "Timesteps":
@@ -76,6 +80,8 @@ class DiffusersTransformer(nn.Module):
         self.inputs = (
             (Input("references", make=whole, encoder="autoencoder", most=references),) if references else ()
         )
+        if family.text_tokens and has_plan(self.transformer) and not references:
+            self.context_plan = partial(context_plan, self.transformer, family.text_tokens)
 
     @cached_property
     def call(self) -> PipelineCall:
@@ -117,13 +123,7 @@ class DiffusersTransformer(nn.Module):
                 accepted=", ".join(self.condition_shapes) or "none",
             )
         with torch.no_grad():
-            given = family.arguments(text.float(), text_mask, conditions)
-            given |= family.sizes(latents.shape, self.call.pipe.vae_scale_factor)
-            args, named = self.call.prepare(packed(latents.float(), family), timestep.float(), given)
-            if "guidance" in conditions:
-                named["guidance"] = conditions["guidance"].float()
-            if self.inputs:
-                named = with_references(named, family, conditions)
+            args, named = with_numbers(self._arguments, latents, timestep, text, text_mask, conditions)
         dtype = latents.dtype
         args, named = cast(args, dtype), {n: v if n in KEPT else cast(v, dtype) for n, v in named.items()}
         if family.time_factor:
@@ -133,6 +133,23 @@ class DiffusersTransformer(nn.Module):
         predicted = torch.stack(list(found)) if isinstance(found, (list, tuple)) else found
         velocity = unpacked(predicted, family, latents.shape)
         return (-velocity if family.negated else velocity).to(latents.dtype).contiguous()
+
+    def _arguments(
+        self,
+        latents: Tensor,
+        timestep: Tensor,
+        text: Tensor,
+        text_mask: Tensor,
+        conditions: Mapping[str, Tensor],
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of the transformer's forward, in float32."""
+        family = self.family
+        given = family.arguments(text.float(), text_mask, conditions)
+        given |= family.sizes(latents.shape, self.call.pipe.vae_scale_factor)
+        args, named = self.call.prepare(packed(latents.float(), family), timestep.float(), given)
+        if "guidance" in conditions:
+            named["guidance"] = conditions["guidance"].float()
+        return args, with_references(named, family, conditions) if self.inputs else named
 
     def _exact(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """A forward pre-hook of sinusoidal embeddings: times, then guidance, as they were before rounding."""
