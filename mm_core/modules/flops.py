@@ -28,7 +28,7 @@ def products_of(module: SupportsModuleFlops, shapes: Mapping[str, Any]) -> Seque
 
 
 def counted_products(module: nn.Module, arguments: Mapping[str, Any]) -> list[ModuleFlops] | None:
-    """The products of a forward, by torch's formulas; None if it reads numbers, which there are not.
+    """The products of a forward, by torch's formulas; None if it fails without numbers.
 
     Each takes all before it for what its input depends on.
 
@@ -43,7 +43,7 @@ def counted_products(module: nn.Module, arguments: Mapping[str, Any]) -> list[Mo
     try:
         with counting:
             torch.func.functional_call(module, state, (), dict(arguments))
-    except RuntimeError:
+    except Exception:  # an author's forward may read what there is not
         return None
     return counting.found
 

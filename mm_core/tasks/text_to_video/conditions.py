@@ -22,7 +22,7 @@ from mm_core.modules.casting import KEEP
 from mm_core.plugin.checks.places import place_of_method, place_of_object
 
 T = TypeVar("T")
-_INPUTS = ("latents", "timestep", "text", "text_mask")
+_INPUTS = ("latents", "timestep", "text", "text_mask", "text_lengths")
 
 
 class Conditions:
@@ -35,6 +35,7 @@ class Conditions:
         declared: shapes of the declared conditions; None if the predictor declares none.
         taken: names of the conditions that it takes.
         needed: names of those without which its forward cannot be called.
+        lengths: whether it takes `text_lengths`.
     """
 
     def __init__(self, predictor: Predictor | SupportsExperts) -> None:
@@ -45,6 +46,7 @@ class Conditions:
         optional = {p.name for p in named if p.default is not p.empty}
         self._open = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self._named = frozenset(p.name for p in named)
+        self.lengths = any(p.name == "text_lengths" for p in parameters)
         self.declared = predictor.condition_shapes if isinstance(predictor, SupportsConditionShapes) else None
         self.taken = self._named if self.declared is None else frozenset(self.declared)
         self.needed = (self._named | self.taken) - optional

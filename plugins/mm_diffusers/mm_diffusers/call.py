@@ -43,7 +43,7 @@ class StandIn:
         self.forward = model.forward  # pipelines look at its parameters
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_model"], name)
+        return getattr(self.__dict__.get("_model"), name)  # without one while it is copied
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         raise Stop(*args, **named)
@@ -89,11 +89,10 @@ class PipelineCall:
         self.folder, self.family = folder, folder.family
         self.pipe = bare(folder, transformer=StandIn(transformer))
         self._config = self.pipe.scheduler.config
+        self._names = tuple(inspect.signature(transformer.forward).parameters)
 
-    def prepare(
-        self, latents: Tensor, timestep: Tensor, given: Mapping[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of the transformer's forward.
+    def prepare(self, latents: Tensor, timestep: Tensor, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of the transformer's forward, by name.
 
         Args:
             latents: in the form of the family's `latents`, float32.
@@ -101,7 +100,8 @@ class PipelineCall:
             given: further arguments of the pipeline's call: the encoded captions and the size in pixels.
         """
         stop = self._run(_Once(timestep, self._config), latents, given, 1)
-        return stop.args, {name: value for name, value in stop.named.items() if name != "return_dict"}
+        named = {**dict(zip(self._names, stop.args, strict=False)), **stop.named}
+        return {name: value for name, value in named.items() if name != "return_dict"}
 
     def schedule(
         self, latents: Tensor, given: Mapping[str, Any], steps: int

@@ -91,18 +91,22 @@ class Family:
                 before = each.name
         return found
 
-    def arguments(self, text: Any, mask: Any, conditions: Mapping[str, Any]) -> dict[str, Any]:
+    def arguments(
+        self, text: Any, mask: Any, conditions: Mapping[str, Any], lengths: Sequence[int] | None = None
+    ) -> dict[str, Any]:
         """Arguments of the pipeline's call.
 
         Args:
             text: the text states [B,L,D].
             mask: [B,L] bool, false for padding.
             conditions: as in `condition_shapes`.
+            lengths: true values of each row of the mask; None: they are counted.
         """
         first, *others = self.encoded
         rows = text
         if self.ragged:
-            rows = [own[:length] for own, length in zip(text, mask.sum(1).tolist(), strict=True)]
+            lengths = mask.sum(1).tolist() if lengths is None else lengths
+            rows = [own[:length] for own, length in zip(text, lengths, strict=True)]
         found, before = {first.name: rows}, ""
         for each in others:
             if each.kind == "mask":

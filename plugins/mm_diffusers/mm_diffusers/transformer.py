@@ -104,7 +104,13 @@ class DiffusersTransformer(nn.Module):
         return found
 
     def forward(
-        self, latents: Tensor, timestep: Tensor, text: Tensor, text_mask: Tensor, **conditions: Tensor
+        self,
+        latents: Tensor,
+        timestep: Tensor,
+        text: Tensor,
+        text_mask: Tensor,
+        text_lengths: list[int] | None = None,
+        **conditions: Tensor,
     ) -> Tensor:
         """Predicts the velocity [B,C,T,H,W] of noisy latents, in their dtype.
 
@@ -113,6 +119,7 @@ class DiffusersTransformer(nn.Module):
             timestep: [B] float32 in 0 .. 1000.
             text: [B,L,D].
             text_mask: [B,L] bool, false for padding.
+            text_lengths: tokens of each caption; None: they are counted.
             conditions: those of `condition_shapes`.
         """
         family = self.family
@@ -123,13 +130,15 @@ class DiffusersTransformer(nn.Module):
                 accepted=", ".join(self.condition_shapes) or "none",
             )
         with torch.no_grad():
-            args, named = with_numbers(self._arguments, latents, timestep, text, text_mask, conditions)
+            named = with_numbers(
+                self._arguments, latents, timestep, text, text_mask, text_lengths, conditions
+            )
         dtype = latents.dtype
-        args, named = cast(args, dtype), {n: v if n in KEPT else cast(v, dtype) for n, v in named.items()}
+        named = {n: v if n in KEPT else cast(v, dtype) for n, v in named.items()}
         if family.time_factor:
             exact = {"timestep": family.time_factor, "guidance": 1000.0}
             self._times = [named[n] * by for n, by in exact.items() if named.get(n) is not None]
-        (found, *_) = self.transformer(*args, **named, return_dict=False)
+        (found, *_) = self.transformer(**named, return_dict=False)
         predicted = torch.stack(list(found)) if isinstance(found, (list, tuple)) else found
         velocity = unpacked(predicted, family, latents.shape)
         return (-velocity if family.negated else velocity).to(latents.dtype).contiguous()
@@ -140,16 +149,17 @@ class DiffusersTransformer(nn.Module):
         timestep: Tensor,
         text: Tensor,
         text_mask: Tensor,
+        lengths: list[int] | None,
         conditions: Mapping[str, Tensor],
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ) -> dict[str, Any]:
         """Arguments of the transformer's forward, in float32."""
         family = self.family
-        given = family.arguments(text.float(), text_mask, conditions)
+        given = family.arguments(text.float(), text_mask, conditions, lengths)
         given |= family.sizes(latents.shape, self.call.pipe.vae_scale_factor)
-        args, named = self.call.prepare(packed(latents.float(), family), timestep.float(), given)
+        named = self.call.prepare(packed(latents.float(), family), timestep.float(), given)
         if "guidance" in conditions:
             named["guidance"] = conditions["guidance"].float()
-        return args, with_references(named, family, conditions) if self.inputs else named
+        return with_references(named, family, conditions) if self.inputs else named
 
     def _exact(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """A forward pre-hook of sinusoidal embeddings: times, then guidance, as they were before rounding."""
