@@ -1,12 +1,13 @@
-"""What the call of a pipeline of Diffusers costs beside its transformer, and where a forward waits for the device.
+"""What a pipeline's own code costs beside its transformer, and where a forward waits for the device.
 
     python benchmarks/diffusers_forward.py [--rounds 60] [--device cuda]
 
-For each family a tiny pipeline, three captions of different lengths. Processor time: the predictor's forward,
-whose arguments the pipeline's own code prepares, in turn with the transformer's own call with arguments that are
-ready; the median of the differences of all rounds. Waits: calls by which the host reads a tensor (`item`, `tolist`,
-`bool`, `nonzero`, indices that are masks), with the line of the code that makes them. On a CPU, reads of tensors
-that are on the host anyway count too; on CUDA, torch's own `set_sync_debug_mode` finds those that wait.
+For each family a tiny pipeline and three captions of different lengths. Processor time: the predictor's
+forward, whose arguments the pipeline's own code prepares, in turn with the transformer's own call with
+arguments that are ready; the median of the differences of all rounds. Waits: calls by which the host reads a
+tensor (`item`, `tolist`, `bool`, `nonzero`, indices that are masks), with the line of the code that makes them.
+On a CPU, reads of tensors that are on the host anyway count too; on CUDA, torch's own `set_sync_debug_mode`
+finds those that wait.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def of_family(
 
 
 def prepared(kind: str, folder: Path, device: str) -> tuple[DiffusersTransformer, dict[str, Any]]:
-    """The predictor of a tiny pipeline, and arguments of its forward for pictures of 64 x 96 and 3 captions."""
+    """The predictor of a tiny pipeline, and arguments of its forward for three pictures."""
     predictor = DiffusersTransformer(str(tiny_pipeline(folder, kind))).eval().requires_grad_(False)
     lengths, rows = [5, 17, 40], 3
     patch = predictor.patch_size

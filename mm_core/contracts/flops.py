@@ -118,6 +118,10 @@ class StepFlops:
         """The FLOPs that MFU counts: forward and backward, without recomputation."""
         return self.forward + self.backward
 
+    def __add__(self, other: StepFlops) -> StepFlops:
+        sums = (self.forward + other.forward, self.backward + other.backward)
+        return StepFlops(*sums, self.recomputed + other.recomputed)
+
     def __mul__(self, times: float) -> StepFlops:
         return StepFlops(self.forward * times, self.backward * times, self.recomputed * times)
 

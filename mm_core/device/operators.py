@@ -49,8 +49,8 @@ def kernel_on(operator: str, device: str) -> Kernel:
 def with_numbers(function: Callable[..., Any], *arguments: Any) -> Any:
     """What a function returns that reads values of its tensors, such as whether a mask is full.
 
-    In a plan, tensors have no numbers (on the meta device, or fake): then it gets zeros, and ones for bool, in
-    their place, and what it returns has none either.
+    In a plan, tensors have no numbers (on the meta device, or fake): then it gets zeros, and ones for bool,
+    in their place, and what it returns has none either.
     """
     first = next(each for each in tree_leaves(arguments) if isinstance(each, Tensor))
     if not (first.is_meta or isinstance(first, FakeTensor)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -27,59 +26,64 @@ def products_of(module: SupportsModuleFlops, shapes: Mapping[str, Any]) -> Seque
     return module.module_flops(**shapes)
 
 
-def counted_products(module: nn.Module, arguments: Mapping[str, Any]) -> list[ModuleFlops] | None:
-    """The products of a forward, by torch's formulas; None if it fails without numbers.
-
-    Each takes all before it for what its input depends on.
+def counted_flops(
+    module: nn.Module, arguments: Mapping[str, Any], recomputed: Collection[str] = ()
+) -> StepFlops | None:
+    """The FLOPs of a module's forward and backward, by torch's formulas, for one that declares no products;
+    None if its forward fails without numbers.
 
     Args:
-        module: on the meta device, but for its buffers.
+        module: on the meta device, but for its buffers; its parameters show which are trained.
         arguments: of the forward, with tensors on the meta device.
+        recomputed: as of `step_flops`.
     """
     module = copy.deepcopy(module)  # a forward may keep tensors, which would be without numbers
-    counting = _Products(module)
-    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    state = {name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()}
+    state = {
+        name: torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+    }
+    counting = _Counting()
+    for path in recomputed:
+        again = module.get_submodule(path)
+        again.register_forward_pre_hook(counting.enter)
+        again.register_forward_hook(counting.leave)
     try:
-        with counting:
+        with counting, torch.enable_grad():
             torch.func.functional_call(module, state, (), dict(arguments))
     except Exception:  # an author's forward may read what there is not
         return None
     return counting.found
 
 
-class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Collects the products of a forward, each with the innermost module that computes it. Those of an
-    adapted layer's adapters are left out: `step_flops` adds them."""
+class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up the products of a forward: each costs as much again for the gradient of each factor."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[ModuleFlops] = []
-        self._adapted = adapted_layers(module)
-        self._open: list[tuple[str, nn.Module]] = []
-        for path, each in module.named_modules():
-            each.register_forward_pre_hook(functools.partial(self._enter, path), with_kwargs=True)
-            each.register_forward_hook(self._leave)
+        self.found = StepFlops(0, 0)
+        self._open = 0
 
-    def _enter(self, path: str, module: nn.Module, *_: object) -> None:
-        self._open.append((path, module))
+    def enter(self, *_: object) -> None:
+        """A forward hook: what follows is recomputed."""
+        self._open += 1
 
-    def _leave(self, *_: object) -> None:
-        self._open.pop()
+    def leave(self, *_: object) -> None:
+        """A forward hook: the end of what is recomputed."""
+        self._open -= 1
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(func.overloadpacket)
-        if formula is not None:
-            path, module = self._open[-1]
-            layer = next((one for one in _paths(path) if one in self._adapted), None)
-            if layer is None or path == f"{layer}.base_layer":
-                weighs = any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
-                second = None if weighs else tuple(dict.fromkeys(one.module for one in self.found))
-                flops = formula(*args, **(kwargs or {}), out_val=out)
-                self.found.append(ModuleFlops(layer or path, flops, second=second))
+        if (formula := flop_registry.get(func.overloadpacket)) is not None:
+            flops = formula(*args, **(kwargs or {}), out_val=out)
+            first = func.overloadpacket in (
+                torch.ops.aten.addmm,
+                torch.ops.aten.baddbmm,
+            )  # the sum's other term
+            factors = args[int(first) : int(first) + 2]
+            backward = flops * sum(factor.requires_grad for factor in factors)
+            self.found += StepFlops(flops, backward, flops if self._open else 0)
         return out
 
 

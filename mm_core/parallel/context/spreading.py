@@ -57,9 +57,7 @@ class Spreading:
         return nullcontext(), self._again(self.tokens, self.beside, self._seed)
 
     @contextmanager
-    def _again(
-        self, tokens: Sequence[int], beside: Sequence[int], seed: int | None
-    ) -> Iterator[None]:
+    def _again(self, tokens: Sequence[int], beside: Sequence[int], seed: int | None) -> Iterator[None]:
         before = self.tokens, self.beside, self._seed
         self.tokens, self.beside, self._seed = tokens, beside, seed
         try:

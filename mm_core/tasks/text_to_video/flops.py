@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from mm_core.contracts import (
     CLIP_CONDITIONS,
-    ModuleFlops,
     Predictor,
     PredictorInputs,
     StepFlops,
@@ -18,7 +17,7 @@ from mm_core.contracts import (
     SupportsModuleFlops,
     TextEncoder,
 )
-from mm_core.modules.flops import counted_products, products_of, step_flops
+from mm_core.modules.flops import counted_flops, products_of, step_flops
 from mm_core.tasks.text_to_video.checks import SIZES
 from mm_core.tasks.text_to_video.conditions import Conditions, shapes_of
 from mm_core.tasks.text_to_video.inputs import GivenInputs
@@ -30,7 +29,7 @@ class TrainedFlops:
     def __init__(self, predictor: Predictor) -> None:
         self._predictor = predictor
         self._known: dict[tuple[object, ...], float] = {}
-        self._counted: dict[tuple[int, ...], Sequence[ModuleFlops] | None] = {}
+        self._counted: dict[tuple[object, ...], StepFlops | None] = {}
 
     def of(self, given: PredictorInputs, text: Tensor, expert: str | None = None) -> float:
         """FLOPs that MFU counts for one forward of the predictor with these arguments and its backward; 0 for
@@ -58,10 +57,9 @@ class TrainedFlops:
         if not isinstance(predictor, SupportsModuleFlops):
             # Both orientations of a bucket have the same products: a count takes seconds for a large model.
             size = tuple(one.numel() for one in arguments.values() if isinstance(one, Tensor))
-            if size not in self._counted:
-                self._counted[size] = counted_products(predictor, arguments)
-            counted = self._counted[size]
-            return None if counted is None else step_flops(predictor, counted, own)
+            if (size, *own) not in self._counted:
+                self._counted[size, *own] = counted_flops(predictor, arguments, own)
+            return self._counted[size, *own]
         taken = {name: one for name, one in arguments.items() if name not in (*CLIP_CONDITIONS, "text_mask")}
         shapes = {name: tuple(one.shape) if isinstance(one, Tensor) else one for name, one in taken.items()}
         return step_flops(predictor, products_of(predictor, shapes), own)
