@@ -5,8 +5,8 @@
 For each family a tiny pipeline and three captions of different lengths. Processor time: the predictor's
 forward, whose arguments the pipeline's own code prepares, in turn with the transformer's own call with
 arguments that are ready; the median of the differences of all rounds. Waits: calls by which the host reads a
-tensor (`item`, `tolist`, `bool`, `nonzero`, indices that are masks), with the line of the code that makes them.
-On a CPU, reads of tensors that are on the host anyway count too; on CUDA, torch's own `set_sync_debug_mode`
+tensor (`item`, `tolist`, `bool`, `nonzero`, indices that are masks), with the line of the code that makes
+them. On a CPU, reads of tensors that are on the host anyway count too; on CUDA, torch's own `set_sync_debug_mode`
 finds those that wait.
 """
 

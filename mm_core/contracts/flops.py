@@ -79,8 +79,8 @@ def attention_flops(
 class SupportsModuleFlops(Protocol):
     """Capability of a predictor that declares the FLOPs of its forward.
 
-    Without it, torch counts the FLOPs of a run's first forward, and misses compiled regions and third-party
-    kernels.
+    Without it, torch counts the FLOPs of a run's first forward, and of one without numbers for the plan; both
+    miss third-party kernels.
     """
 
     def module_flops(
