@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -90,6 +90,16 @@ class PipelineCall:
         self.pipe = bare(folder, transformer=StandIn(transformer))
         self._config = self.pipe.scheduler.config
         self._names = tuple(inspect.signature(transformer.forward).parameters)
+        self._takes = inspect.signature(type(self.pipe).__call__).parameters
+
+    def sizes(self, shape: Sequence[int]) -> dict[str, int]:
+        """The size of latents [B,C,T,H,W] in frames and pixels, as arguments of the call."""
+        (time, space), fold = self.family.strides, 2 if self.family.folded else 1
+        height, width = (fold * size * int(getattr(self.pipe, space)) for size in shape[3:])
+        found = {"height": height, "width": width, "max_area": height * width}
+        if time:
+            found["num_frames"] = (shape[2] - 1) * int(getattr(self.pipe, time)) + 1
+        return {name: value for name, value in found.items() if name in self._takes}
 
     def prepare(self, latents: Tensor, timestep: Tensor, given: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of the transformer's forward, by name.
@@ -140,7 +150,7 @@ class PipelineCall:
 def bare(folder: PipelineFolder, **parts: Any) -> Any:
     """A pipeline with its VAE on the meta device and the given parts; the others are None. Its device is the
     class attribute `where`."""
-    base = getattr(diffusers, folder.kind)
+    base = getattr(diffusers, folder.family.call or folder.kind)
     kind = type(base.__name__, (base,), {"where": torch.device("cpu"), "_execution_device": property(_where)})
     taken = inspect.signature(base.__init__).parameters
     built = {name: None for name in taken if name in folder.index and name not in folder.settings}
@@ -148,6 +158,9 @@ def bare(folder: PipelineFolder, **parts: Any) -> Any:
         built["vae"] = empty_model(folder, "vae")
     built |= {name: value for name, value in folder.settings.items() if name in taken}
     built["scheduler"] = scheduler_of(folder)
+    if "guider" in taken:
+        with quiet(diffusers.guiders.BaseGuidance):
+            built["guider"] = diffusers.ClassifierFreeGuidance(enabled=False)
     with quiet(base):
         pipe = kind(**{**built, **parts})
     pipe.set_progress_bar_config(disable=True)

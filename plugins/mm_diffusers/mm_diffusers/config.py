@@ -44,6 +44,14 @@ class TextConfig:
 
 
 @dataclass(frozen=True)
+class ImageConfig:
+    """Config of the image encoder `diffusers/image`."""
+
+    from_pretrained: str | None = None  # the pipeline's folder; null: that of the task
+    dtype: DType = "bf16"  # of its weights
+
+
+@dataclass(frozen=True)
 class ScheduleConfig:
     """Config of the scheduler `diffusers/schedule`: flow matching, sampled as the pipeline samples."""
 

@@ -62,8 +62,11 @@ class PipelineFolder:
     @cached_property
     def parts(self) -> Mapping[str, tuple[str, str]]:
         """The parts of the pipeline that are there: name -> library and class."""
-        listed = {name: kind for name, kind in self.index.items() if isinstance(kind, list)}
-        return {name: (str(kind[0]), str(kind[1])) for name, kind in listed.items() if kind and kind[0]}
+        return {
+            name: (value[0], value[1])
+            for name, value in self.index.items()
+            if isinstance(value, list) and len(value) == 2 and all(isinstance(each, str) for each in value)
+        }
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -71,7 +74,7 @@ class PipelineFolder:
         return {
             name: value
             for name, value in self.index.items()
-            if not name.startswith("_") and not isinstance(value, list)
+            if not name.startswith("_") and name not in self.parts and value != [None, None]
         }
 
     def config(self, part: str) -> Mapping[str, Any]:

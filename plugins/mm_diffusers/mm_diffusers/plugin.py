@@ -68,6 +68,21 @@ def mm_text_encoders() -> list[Component]:
 
 
 @hookimpl
+def mm_image_encoders() -> list[Component]:
+    return [
+        Component(
+            name="image",
+            target="mm_diffusers.image:DiffusersImage",
+            config="mm_diffusers.config:ImageConfig",
+            check="mm_diffusers.config:check",
+            tiny="mm_diffusers.testing:tiny_first_frame",
+            summary="the image encoder of a pipeline from pictures to clips",
+            paper=_SOURCE,
+        )
+    ]
+
+
+@hookimpl
 def mm_schedulers() -> list[Component]:
     return [
         Component(

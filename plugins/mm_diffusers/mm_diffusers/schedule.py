@@ -50,11 +50,14 @@ class PipelineSchedule(ScheduleConfig):
         shapes = family.condition_shapes(config)
         conditions = {name: torch.zeros(1, *(size or 1 for size in shape)) for name, shape in shapes.items()}
         given = family.arguments(
-            torch.zeros(1, 1, family.text_width(config)), torch.ones(1, 1, dtype=torch.bool), conditions
+            config,
+            torch.zeros(1, 1, family.text_width(config)),
+            torch.ones(1, 1, dtype=torch.bool),
+            conditions,
         )
         t, h, w = family.patch
         latents = torch.zeros(1, int(config["in_channels"]) // family.channels, t, h, w * self.tokens)
-        given |= family.sizes(latents.shape, call.pipe.vae_scale_factor)
+        given |= call.sizes(latents.shape)
         scheduler, noted = call.schedule(packed(latents, family), given, steps)
         if not scheduler.sigmas.isfinite().all():  # with a terminal shift, of one step
             raise ContractError(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 from mm_core.plugin import ComponentConfig, Kind
 from mm_core.tasks import TextToVideoConfig
+from mm_diffusers.folder import PipelineFolder
 
 _PREDICTOR, _AUTOENCODER, _TEXT_ENCODER, _SCHEDULER = (
     ComponentConfig(kind, f"diffusers/{name}", {"from_pretrained": None})
@@ -30,6 +32,10 @@ class PipelineTaskConfig(TextToVideoConfig):
     scheduler: Annotated[ComponentConfig, Kind("scheduler")] = _SCHEDULER
 
     def __post_init__(self) -> None:
+        folder = PipelineFolder(Path(self.pipeline))
+        if self.image_encoder is None and folder.exists and "image_encoder" in folder.parts:
+            own = ComponentConfig("image_encoder", "diffusers/image", {"from_pretrained": None})
+            object.__setattr__(self, "image_encoder", own)
         for each in fields(self):
             part = getattr(self, each.name)
             if isinstance(part, ComponentConfig) and part.options.get("from_pretrained", "") is None:

@@ -153,22 +153,21 @@ def _sd3() -> dict[str, Any]:
     }
 
 
+def _qwen_vae() -> Any:
+    return diffusers.AutoencoderKLQwenImage(
+        **{"base_dim": 8, "z_dim": 4, "dim_mult": [1, 1], "num_res_blocks": 1},
+        **{"temperal_downsample": [False], "latents_mean": [0.1, -0.2, 0.3, 0.0]},
+        latents_std=[0.2, 0.15, 0.18, 0.25],
+    )
+
+
 def _qwen_image() -> dict[str, Any]:
     return {
         "transformer": diffusers.QwenImageTransformer2DModel(
             **{"in_channels": 16, "out_channels": 4, "num_layers": 2, "attention_head_dim": 16},
             **{"num_attention_heads": 2, "joint_attention_dim": 16, "axes_dims_rope": (4, 6, 6)},
         ),
-        "vae": diffusers.AutoencoderKLQwenImage(
-            **{
-                "base_dim": 8,
-                "z_dim": 4,
-                "dim_mult": [1, 1],
-                "num_res_blocks": 1,
-                "temperal_downsample": [False],
-            },
-            **{"latents_mean": [0.1, -0.2, 0.3, 0.0], "latents_std": [0.2, 0.15, 0.18, 0.25]},
-        ),
+        "vae": _qwen_vae(),
         "text_encoder": qwen25_vl(),
         "tokenizer": qwen_tokenizer(),
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(
@@ -198,10 +197,108 @@ def _z_image() -> dict[str, Any]:
     }
 
 
+def _krea() -> dict[str, Any]:
+    text = {
+        **_QWEN3,
+        "num_hidden_layers": 3,
+        "rope_scaling": {"mrope_section": [1, 1, 2], "rope_type": "default"},
+    }
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16}
+    return {
+        "transformer": diffusers.Krea2Transformer2DModel(
+            **{"in_channels": 16, "num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2},
+            **{"num_key_value_heads": 1, "intermediate_size": 32, "timestep_embed_dim": 16},
+            **{"text_hidden_dim": 16, "num_text_layers": 2, "text_num_attention_heads": 2},
+            **{"text_num_key_value_heads": 2, "text_intermediate_size": 16, "axes_dims_rope": (4, 6, 6)},
+            **{"num_layerwise_text_blocks": 1, "num_refiner_text_blocks": 1},
+        ),
+        "vae": _qwen_vae(),
+        "text_encoder": transformers.Qwen3VLModel(
+            transformers.Qwen3VLConfig(text_config=text, vision_config=vision)
+        ),
+        "tokenizer": qwen_tokenizer(),
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+        "text_encoder_select_layers": (1, 3),
+    }
+
+
+def _hunyuan_15(task: str = "t2v") -> dict[str, Any]:
+    text = {**_QWEN3, "num_hidden_layers": 3, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
+    return {
+        "transformer": diffusers.HunyuanVideo15Transformer3DModel(
+            **{"in_channels": 9, "out_channels": 4, "num_layers": 2, "attention_head_dim": 16},
+            **{
+                "num_attention_heads": 2,
+                "num_refiner_layers": 1,
+                "text_embed_dim": 16,
+                "text_embed_2_dim": 24,
+            },
+            **{"image_embed_dim": 16, "rope_axes_dim": (4, 6, 6), "target_size": 80, "task_type": task},
+        ),
+        "vae": diffusers.AutoencoderKLHunyuanVideo15(
+            **{"latent_channels": 4, "block_out_channels": (16, 16, 16), "layers_per_block": 1},
+            **{"spatial_compression_ratio": 4, "temporal_compression_ratio": 4},
+        ),
+        "text_encoder": transformers.Qwen2_5_VLTextModel(transformers.Qwen2_5_VLTextConfig(**text)),
+        "tokenizer": qwen_tokenizer(),
+        "text_encoder_2": t5(24),
+        "tokenizer_2": transformers.ByT5Tokenizer(extra_ids=0),
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=5.0),
+        "guider": diffusers.ClassifierFreeGuidance(guidance_scale=6.0),
+    }
+
+
+def _hunyuan_15_image() -> dict[str, Any]:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = transformers.SiglipVisionConfig(**sizes, image_size=32, patch_size=16)
+    processor = getattr(transformers, "SiglipImageProcessorPil", None) or transformers.SiglipImageProcessor
+    return {
+        **_hunyuan_15("i2v"),
+        "image_encoder": transformers.SiglipVisionModel(vision),
+        "feature_extractor": processor(size={"height": 32, "width": 32}),
+    }
+
+
+def _ltx() -> dict[str, Any]:
+    vae = diffusers.AutoencoderKLLTXVideo(
+        **{"latent_channels": 8, "block_out_channels": (8,) * 3, "decoder_block_out_channels": (8,) * 3},
+        **{"down_block_types": ("LTXVideoDownBlock3D",) * 3, "layers_per_block": (1,) * 4},
+        **{"decoder_layers_per_block": (1,) * 4, "spatio_temporal_scaling": (True,) * 3},
+        **{"decoder_spatio_temporal_scaling": (True,) * 3, "decoder_inject_noise": (False,) * 4},
+        **{"upsample_residual": (False,) * 3, "upsample_factor": (1,) * 3, "timestep_conditioning": False},
+        **{"patch_size": 4, "encoder_causal": True},
+    )
+    torch.nn.init.uniform_(vae.latents_mean, -0.5, 0.5)
+    torch.nn.init.uniform_(vae.latents_std, 0.5, 2)
+    return {
+        "transformer": diffusers.LTXVideoTransformer3DModel(
+            **{"in_channels": 8, "out_channels": 8, "num_layers": 2, "attention_head_dim": 16},
+            **{"num_attention_heads": 2, "cross_attention_dim": 32, "caption_channels": 24},
+        ),
+        "vae": vae,
+        "text_encoder": t5(24),
+        "tokenizer": t5_tokenizer(),
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(
+            **{
+                "use_dynamic_shifting": True,
+                "base_shift": 0.95,
+                "max_shift": 2.05,
+                "base_image_seq_len": 1024,
+            },
+            shift_terminal=0.1,
+        ),
+    }
+
+
 TINY: Mapping[str, Callable[[], dict[str, Any]]] = MappingProxyType(
     {
         "Flux2KleinPipeline": _klein,
+        "FluxKontextPipeline": _flux,
         "FluxPipeline": _flux,
+        "HunyuanVideo15ImageToVideoPipeline": _hunyuan_15_image,
+        "HunyuanVideo15Pipeline": _hunyuan_15,
+        "Krea2Pipeline": _krea,
+        "LTXPipeline": _ltx,
         "QwenImagePipeline": _qwen_image,
         "StableDiffusion3Pipeline": _sd3,
         "ZImagePipeline": _z_image,
@@ -235,6 +332,14 @@ def tiny(folder: Path) -> dict[str, Any]:
     """Fields of a component for `mm plugins test`."""
     with torch.device("cpu"):
         return {"from_pretrained": str(tiny_pipeline(folder / "pipeline", "QwenImagePipeline"))}
+
+
+def tiny_first_frame(folder: Path) -> dict[str, Any]:
+    """Fields of an image encoder."""
+    with torch.device("cpu"):
+        return {
+            "from_pretrained": str(tiny_pipeline(folder / "pipeline", "HunyuanVideo15ImageToVideoPipeline"))
+        }
 
 
 def tiny_static(folder: Path) -> dict[str, Any]:

@@ -158,6 +158,7 @@ class DiffusersText(nn.Module):
             "device": device,
             "max_sequence_length": self.max_length,
             "do_classifier_free_guidance": False,
+            "batch_size": len(captions),
         }
         given |= {name: value for name, value in more.items() if name in taken}
         with quiet(type(pipe)):
@@ -167,10 +168,10 @@ class DiffusersText(nn.Module):
         for place, (each, value) in enumerate(zip(self.folder.family.encoded, found, strict=False)):
             if each.kind == "mask":
                 full = torch.ones(states[name].shape[:2], dtype=torch.bool, device=device)
-                states[name] = (states[name], full if value is None else value.bool())
+                states[name] = _compact(states[name], full if value is None else value.bool())
             elif each.name:
                 name = each.name if place else "text"
-                states[name] = _padded(value) if isinstance(value, list) else value
+                states[name] = _padded(value) if isinstance(value, list) else _flat(value)
         if isinstance(states["text"], Tensor):
             states["text"] = (states["text"], None)
         return states
@@ -178,6 +179,19 @@ class DiffusersText(nn.Module):
     def train(self, mode: bool = True) -> DiffusersText:
         """Stays in evaluation mode."""
         return super().train(False)
+
+
+def _flat(states: Tensor) -> Tensor:
+    """States of several layers [B,L,n,D] as [B,L,nD]; others as they are."""
+    return states.flatten(2) if states.dim() > 3 else states
+
+
+def _compact(states: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """States [B,L,D] and mask [B,L] with padding behind what is real (Krea 2 pads in the middle), and no more
+    of it than the longest row needs. Text has no positions there, or those of its real tokens."""
+    order = torch.argsort(~mask, dim=1, stable=True)
+    order = order[:, : max(1, int(mask.sum(dim=1).max()))]
+    return states.take_along_dim(order[..., None], dim=1), mask.take_along_dim(order, dim=1)
 
 
 def _padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ Letters: B batch; C,T,H,W latents; L,D text; N tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,12 +17,20 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from mm_core.contracts import ConditionShapes, Input, PredictorInputs, WeightsFrom, empty_parameters
+from mm_core.contracts import (
+    ConditionShapes,
+    FrameNames,
+    GivenFrames,
+    Input,
+    PredictorInputs,
+    WeightsFrom,
+    empty_parameters,
+)
 from mm_core.device import with_numbers
 from mm_core.errors import CheckpointError, ContractError, first_line
 from mm_diffusers.call import PipelineCall
 from mm_diffusers.config import TransformerConfig
-from mm_diffusers.context import context_plan, has_plan
+from mm_diffusers.context import context_plan
 from mm_diffusers.families import FAMILIES, Family
 from mm_diffusers.folder import PipelineFolder
 
@@ -33,7 +41,7 @@ class DiffusersTransformer(nn.Module):
     """A transformer of Diffusers: predicts the velocity of noisy latents.
 
     Satisfies `Predictor`, `SupportsWeightsFrom`, `SupportsConditionShapes`, `SupportsInputs`,
-    `SupportsMaxFrames` and `SupportsGuided` of `mm_core.contracts`.
+    `SupportsGuided` of `mm_core.contracts`; of pictures `SupportsMaxFrames`, with a first frame `SupportsFrames`.
 
     Args:
         from_pretrained: folder of the pipeline.
@@ -43,7 +51,6 @@ class DiffusersTransformer(nn.Module):
     """
 
     text_padding = "masked"
-    max_frames = 1  # the families make pictures
 
     def __init__(self, from_pretrained: str, references: int = TransformerConfig.references) -> None:
         super().__init__()
@@ -71,16 +78,16 @@ class DiffusersTransformer(nn.Module):
         self.patch_size = family.patch
         self.in_channels = self.out_channels = int(self.transformer.config.in_channels) // family.channels
         self.text_dim = family.text_width(config)
-        if references and family.references is None:
-            raise ContractError(
-                f"{folder.kind} takes no reference pictures",
-                where="task.predictor.references",
-                accepted=f"0; {', '.join(n for n, each in FAMILIES.items() if each.references)} take some",
-            )
+        if not family.strides[0]:
+            self.max_frames = 1
+        if family.first_frame:
+            self.frame_choices: tuple[FrameNames, ...] = (("first",),)
+            self.image_dim = int(config["image_embed_dim"])
+        check_references(folder.kind, family, references)
         self.inputs = (
             (Input("references", make=whole, encoder="autoencoder", most=references),) if references else ()
         )
-        if family.text_tokens and has_plan(self.transformer) and not references:
+        if family.text_tokens is not None and self.transformer._cp_plan and not references:
             self.context_plan = partial(context_plan, self.transformer, family.text_tokens)
 
     @cached_property
@@ -92,12 +99,29 @@ class DiffusersTransformer(nn.Module):
         """Reference pictures are conditions of the forward."""
         return PredictorInputs(latents, timestep, given)
 
+    def frames_clip(self, frames: Sequence[Tensor], num_frames: int) -> Tensor:
+        """The first frame alone [B,3,1,Y,X] is encoded."""
+        return frames[0][:, :, None]
+
+    def with_frames(self, latents: Tensor, timestep: Tensor, given: GivenFrames) -> PredictorInputs:
+        """The first frame is a condition of the forward."""
+        assert given.features is not None
+        return PredictorInputs(
+            latents, timestep, {"first_frame": given.latents, "image_embeds": given.features}
+        )
+
     @cached_property
     def condition_shapes(self) -> ConditionShapes:
         """What the forward takes beside the text states."""
         found = self.family.condition_shapes(self.folder.config(PART))
+        found |= {name: () for name in self.family.clip_conditions}
         if self.transformer.config.get("guidance_embeds"):
             found["guidance"] = ()
+        if self.family.first_frame:
+            found |= {
+                "first_frame": (self.in_channels, 1, None, None),
+                "image_embeds": (None, self.image_dim),
+            }
         if self.inputs:
             size: tuple[int | None, ...] = (self.inputs[0].most, self.in_channels, 1, None, None)
             found |= {"references": size, "references_sizes": (self.inputs[0].most, 3)}
@@ -134,10 +158,11 @@ class DiffusersTransformer(nn.Module):
                 self._arguments, latents, timestep, text, text_mask, text_lengths, conditions
             )
         dtype = latents.dtype
-        named = {n: v if n in KEPT else cast(v, dtype) for n, v in named.items()}
         if family.time_factor:
             exact = {"timestep": family.time_factor, "guidance": 1000.0}
             self._times = [named[n] * by for n, by in exact.items() if named.get(n) is not None]
+        kept = IDS if family.time_factor else IDS | TIMES
+        named = {n: v if n in kept else cast(v, dtype) for n, v in named.items()}
         (found, *_) = self.transformer(**named, return_dict=False)
         predicted = torch.stack(list(found)) if isinstance(found, (list, tuple)) else found
         velocity = unpacked(predicted, family, latents.shape)
@@ -154,19 +179,26 @@ class DiffusersTransformer(nn.Module):
     ) -> dict[str, Any]:
         """Arguments of the transformer's forward, in float32."""
         family = self.family
-        given = family.arguments(text.float(), text_mask, conditions, lengths)
-        given |= family.sizes(latents.shape, self.call.pipe.vae_scale_factor)
+        given = family.arguments(self.transformer.config, text.float(), text_mask, conditions, lengths)
+        given |= self.call.sizes(latents.shape)
+        # A number for the call, whose arithmetic a tensor takes too.
+        given |= {name: conditions[own].view(-1, 1, 1, 1, 1) for own, name in family.clip_conditions.items()}
         named = self.call.prepare(packed(latents.float(), family), timestep.float(), given)
         if "guidance" in conditions:
             named["guidance"] = conditions["guidance"].float()
-        return with_references(named, family, conditions) if self.inputs else named
+        if self.inputs:
+            named = with_references(named, family, conditions)
+        return with_first_frame(named, conditions) if family.first_frame else named
 
     def _exact(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """A forward pre-hook of sinusoidal embeddings: times, then guidance, as they were before rounding."""
-        return (self._times.pop(0), *args[1:]) if self._times else args
+        exact = self._times.pop(0) if len(self._times) > 1 else self._times[0]
+        return (exact, *args[1:])
 
     def guided(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
         """The pipeline's formula of guidance [B,C,T,H,W]."""
+        if self.folder.settings.get(self.family.distilled):
+            return conditional
         added = self.family.guidance == "added"
         found = (conditional if added else unconditional) + scale * (conditional - unconditional)
         if self.family.guidance != "rescaled":
@@ -190,6 +222,20 @@ class DiffusersTransformer(nn.Module):
                 module.reset_parameters()
         for name, table in self._tables.items():
             self.transformer.get_buffer(name).copy_(table)
+
+
+def check_references(kind: str, family: Family, references: int) -> None:
+    """Raises ContractError for more reference pictures than a pipeline takes."""
+    taken = {name: each.references for name, each in FAMILIES.items() if each.references}
+    if references and family.references is None:
+        accepted = f"0; {', '.join(taken)} take some"
+        raise ContractError(
+            f"{kind} takes no reference pictures", where="task.predictor.references", accepted=accepted
+        )
+    if references > 1 and family.references and not family.references[1]:
+        raise ContractError(
+            f"{kind} takes one reference picture", where="task.predictor.references", accepted="0, 1"
+        )
 
 
 MOST_PIXELS = 1024 * 1024
@@ -244,8 +290,21 @@ def with_references(
     }
 
 
-KEPT = frozenset({"timestep", "t", "guidance", "img_ids", "txt_ids"})
-"""Arguments of transformers whose precision is never lowered."""
+def with_first_frame(named: Mapping[str, Any], conditions: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Arguments of the transformer with the first frame's latents and mask behind the clip's, and its features."""
+    hidden = named["hidden_states"].clone()
+    first = conditions["first_frame"].float()
+    channels = first.shape[1]
+    hidden[:, channels : 2 * channels, :1] = first
+    hidden[:, 2 * channels :, :1] = 1
+    return {**named, "hidden_states": hidden, "image_embeds": conditions["image_embeds"].float()}
+
+
+TIMES = frozenset({"timestep", "t", "guidance"})
+"""Arguments of transformers whose precision is not lowered where the embedding reads them as they are."""
+
+IDS = frozenset({"img_ids", "txt_ids", "position_ids", "rope_interpolation_scale"})
+"""Arguments whose precision is never lowered."""
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:

@@ -71,15 +71,17 @@ class DiffusersVAE(nn.Module):
 
     @cached_property
     def _facts(self) -> tuple[int, tuple[int, int, int], bool]:
-        """Channels, stride, and whether the model takes clips, found with a picture of meta."""
+        """Channels, stride, and whether the model takes clips, found with pixels of meta."""
         model = empty_model(self.folder, PART).to("meta")
         clips = any(isinstance(module, nn.Conv3d) for module in model.modules())
         size, fold = 64, 2 if self.folder.family.folded else 1
+        more = 16 if self.folder.family.strides[0] else 0
         with torch.no_grad():
-            pixels = torch.empty(1, 3, *([1] if clips else []), size, size, device="meta")
+            pixels = torch.empty(1, 3, *([1 + more] if clips else []), size, size, device="meta")
             shape = model.encode(pixels).latent_dist.mean.shape
         space = size // shape[-1] * fold
-        return shape[1] * fold**2, (1, space, space), clips
+        time = more // (shape[2] - 1) if more else 1
+        return shape[1] * fold**2, (time, space, space), clips
 
     @property
     def latent_channels(self) -> int:
@@ -92,19 +94,22 @@ class DiffusersVAE(nn.Module):
         return self._facts[1]
 
     def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        """Shape (C,T,H,W) of the latents of a picture.
+        """Shape (C,T,H,W) of the latents of a picture or clip.
 
         Raises:
-            ContractError: it is a clip, or the size does not divide.
+            ContractError: it is a clip for a model of pictures, or the size does not divide.
         """
-        channels, (_, y, x), _ = self._facts
-        if num_frames != 1 or min(height, width) < 1 or height % y or width % x:
+        channels, (t, y, x), _ = self._facts
+        video = bool(self.folder.family.strides[0])
+        odd = (num_frames - 1) % t if video else num_frames - 1
+        if num_frames < 1 or odd or min(height, width) < 1 or height % y or width % x:
+            frames = f"1 more than a multiple of {t}" if video else "1"
             raise ContractError(
                 f"the autoencoder of {self.folder.kind} cannot encode num_frames {num_frames},"
                 f" height {height}, width {width}",
-                accepted=f"num_frames 1, height a multiple of {y}, width a multiple of {x}",
+                accepted=f"num_frames {frames}, height a multiple of {y}, width a multiple of {x}",
             )
-        return channels, 1, height // y, width // x
+        return channels, (num_frames - 1) // t + 1, height // y, width // x
 
     # -- weights --------------------------------------------------------------------------------
 
@@ -123,7 +128,7 @@ class DiffusersVAE(nn.Module):
         if self.model is None:
             model = empty_model(self.folder, PART).requires_grad_(False)
             nn.Module.to(model, self.dtype)  # the library's own `to` warns of modules that it keeps
-            model.use_slicing = False
+            model.use_slicing = bool(self.folder.family.strides[0])  # HunyuanVideo's takes one clip alone
             self.model = model
 
     # -- pixels <-> latents -----------------------------------------------------------------------
@@ -144,7 +149,11 @@ class DiffusersVAE(nn.Module):
     def decode(self, latents: Tensor) -> Tensor:
         """Pixels [B,3,F,Y,X] of latents [B,C,T,H,W]."""
         found = self._own(latents).to(self.dtype)
-        pixels: Tensor = self.model.decode(found if self._facts[2] else found[:, :, 0], return_dict=False)[0]
+        found = found if self._facts[2] else found[:, :, 0]
+        # LTX's decoder may take a time, 0 where no noise is added to its latents.
+        conditioned = self.model.config.get("timestep_conditioning")
+        more = {"temb": found.new_zeros(len(found))} if conditioned else {}
+        pixels: Tensor = self.model.decode(found, **more, return_dict=False)[0]
         return (pixels if pixels.dim() == 5 else pixels[:, :, None]).float().clamp(-1, 1)
 
     def unit(self, latents: Tensor) -> Tensor:
@@ -178,13 +187,19 @@ class DiffusersVAE(nn.Module):
             std = torch.sqrt(variance + config["batch_norm_eps"])
         elif config.get("latents_mean") is not None:
             mean, std = torch.tensor(config["latents_mean"]), torch.tensor(config["latents_std"])
+        elif "latents_mean" in self._file.shapes:
+            mean, std = self._stored("latents_mean"), self._stored("latents_std") / config["scaling_factor"]
         else:
             mean = torch.tensor([config.get("shift_factor") or 0.0])
             std = torch.tensor([1 / config["scaling_factor"]])
         return mean.float().view(1, -1, 1, 1, 1), std.float().view(1, -1, 1, 1, 1)
 
+    @property
+    def _file(self) -> Any:
+        return open_stored(self.path, "diffusion_pytorch_model")
+
     def _stored(self, name: str) -> Tensor:
-        stored = open_stored(self.path, "diffusion_pytorch_model")
+        stored = self._file
         return stored.read(name, tuple(slice(0, size) for size in stored.shapes[name])).clone()
 
     def train(self, mode: bool = True) -> DiffusersVAE:

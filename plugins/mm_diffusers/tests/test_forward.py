@@ -30,14 +30,21 @@ def inputs(predictor: DiffusersTransformer, device: str = "cpu") -> dict[str, Te
     """Arguments of a forward of three pictures, with captions of `LENGTHS` tokens."""
     t, y, x = predictor.patch_size
     longest = max(LENGTHS)
+    size = (2 * t if predictor.family.strides[0] else t, 4 * y, 6 * x)
     given = {
-        "latents": torch.randn(3, predictor.in_channels, t, 4 * y, 6 * x),
+        "latents": torch.randn(3, predictor.in_channels, *size),
         "timestep": torch.tensor([998.7, 333.3, 12.5]),
         "text": torch.randn(3, longest, predictor.text_dim),
         "text_mask": torch.arange(longest) < torch.tensor(LENGTHS)[:, None],
     }
     for name, shape in predictor.condition_shapes.items():
-        given[name] = torch.ones(3, *(longest if size is None else size for size in shape))
+        given[name] = torch.ones(3, *(longest if width is None else width for width in shape))
+        if len(shape) == 2 and shape[1] is not None and shape[0] is None:
+            given[name] = torch.randn(3, longest, shape[1])
+    for name in [name for name in given if name.endswith("_mask")]:
+        given[name] = given["text_mask"]
+    if "first_frame" in given:
+        given["first_frame"] = torch.randn(3, predictor.in_channels, 1, *size[1:])
     return {name: tensor.to(device) for name, tensor in given.items()}
 
 
@@ -81,10 +88,13 @@ def test_in_bf16_the_velocity_is_at_least_as_near_to_fp32_as_the_pipelines_own(p
     text, mask, given = task.captions.encoded_texts(CAPTIONS, torch.device("cpu"), {})
     if task.conditions.embedded_guidance:
         given["guidance"] = torch.ones(3)
+    given |= {name: torch.full((3,), 25.0) for name in pair.family.clip_conditions}
+    given |= pair.frame_conditions
     for sigma in (0.9987, 0.51225, 0.3333):
         noisy, times = pair.noise(3), torch.full((3,), 1000 * sigma)
         exact = task.predictor(noisy, times, text, mask, **given)
-        lowered = {name: one if name == "guidance" else one.bfloat16() for name, one in given.items()}
+        kept = {"guidance", *(name for name, one in given.items() if not one.is_floating_point())}
+        lowered = {name: one if name in kept else one.bfloat16() for name, one in given.items()}
         ours = low(noisy.bfloat16(), times, text.bfloat16(), mask, **lowered).float()
         pair.pipe.transformer = low.transformer
         try:

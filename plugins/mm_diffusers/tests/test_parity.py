@@ -22,8 +22,9 @@ def pair(request, pipeline_of) -> Pair:
 
 
 def pictures(pair: Pair, guidance: float, captions: list[str] = CAPTIONS, **inputs: Any) -> torch.Tensor:
-    request = SampleRequest(prompts=tuple(captions), seed=3, guidance=guidance, inputs=inputs)
-    return torch.stack([clip.pixels[:, 0] for clip in pair.task.sample(request)]).float()
+    images = ((pair.first_frame,),) * len(captions) if pair.family.first_frame else ()
+    request = SampleRequest(prompts=tuple(captions), seed=3, guidance=guidance, inputs=inputs, images=images)
+    return torch.stack([clip.pixels for clip in pair.task.sample(request)]).float()
 
 
 @pytest.mark.parametrize("scale", [None, 3.5])
@@ -35,15 +36,25 @@ def test_five_steps_make_the_pipelines_pictures(pair, scale):
     assert wanted.std() > 0.01 and (wanted[0] - wanted[2]).abs().max() > 1e-4  # captions matter
 
 
+class OneLevel(FlowMatchEulerDiscreteScheduler):
+    """One step, at a level of noise."""
+
+    level: float
+
+    def set_timesteps(self, num_inference_steps=None, device=None, sigmas=None, mu=None, timesteps=None):
+        super().set_timesteps(sigmas=[self.level], device=device)
+
+
 def called(pair: Pair, noisy: torch.Tensor, sigma: float) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with which the pipeline calls its transformer at a noise level, with prompts."""
     found: list[Any] = []
     hook = pair.pipe.transformer.register_forward_pre_hook(
         lambda module, args, named: found.append((args, named)), with_kwargs=True
     )
-    scheduler, pair.pipe.scheduler = pair.pipe.scheduler, FlowMatchEulerDiscreteScheduler()
+    scheduler, pair.pipe.scheduler = pair.pipe.scheduler, OneLevel()
+    pair.pipe.scheduler.level = sigma
     try:
-        pair.pictures(noisy, 1, sigmas=[sigma])
+        pair.pictures(noisy, 1)
     finally:
         hook.remove()
         pair.pipe.scheduler = scheduler
@@ -66,6 +77,8 @@ def test_velocity_loss_and_gradients_are_those_of_the_pipelines_call(pair):
     text, mask, given = task.captions.encoded_texts(CAPTIONS, torch.device("cpu"), {})
     if task.conditions.embedded_guidance:
         given["guidance"] = torch.ones(3)
+    given |= {name: torch.full((3,), 25.0) for name in pair.family.clip_conditions}
+    given |= pair.frame_conditions
     found = task.predictor(noisy, torch.full((3,), 1000 * sigma), text, mask, **given)
     assert close(found, wanted)
     losses = [(each - (noise - clean)).square().mean() for each in (found, wanted)]
@@ -82,11 +95,11 @@ def test_velocity_loss_and_gradients_are_those_of_the_pipelines_call(pair):
 
 def test_a_training_step_is_the_formula_on_the_pipelines_latents(pair):
     """The task's own loss, from pixels: latents as the pipeline decodes them, levels that are not shifted."""
-    pixels = torch.rand(3, 3, 48, 80, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    pixels = torch.rand(3, 3, pair.frames, 64, 96, generator=torch.Generator().manual_seed(1)) * 2 - 1
     task = pair.task
     inputs = task.prepare(batch_of(pixels, CAPTIONS), RNG)
     sigma = inputs.sigma.view(-1, 1, 1, 1, 1)
-    clean = task.autoencoder.encode(pixels[:, :, None]).mode()
+    clean = task.autoencoder.encode(pixels).mode()
     noise = torch.stack([RNG.normal(clean.shape[1:], "noise", 0, row) for row in range(3)])
     assert torch.allclose(inputs.given.latents, (1 - sigma) * clean + sigma * noise, atol=1e-6)
     assert torch.allclose(inputs.target, noise - clean, atol=1e-6)
@@ -97,8 +110,9 @@ def test_a_training_step_is_the_formula_on_the_pipelines_latents(pair):
     )
     again = task.autoencoder.decode(clean)
     own = pair.pipe.vae
-    encoded = own.encode(pixels[:, :, None] if own.config.get("z_dim") else pixels).latent_dist.mode()
+    clips = pair.frames > 1 or own.config.get("z_dim")
     with torch.no_grad():
+        encoded = own.encode(pixels if clips else pixels[:, :, 0]).latent_dist.mode()
         shown = own.decode(encoded).sample.clamp(-1, 1)
     assert (again.flatten(2) - shown.flatten(2)).abs().max() < 1e-4  # out of unit scale and back
 
@@ -125,7 +139,7 @@ def test_klein_takes_reference_pictures_as_its_pipeline_does(pipeline_of):
 
 def test_each_row_with_references_trains_as_alone(pipeline_of):
     pair = pair_of("Flux2KleinPipeline", pipeline_of("Flux2KleinPipeline"), references=2)
-    pixels = torch.rand(2, 3, 48, 80, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    pixels = torch.rand(2, 3, 1, 64, 96, generator=torch.Generator().manual_seed(1)) * 2 - 1
     shown = [[torch.rand(3, 40, 70) * 2 - 1], [torch.rand(3, 32, 32) * 2 - 1] * 2]
     both = pair.task.loss(
         pair.task.prepare(batch_of(pixels, CAPTIONS[:2], references=Ragged.of_pictures(shown)), RNG)
