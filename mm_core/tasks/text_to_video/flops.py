@@ -60,7 +60,8 @@ class TrainedFlops:
             for (known, *paths), count in self._counted.items():
                 if paths == own and count is not None and abs(size / known - 1) < 0.1:
                     return count * (size / known)
-            found = self._counted[size, *own] = counted_flops(predictor, arguments, own)
+            found = counted_flops(predictor, arguments, own)
+            self._counted[size, *own] = found
             return found
         taken = {name: one for name, one in arguments.items() if name not in (*CLIP_CONDITIONS, "text_mask")}
         shapes = {name: tuple(one.shape) if isinstance(one, Tensor) else one for name, one in taken.items()}
