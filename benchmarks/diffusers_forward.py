@@ -5,9 +5,9 @@
 For each family a tiny pipeline and three captions of different lengths. Processor time: the predictor's
 forward, whose arguments the pipeline's own code prepares, in turn with the transformer's own call with
 arguments that are ready; the median of the differences of all rounds. Waits: calls by which the host reads a
-tensor (`item`, `tolist`, `bool`, `nonzero`, indices that are masks), with the line of the code that makes
-them. On a CPU, reads of tensors that are on the host anyway count too; on CUDA, torch's own `set_sync_debug_mode`
-finds those that wait.
+tensor (`item`, `tolist`, `bool`, `nonzero`, indices that are masks), with the lines of the code that makes
+them. On a CPU, reads of tensors that are on the host anyway count too; on CUDA, torch's own
+`set_sync_debug_mode` finds those that wait.
 """
 
 from __future__ import annotations
@@ -74,25 +74,39 @@ def of_family(
     more = statistics.median(a - b for a, b in zip(ours, theirs, strict=True))
     found = waits(whole, args.device)
     mine = sum(count for place, count in found.items() if place.startswith("mm_"))
-    shown = ", ".join(f"{place} ({count})" for place, count in sorted(found.items())) or "none"
+    shown = ", ".join(by_file(found)) or "none"
     medians = [statistics.median(times) for times in (ours, theirs)]
     print(f"{kind:<26}{medians[0]:>12.2f}{medians[1]:>11.2f}{more:>10.2f}   {shown}", flush=True)
     return [(f"diffusers_forward_ms_{kind}", more, BAR), (f"diffusers_forward_waits_{kind}", mine, 0)]
+
+
+def by_file(found: Counter[str]) -> list[str]:
+    """The files of places, each with its lines and how many waits they make."""
+    lines: dict[str, list[str]] = {}
+    for place in sorted(found):
+        file, _, line = place.partition(":")
+        lines.setdefault(file, []).append(line)
+    counts = {file: sum(found[f"{file}:{line}"] for line in own) for file, own in lines.items()}
+    return [f"{file}:{','.join(own)} ({counts[file]})" for file, own in lines.items()]
 
 
 def prepared(kind: str, folder: Path, device: str) -> tuple[DiffusersTransformer, dict[str, Any]]:
     """The predictor of a tiny pipeline, and arguments of its forward for three pictures."""
     predictor = DiffusersTransformer(str(tiny_pipeline(folder, kind))).eval().requires_grad_(False)
     lengths, rows = [5, 17, 40], 3
-    patch = predictor.patch_size
+    t, y, x = predictor.patch_size
+    size = (2 * t if predictor.family.strides[0] else t, 8 * y, 12 * x)
     given = {
-        "latents": torch.randn(rows, predictor.in_channels, patch[0], 8 * patch[1], 12 * patch[2]),
+        "latents": torch.randn(rows, predictor.in_channels, *size),
         "timestep": torch.tensor([998.7, 512.25, 12.5]),
         "text": torch.randn(rows, max(lengths), predictor.text_dim),
         "text_mask": torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None],
     }
     for name, shape in predictor.condition_shapes.items():
-        given[name] = torch.ones(rows, *(max(lengths) if size is None else size for size in shape))
+        given[name] = torch.ones(rows, *(max(lengths) if width is None else width for width in shape))
+    given |= {name: given["text_mask"] for name in given if name.endswith("_mask")}
+    if predictor.family.first_frame:
+        given["first_frame"] = torch.randn(rows, predictor.in_channels, 1, *size[1:])
     on = {name: tensor.to(device) for name, tensor in given.items()}
     return predictor.to(device), {**on, "text_lengths": lengths}
 

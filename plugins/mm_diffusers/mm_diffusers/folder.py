@@ -49,6 +49,13 @@ class PipelineFolder:
             )
         return found
 
+    def has(self, part: str) -> bool:
+        """Whether the pipeline is there, is of a known family, and has a part."""
+        try:
+            return self.exists and part in self.parts
+        except CheckpointError:
+            return False
+
     @property
     def kind(self) -> str:
         """Class of the pipeline."""

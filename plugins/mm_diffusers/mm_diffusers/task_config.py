@@ -32,8 +32,7 @@ class PipelineTaskConfig(TextToVideoConfig):
     scheduler: Annotated[ComponentConfig, Kind("scheduler")] = _SCHEDULER
 
     def __post_init__(self) -> None:
-        folder = PipelineFolder(Path(self.pipeline))
-        if self.image_encoder is None and folder.exists and "image_encoder" in folder.parts:
+        if self.image_encoder is None and PipelineFolder(Path(self.pipeline)).has("image_encoder"):
             own = ComponentConfig("image_encoder", "diffusers/image", {"from_pretrained": None})
             object.__setattr__(self, "image_encoder", own)
         for each in fields(self):

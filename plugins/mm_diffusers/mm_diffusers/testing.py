@@ -83,7 +83,7 @@ def clip(width: int, projected: bool) -> Any:
 def t5(width: int) -> Any:
     """A tiny encoder of T5."""
     config = transformers.T5Config(
-        **{"vocab_size": 104, "d_model": width, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2},
+        **{"vocab_size": 384, "d_model": width, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2},
         feed_forward_proj="gated-gelu",
     )
     return transformers.T5EncoderModel(config)
@@ -198,11 +198,7 @@ def _z_image() -> dict[str, Any]:
 
 
 def _krea() -> dict[str, Any]:
-    text = {
-        **_QWEN3,
-        "num_hidden_layers": 3,
-        "rope_scaling": {"mrope_section": [1, 1, 2], "rope_type": "default"},
-    }
+    text = {**_QWEN3, "num_hidden_layers": 3, "rope_scaling": {"mrope_section": [1, 1, 2], "rope_type": "default"}}
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16}
     return {
         "transformer": diffusers.Krea2Transformer2DModel(
@@ -227,12 +223,7 @@ def _hunyuan_15(task: str = "t2v") -> dict[str, Any]:
     return {
         "transformer": diffusers.HunyuanVideo15Transformer3DModel(
             **{"in_channels": 9, "out_channels": 4, "num_layers": 2, "attention_head_dim": 16},
-            **{
-                "num_attention_heads": 2,
-                "num_refiner_layers": 1,
-                "text_embed_dim": 16,
-                "text_embed_2_dim": 24,
-            },
+            **{"num_attention_heads": 2, "num_refiner_layers": 1, "text_embed_dim": 16, "text_embed_2_dim": 24},
             **{"image_embed_dim": 16, "rope_axes_dim": (4, 6, 6), "target_size": 80, "task_type": task},
         ),
         "vae": diffusers.AutoencoderKLHunyuanVideo15(
@@ -279,12 +270,7 @@ def _ltx() -> dict[str, Any]:
         "text_encoder": t5(24),
         "tokenizer": t5_tokenizer(),
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(
-            **{
-                "use_dynamic_shifting": True,
-                "base_shift": 0.95,
-                "max_shift": 2.05,
-                "base_image_seq_len": 1024,
-            },
+            **{"use_dynamic_shifting": True, "base_shift": 0.95, "max_shift": 2.05, "base_image_seq_len": 1024},
             shift_terminal=0.1,
         ),
     }

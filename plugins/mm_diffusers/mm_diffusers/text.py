@@ -11,6 +11,7 @@ from typing import Any
 import diffusers
 import torch
 import transformers
+from diffusers.configuration_utils import FrozenDict
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -136,7 +137,8 @@ class DiffusersText(nn.Module):
                 parts[name] = getattr(transformers, kind).from_pretrained(
                     self.folder.path / name, local_files_only=True
                 )
-        return bare(self.folder, **parts, **{name: getattr(self, name) for name in self.encoders})
+        parts |= {name: getattr(self, name) for name in self.encoders}
+        return bare(self.folder, **parts, transformer=_Sizes(self._config))
 
     def tokenizer(self) -> Tokenizer:
         """Never called: see `SupportsCaptions`."""
@@ -179,6 +181,13 @@ class DiffusersText(nn.Module):
     def train(self, mode: bool = True) -> DiffusersText:
         """Stays in evaluation mode."""
         return super().train(False)
+
+
+class _Sizes:
+    """Takes the transformer's place: without one of its encoders, Stable Diffusion 3 reads a width there."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = FrozenDict(config)
 
 
 def _flat(states: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ Letters: B batch; C,T,H,W latents; L,D text; N tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,15 +17,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from mm_core.contracts import (
-    ConditionShapes,
-    FrameNames,
-    GivenFrames,
-    Input,
-    PredictorInputs,
-    WeightsFrom,
-    empty_parameters,
-)
+from mm_core.contracts import ConditionShapes, Input, PredictorInputs, WeightsFrom, empty_parameters
 from mm_core.device import with_numbers
 from mm_core.errors import CheckpointError, ContractError, first_line
 from mm_diffusers.call import PipelineCall
@@ -41,7 +33,7 @@ class DiffusersTransformer(nn.Module):
     """A transformer of Diffusers: predicts the velocity of noisy latents.
 
     Satisfies `Predictor`, `SupportsWeightsFrom`, `SupportsConditionShapes`, `SupportsInputs`,
-    `SupportsGuided` of `mm_core.contracts`; of pictures `SupportsMaxFrames`, with a first frame `SupportsFrames`.
+    `SupportsGuided` of `mm_core.contracts`; of pictures `SupportsMaxFrames`.
 
     Args:
         from_pretrained: folder of the pipeline.
@@ -80,13 +72,15 @@ class DiffusersTransformer(nn.Module):
         self.text_dim = family.text_width(config)
         if not family.strides[0]:
             self.max_frames = 1
-        if family.first_frame:
-            self.frame_choices: tuple[FrameNames, ...] = (("first",),)
-            self.image_dim = int(config["image_embed_dim"])
         check_references(folder.kind, family, references)
-        self.inputs = (
-            (Input("references", make=whole, encoder="autoencoder", most=references),) if references else ()
-        )
+        self.inputs: tuple[Input, ...] = ()
+        if references:
+            self.inputs = (Input("references", make=whole, encoder="autoencoder", most=references),)
+        if family.first_frame:
+            self.inputs = (
+                Input("first_frame", ("first",), encoder="autoencoder"),
+                Input("image_embeds", ("first",), encoder="image_encoder"),
+            )
         if family.text_tokens is not None and self.transformer._cp_plan and not references:
             self.context_plan = partial(context_plan, self.transformer, family.text_tokens)
 
@@ -96,19 +90,8 @@ class DiffusersTransformer(nn.Module):
         return PipelineCall(self.folder, self.transformer)
 
     def with_inputs(self, latents: Tensor, timestep: Tensor, given: Mapping[str, Tensor]) -> PredictorInputs:
-        """Reference pictures are conditions of the forward."""
+        """Reference pictures and first frames are conditions of the forward."""
         return PredictorInputs(latents, timestep, given)
-
-    def frames_clip(self, frames: Sequence[Tensor], num_frames: int) -> Tensor:
-        """The first frame alone [B,3,1,Y,X] is encoded."""
-        return frames[0][:, :, None]
-
-    def with_frames(self, latents: Tensor, timestep: Tensor, given: GivenFrames) -> PredictorInputs:
-        """The first frame is a condition of the forward."""
-        assert given.features is not None
-        return PredictorInputs(
-            latents, timestep, {"first_frame": given.latents, "image_embeds": given.features}
-        )
 
     @cached_property
     def condition_shapes(self) -> ConditionShapes:
@@ -118,11 +101,9 @@ class DiffusersTransformer(nn.Module):
         if self.transformer.config.get("guidance_embeds"):
             found["guidance"] = ()
         if self.family.first_frame:
-            found |= {
-                "first_frame": (self.in_channels, 1, None, None),
-                "image_embeds": (None, self.image_dim),
-            }
-        if self.inputs:
+            width = int(self.transformer.config.image_embed_dim)
+            found |= {"first_frame": (self.in_channels, 1, None, None), "image_embeds": (None, width)}
+        elif self.inputs:
             size: tuple[int | None, ...] = (self.inputs[0].most, self.in_channels, 1, None, None)
             found |= {"references": size, "references_sizes": (self.inputs[0].most, 3)}
         return found
@@ -186,9 +167,9 @@ class DiffusersTransformer(nn.Module):
         named = self.call.prepare(packed(latents.float(), family), timestep.float(), given)
         if "guidance" in conditions:
             named["guidance"] = conditions["guidance"].float()
-        if self.inputs:
-            named = with_references(named, family, conditions)
-        return with_first_frame(named, conditions) if family.first_frame else named
+        if family.first_frame:
+            return with_first_frame(named, conditions)
+        return with_references(named, family, conditions) if self.inputs else named
 
     def _exact(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """A forward pre-hook of sinusoidal embeddings: times, then guidance, as they were before rounding."""

@@ -11,6 +11,7 @@ import diffusers
 import torch
 from diffusers import ClassifierFreeGuidance
 from mm_diffusers.families import FAMILIES, Family
+from mm_diffusers.folder import PipelineFolder
 from mm_diffusers.image import DiffusersImage
 from mm_diffusers.schedule import PipelineSchedule
 from mm_diffusers.task import PipelineTask
@@ -25,7 +26,7 @@ from mm_core.loading.frozen import load_frozen
 from mm_core.plugin import get_registry
 from mm_core.tasks import SampleConfig
 
-CAPTIONS = ["a cat", "a very long caption of a dog and a cat that sit on a mat", "x y"]
+CAPTIONS = ["a cat", "a very long caption of a dog and a cat that sit on a mat", 'x "y"']
 HEIGHT, WIDTH, FRAMES = 64, 96, 9
 RNG = Randomness(3)
 
@@ -64,7 +65,7 @@ class Pair:
         """What the first frame becomes, of three clips."""
         if not self.family.first_frame:
             return {}
-        pixels = self.task.predictor.frames_clip([self.first_frame[None] / 127.5 - 1], FRAMES)
+        pixels = self.first_frame[None, :, None] / 127.5 - 1
         latents = self.task.autoencoder.encode(pixels).mode().expand(3, -1, -1, -1, -1)
         features = self.task.image_encoder.encode([self.first_frame] * 3)
         return {"first_frame": latents, "image_embeds": features}
@@ -78,13 +79,8 @@ class Pair:
         """The pipeline's own pictures [B,3,F,Y,X] from -1 to 1, of prompts; with a scale of guidance."""
         given = {"prompt": list(CAPTIONS), "height": HEIGHT, "width": WIDTH, **self.family.off, **given}
         takes = inspect.signature(type(self.pipe).__call__).parameters
-        fixed = {
-            "num_frames": self.frames,
-            "frame_rate": 25,
-            "max_area": HEIGHT * WIDTH,
-            "_auto_resize": False,
-        }
-        given |= {name: value for name, value in fixed.items() if name in takes}
+        fixed = {"num_frames": self.frames, "frame_rate": 25, "max_area": HEIGHT * WIDTH, "_auto_resize": False}
+        given = {name: value for name, value in fixed.items() if name in takes} | given
         if "height" not in takes:  # that of the first frame
             del given["height"], given["width"]
         if "image" in takes and self.family.first_frame:
@@ -106,7 +102,8 @@ class Pair:
 
 def pair_of(kind: str, folder: Path, references: int = 0) -> Pair:
     """The two for a pipeline's folder."""
-    pipe = getattr(diffusers, kind).from_pretrained(folder)
+    absent = [name for name, value in PipelineFolder(folder).index.items() if value == [None, None]]
+    pipe = getattr(diffusers, kind).from_pretrained(folder, **dict.fromkeys(absent))
     pipe.set_progress_bar_config(disable=True)
     pipe.vae.use_slicing = True  # HunyuanVideo's takes one clip alone
     predictor = DiffusersTransformer(str(folder), references)

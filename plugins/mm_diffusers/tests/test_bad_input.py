@@ -73,10 +73,14 @@ def test_pictures_sizes_and_conditions_that_a_family_does_not_take(pipeline_of):
     folder = str(pipeline_of("ZImagePipeline"))
     with pytest.raises(MMError, match="ZImagePipeline takes no reference pictures"):
         DiffusersTransformer(folder, references=2)
+    with pytest.raises(MMError, match="FluxKontextPipeline takes one reference picture"):
+        DiffusersTransformer(str(pipeline_of("FluxKontextPipeline")), references=2)
     with pytest.raises(MMError, match="height 63"):
         DiffusersVAE(folder).latent_shape(1, 63, 64)
     with pytest.raises(MMError, match="num_frames 5"):
         DiffusersVAE(folder).latent_shape(5, 64, 64)
+    with pytest.raises(MMError, match="accepted: num_frames 1 more than a multiple of 8, height a multiple of 32"):
+        DiffusersVAE(str(pipeline_of("LTXPipeline"))).latent_shape(8, 64, 64)
 
 
 def test_a_component_without_a_folder_or_with_a_damaged_config(copied, tmp_path):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from mm_diffusers.families import FAMILIES
+from mm_diffusers.testing import tiny_pipeline
 from mm_diffusers.transformer import unpacked
 from pairs import CAPTIONS, RNG, Pair, batch_of, pair_of
 from PIL import Image
@@ -22,8 +26,9 @@ def pair(request, pipeline_of) -> Pair:
 
 
 def pictures(pair: Pair, guidance: float, captions: list[str] = CAPTIONS, **inputs: Any) -> torch.Tensor:
-    images = ((pair.first_frame,),) * len(captions) if pair.family.first_frame else ()
-    request = SampleRequest(prompts=tuple(captions), seed=3, guidance=guidance, inputs=inputs, images=images)
+    if pair.family.first_frame:
+        inputs["first"] = (pair.first_frame,) * len(captions)
+    request = SampleRequest(prompts=tuple(captions), seed=3, guidance=guidance, inputs=inputs)
     return torch.stack([clip.pixels for clip in pair.task.sample(request)]).float()
 
 
@@ -115,6 +120,36 @@ def test_a_training_step_is_the_formula_on_the_pipelines_latents(pair):
         encoded = own.encode(pixels if clips else pixels[:, :, 0]).latent_dist.mode()
         shown = own.decode(encoded).sample.clamp(-1, 1)
     assert (again.flatten(2) - shown.flatten(2)).abs().max() < 1e-4  # out of unit scale and back
+
+
+def test_a_stable_diffusion_without_t5_makes_its_pipelines_pictures(tmp_path):
+    folder = tiny_pipeline(tmp_path / "sd3", "StableDiffusion3Pipeline")
+    diffusers.StableDiffusion3Pipeline.from_pretrained(
+        folder, text_encoder_3=None, tokenizer_3=None
+    ).save_pretrained(tmp_path / "small")
+    pair = pair_of("StableDiffusion3Pipeline", tmp_path / "small")
+    assert pair.task.text_encoder.encoders == ["text_encoder", "text_encoder_2"]
+    assert (pictures(pair, 3.5) - pair.pictures(pair.noise(3), 5, 3.5)).abs().max() < 1e-5
+
+
+def test_a_distilled_klein_is_not_guided(pipeline_of, tmp_path):
+    folder = shutil.copytree(pipeline_of("Flux2KleinPipeline"), tmp_path / "klein")
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps({**index, "is_distilled": True}))
+    pair = pair_of("Flux2KleinPipeline", folder)
+    assert (pictures(pair, 3.5) - pair.pictures(pair.noise(3), 5, 3.5)).abs().max() < 1e-5
+
+
+def test_kontext_takes_a_reference_picture_as_its_pipeline_does(pipeline_of):
+    pair = pair_of("FluxKontextPipeline", pipeline_of("FluxKontextPipeline"), references=1)
+    draws = np.random.default_rng(0)
+    shown = Image.fromarray(draws.integers(0, 255, (80, 64, 3), dtype=np.uint8))
+    given = torch.from_numpy(np.array(shown)).permute(2, 0, 1)
+    found = pictures(pair, 1.0, references=((given,), (), (given,)))
+    noise, wanted = pair.noise(3), []
+    for row, image in enumerate((shown, None, shown)):
+        wanted.append(pair.pictures(noise[row : row + 1], 5, prompt=CAPTIONS[row : row + 1], image=image))
+    assert (found - torch.cat(wanted)).abs().max() < 1e-5
 
 
 def test_klein_takes_reference_pictures_as_its_pipeline_does(pipeline_of):
