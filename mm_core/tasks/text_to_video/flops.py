@@ -29,7 +29,7 @@ class TrainedFlops:
     def __init__(self, predictor: Predictor) -> None:
         self._predictor = predictor
         self._known: dict[tuple[object, ...], float] = {}
-        self._counted: dict[tuple[Any, ...], StepFlops | None] = {}
+        self._counted: dict[tuple[int, tuple[str, ...]], StepFlops | None] = {}
 
     def of(self, given: PredictorInputs, text: Tensor, expert: str | None = None) -> float:
         """FLOPs that MFU counts for one forward of the predictor with these arguments and its backward; 0 for
@@ -53,15 +53,15 @@ class TrainedFlops:
         """
         predictor = self._predictor
         assert isinstance(predictor, nn.Module)
-        own = [path.removeprefix("predictor").removeprefix(".") for path in recomputed]
+        own = tuple(path.removeprefix("predictor").removeprefix(".") for path in recomputed)
         if not isinstance(predictor, SupportsModuleFlops):
             size = arguments["latents"].numel()
             # It takes seconds for a large model, so buckets of about the same area share a count.
-            for (known, *paths), count in self._counted.items():
+            for (known, paths), count in self._counted.items():
                 if paths == own and count is not None and abs(size / known - 1) < 0.1:
                     return count * (size / known)
             found = counted_flops(predictor, arguments, own)
-            self._counted[size, *own] = found
+            self._counted[size, own] = found
             return found
         taken = {name: one for name, one in arguments.items() if name not in (*CLIP_CONDITIONS, "text_mask")}
         shapes = {name: tuple(one.shape) if isinstance(one, Tensor) else one for name, one in taken.items()}

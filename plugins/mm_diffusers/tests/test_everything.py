@@ -19,7 +19,8 @@ _spec = spec_from_file_location("diffusers_runs", Path(__file__).with_name("test
 assert _spec is not None and _spec.loader is not None  # by its path: other plugins have a test_runs too
 _runs = module_from_spec(_spec)
 _spec.loader.exec_module(_runs)
-LORA, mm, trained, photos, run = _runs.LORA, _runs.mm, _runs.trained, _runs.photos, _runs.run
+LORA, mm, trained = _runs.LORA, _runs.mm, _runs.trained
+photos, clips, run = _runs.photos, _runs.clips, _runs.run  # fixtures
 
 BLOCKS = "engine.recompute_modules=auto"
 TWO = ("--nproc", 2)
