@@ -55,7 +55,7 @@ class TrainedFlops:
         assert isinstance(predictor, nn.Module)
         own = tuple(path.removeprefix("predictor").removeprefix(".") for path in recomputed)
         if not isinstance(predictor, SupportsModuleFlops):
-            size = arguments["latents"].numel()
+            size: int = arguments["latents"].numel()
             # It takes seconds for a large model, so buckets of about the same area share a count.
             for (known, paths), count in self._counted.items():
                 if paths == own and count is not None and abs(size / known - 1) < 0.1:
