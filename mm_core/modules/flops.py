@@ -55,6 +55,10 @@ def counted_flops(
     return counting.found
 
 
+_SUMS = (torch.ops.aten.addmm, torch.ops.aten.baddbmm)
+"""Operators with another term of a sum before their two factors."""
+
+
 class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up the products of a forward: each costs as much again for the gradient of each factor."""
 
@@ -77,11 +81,8 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         if (formula := flop_registry.get(func.overloadpacket)) is not None:
             flops = formula(*args, **(kwargs or {}), out_val=out)
-            first = func.overloadpacket in (
-                torch.ops.aten.addmm,
-                torch.ops.aten.baddbmm,
-            )  # the sum's other term
-            factors = args[int(first) : int(first) + 2]
+            first = int(func.overloadpacket in _SUMS)
+            factors = args[first : first + 2]
             backward = flops * sum(factor.requires_grad for factor in factors)
             self.found += StepFlops(flops, backward, flops if self._open else 0)
         return out
