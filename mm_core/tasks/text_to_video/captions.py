@@ -351,12 +351,9 @@ class Captions:
             device: where they are needed.
             length: least number of tokens.
         """
-        own = {
-            name.removeprefix(f"{part}."): tensor_of(value)
-            for name, value in features.items()
-            if name.startswith(f"{part}.")
-        }
-        own = {name: value if name == "mask" else copied_to(device, value) for name, value in own.items()}
+        before = f"{part}."
+        named = {n.removeprefix(before): tensor_of(t) for n, t in features.items() if n.startswith(before)}
+        own = {name: t if name == "mask" else copied_to(device, t) for name, t in named.items()}
         text, mask = _pad(own.pop("states"), length), _pad(own.pop("mask"), length)
         return self._finished(text, mask, {name.removeprefix("given "): t for name, t in own.items()})
 

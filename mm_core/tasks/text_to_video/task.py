@@ -243,10 +243,7 @@ class TextToVideo(TaskModule):
         self.conditions.check(given.conditions, shapes_of(self.text_encoder))
         dtype = self.input_dtype or main_dtype(self.get_submodule("predictor"), self._dtypes)
         routed: dict[str, Any] = {} if expert is None else {"expert": expert}
-        if self.conditions.lengths:
-            routed["text_lengths"] = mask.sum(
-                1
-            ).tolist()  # no wait for a device where the mask is on the host
+        routed |= self.conditions.lengths_of(mask)
         return self.predictor(
             latents=given.latents.to(dtype),
             timestep=given.timestep.float(),

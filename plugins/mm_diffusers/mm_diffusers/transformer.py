@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from mm_core.contracts import ConditionShapes, Input, PredictorInputs, WeightsFrom, empty_parameters
 from mm_core.device import with_numbers
 from mm_core.errors import CheckpointError, ContractError, first_line
-from mm_diffusers.call import PipelineCall
+from mm_diffusers.call import PipelineCall, context_plan
 from mm_diffusers.config import TransformerConfig
-from mm_diffusers.context import context_plan
 from mm_diffusers.families import FAMILIES, Family
 from mm_diffusers.folder import PipelineFolder
 
