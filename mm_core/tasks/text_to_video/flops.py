@@ -98,6 +98,7 @@ def sample_forward(
     with torch.device("meta"):
         latents = torch.empty(1, *autoencoder.latent_shape(*size))
         others = {name: torch.empty(1, *filter(None, shape)) for name, shape in declared.items()}
+        others |= conditions.of_clips(1, size[1:], latents.device, 1.0, 1.0)
         inputs = given.inputs(latents, torch.empty(1), encoded, others)
         text, mask = torch.empty(1, length, predictor.text_dim), torch.ones(1, length, dtype=torch.bool)
     routed: object = predictor

@@ -44,7 +44,7 @@ def check_engines(run: Path, stages: Sequence[int] = (2, 3)) -> None:
         found = trained(run, f"stage_{stage}", *TWO, "train.micro_batch_size=1", engine)
         assert found == pytest.approx(plain, rel=1e-6)
     shared = ("engine.context_parallel={size: 2}", BLOCKS)
-    if family_of(run).text_tokens:
+    if family_of(run).text_tokens is not None:
         assert trained(run, "shared", *TWO, *shared) == pytest.approx(plain, rel=1e-6)
     else:
         with pytest.raises(AssertionError, match="no trained component declares where its tokens are"):
@@ -77,7 +77,9 @@ def check_runs(run: Path) -> None:
     low = ("engine.param_dtype=bf16", "ema={decay: 0.9}", cache)
     mm("train", "--config", run, "--verify-resume", 2, *low, "run.name=again")
     plan = mm("train", "--config", run, "--dry-run", cache, BLOCKS)
-    assert "FLOPs per step, all ranks" in plan and "not loaded: autoencoder, text_encoder" in plan
+    assert "not loaded: autoencoder, text_encoder" in plan
+    # HunyuanVideo's forward sorts the tokens of text by their mask.
+    assert ("FLOPs per step, all ranks" in plan) == ("HunyuanVideo15" not in run.parent.name)
 
 
 @representative
