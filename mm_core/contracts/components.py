@@ -51,6 +51,8 @@ class Predictor(Protocol):
             timestep: [B], or [B,N] per token, in scheduler units.
             text: [B,L,D].
             text_mask: [B,L] bool, false for padding.
+                A forward that names `text_lengths` also gets the tokens of each caption, a list of B integers
+                on the host: masks of a device make it wait. The default is None.
             conditions: further tensors, each a parameter of the predictor's own forward. A parameter without
                 a default is needed: a plan in which nothing gives it is an error. `fps`, `size` and
                 `guidance` come from the task (`CLIP_CONDITIONS`), others from the text encoder, under the
@@ -284,7 +286,8 @@ class SupportsCaptions(Protocol):
     library's own code. Its `tokenizer` and `encode` are never called; tokenizing takes the step's time."""
 
     def encode_captions(self, captions: Sequence[str], device: torch.device) -> EncodedText:
-        """As `encode`, for B captions; states on the device."""
+        """As `encode`, for B captions; states on the device. The mask may be on the host: see `text_lengths`
+        of `Predictor`."""
 
 
 @runtime_checkable

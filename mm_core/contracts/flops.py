@@ -79,8 +79,8 @@ def attention_flops(
 class SupportsModuleFlops(Protocol):
     """Capability of a predictor that declares the FLOPs of its forward.
 
-    Without it, torch counts the FLOPs of a run's first forward, and misses compiled regions and third-party
-    kernels.
+    Without it, torch counts the FLOPs of a run's first forward, and of one without numbers for the plan; both
+    miss third-party kernels.
     """
 
     def module_flops(
@@ -117,6 +117,10 @@ class StepFlops:
     def useful(self) -> float:
         """The FLOPs that MFU counts: forward and backward, without recomputation."""
         return self.forward + self.backward
+
+    def __add__(self, other: StepFlops) -> StepFlops:
+        sums = (self.forward + other.forward, self.backward + other.backward)
+        return StepFlops(*sums, self.recomputed + other.recomputed)
 
     def __mul__(self, times: float) -> StepFlops:
         return StepFlops(self.forward * times, self.backward * times, self.recomputed * times)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -73,12 +73,17 @@ class ContextPlan:
         split: path -> argument of its forward, or number of its output -> dimension of the tokens. A tensor
             without this dimension stays whole; an argument that is not given, or is None, is left alone.
         gather: path of the last module that computes on a part -> dimension of the tokens in its output.
+        beside: what of `split` belongs to other tokens, such as those of text, with which each self-attention
+            attends to the tokens that are gathered, in one sequence. A mask of keys has this rank's part.
+        ring: whether `kind: ring` works: the self-attention has no masks, dropout or grouped heads.
     """
 
     heads: int
     attention: tuple[str, ...]
     split: Mapping[str, Mapping[str | int, int]]
     gather: Mapping[str, int]
+    beside: Collection[str | int] = ()
+    ring: bool = True
 
 
 @runtime_checkable

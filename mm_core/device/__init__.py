@@ -37,6 +37,7 @@ from mm_core.device.measurement import (
     peak_memory_bytes,
     reset_peak_memory,
 )
+from mm_core.device.operators import with_numbers
 from mm_core.device.peaks import peak_flops, published_peak
 
 __all__ = [
@@ -69,4 +70,5 @@ __all__ = [
     "set_numerics",
     "synchronize",
     "untested_torch",
+    "with_numbers",
 ]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.flop_counter import flop_registry
 
 from mm_core.contracts.flops import ModuleFlops, StepFlops, SupportsModuleFlops
+from mm_core.device.torch_private import TorchDispatchMode
 from mm_core.modules.adapter_layers import adapted_layers
 from mm_core.modules.patterns import above
 
@@ -20,6 +24,68 @@ def products_of(module: SupportsModuleFlops, shapes: Mapping[str, Any]) -> Seque
     if all(each.kind is not each.VAR_KEYWORD for each in named.values()):
         shapes = {name: shape for name, shape in shapes.items() if name in named}
     return module.module_flops(**shapes)
+
+
+def counted_flops(
+    module: nn.Module, arguments: Mapping[str, Any], recomputed: Collection[str] = ()
+) -> StepFlops | None:
+    """The FLOPs of a module's forward and backward, by torch's formulas, for one that declares no products;
+    None if its forward fails without numbers.
+
+    Args:
+        module: on the meta device, but for its buffers; its parameters show which are trained.
+        arguments: of the forward, with tensors on the meta device.
+        recomputed: as of `step_flops`.
+    """
+    module = copy.deepcopy(module)  # a forward may keep tensors, which would be without numbers
+    state = {
+        name: torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+    }
+    counting = _Counting()
+    for path in recomputed:
+        again = module.get_submodule(path)
+        again.register_forward_pre_hook(counting.enter)
+        again.register_forward_hook(counting.leave)
+    try:
+        with counting, torch.enable_grad():
+            torch.func.functional_call(module, state, (), dict(arguments))
+    except Exception:  # an author's forward may read what there is not
+        return None
+    return counting.found
+
+
+_SUMS = (torch.ops.aten.addmm, torch.ops.aten.baddbmm)
+"""Operators with another term of a sum before their two factors."""
+
+
+class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up the products of a forward: each costs as much again for the gradient of each factor."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = StepFlops(0, 0)
+        self._open = 0
+
+    def enter(self, *_: object) -> None:
+        """A forward hook: what follows is recomputed."""
+        self._open += 1
+
+    def leave(self, *_: object) -> None:
+        """A forward hook: the end of what is recomputed."""
+        self._open -= 1
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if (formula := flop_registry.get(func.overloadpacket)) is not None:
+            flops = formula(*args, **(kwargs or {}), out_val=out)
+            first = int(func.overloadpacket in _SUMS)
+            factors = args[first : first + 2]
+            backward = flops * sum(factor.requires_grad for factor in factors)
+            self.found += StepFlops(flops, backward, flops if self._open else 0)
+        return out
 
 
 def step_flops(

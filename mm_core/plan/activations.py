@@ -54,7 +54,7 @@ def shared_activations(
     root, given = found
     component = task.get_submodule(root)
     dtype = torch_dtype(layout.compute_dtype) if layout.compute_dtype else None
-    with FakeTensorMode():
+    with FakeTensorMode(allow_non_fake_inputs=True):  # tables that are neither parameters nor buffers
         arguments = tree_map_only(Tensor, lambda t: _fake(t, None).expand(rows, *t.shape[1:]).clone(), given)
         state = {n: _fake(p, dtype) for n, p in component.named_parameters()}
         state |= {name: _fake(buffer, None) for name, buffer in component.named_buffers()}

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from mm_core.contracts import StepFlops, SupportsModuleFlops, attention_flops, linear_flops
-from mm_core.modules.flops import step_flops
+from mm_core.modules.flops import counted_flops, step_flops
 from mm_core.parallel.activation_checkpointing import recompute
 
 TINY = {"num_layers": 3, "num_heads": 2, "head_dim": 16, "in_channels": 4, "out_channels": 4}
@@ -109,6 +109,27 @@ def test_a_predictor_within_another_declares_its_products_by_its_place_there():
     alone, holder = dit(), nn.ModuleDict({"high": dit()})
     products = [product.below("high") for product in alone.module_flops((2, 4, 3, 8, 10), (2,), (2, 7, 24))]
     assert step_flops(holder, products, ["high.blocks.1"]) == said(alone, arguments(), "blocks.1")
+
+
+@pytest.mark.parametrize("kind", [None, "LoraConfig", "LoKrConfig"])
+def test_products_that_nothing_declares_are_counted_without_numbers(kind):
+    model, mask = dit(), torch.ones(2, 7, dtype=torch.bool, device="meta")
+    if kind is not None:
+        peft = pytest.importorskip("peft")
+        config = getattr(peft, kind)(r=4, target_modules=["to_q", "ffn.net.2"])
+        peft.inject_adapter_in_model(config, model.requires_grad_(False), "one", low_cpu_mem_usage=True)
+    found = counted_flops(model, {**arguments(), "text_mask": mask}, ["blocks.1"])
+    assert found is not None and (found.forward, found.backward) == counted(model, arguments())
+    assert 0 < found.recomputed < found.forward / 3
+
+
+def test_a_forward_that_needs_numbers_has_no_count():
+    class Reading(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * x.sum().item()
+
+    with torch.device("meta"):
+        assert counted_flops(Reading(2, 2), {"input": torch.empty(1, 2)}) is None
 
 
 def test_products_are_declared_by_hand():

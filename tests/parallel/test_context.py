@@ -48,6 +48,11 @@ REFUSED = {
         lambda: planned(6, size=4),
         "engine.context_parallel.size: context size 4 does not divide 6 ranks\n  accepted: 1, 2, 3, 6",
     ),
+    "a ring of masked attention": (
+        lambda: planned(4, task_of(ring=False), kind="ring"),
+        "engine.context_parallel.kind: net uses masks in its attention, which ring attention does not have\n"
+        "  accepted: ulysses",
+    ),
     "more ranks than heads": (
         lambda: planned(4, size=4),
         "engine.context_parallel.size: net has 3 heads, too few for 4 ranks to share\n"
@@ -185,6 +190,35 @@ def test_dropout_differs_between_the_parts_of_a_sample_and_not_elsewhere():
     assert one["block"].shape == (1, 20, 8) and not torch.equal(one["block"], two["block"])
     assert all(torch.equal(two[name], again[name]) for name in two)
     assert not torch.equal(two["block"], other["block"]) and not torch.equal(two["after"], other["after"])
+
+
+class Joint(nn.Module):
+    """Tokens of a picture and of a text attend in one sequence, with a mask of the text's padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.last, self.seen = nn.Identity(), nn.Identity(), []
+        self.attention.forward = self.attend
+
+    def attend(self, text: torch.Tensor, picture: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        q = torch.cat([text, picture], 1).unflatten(-1, (2, 4)).transpose(1, 2)
+        keys = torch.cat([mask, mask.new_ones(picture.shape[:2])], 1)[:, None, None]
+        self.seen.append(q.shape[2])
+        return nn.functional.scaled_dot_product_attention(q, q, q, keys).transpose(1, 2).flatten(2)
+
+    def forward(self, text: torch.Tensor, picture: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.last(self.attention(text, picture, mask)[:, text.shape[1] :])
+
+
+def test_tokens_beside_those_that_are_gathered_attend_with_them_and_stay_apart():
+    inner = Joint()
+    net = nn.ModuleDict({"inner": inner})
+    given = {"text": 1, "picture": 1, "mask": 1}
+    paths = {"attention": ("net.inner.attention",), "gather": {"net.inner.last": 1}}
+    spread(net, 0, split={"net.inner": given}, beside=("text", "mask"), **paths)
+    inner(torch.ones(1, 5, 8), torch.ones(1, 7, 8), torch.ones(1, 5, dtype=torch.bool))
+    # Of 5 tokens of text and 7 of the picture this rank has 3 and 4; the picture's are put together again.
+    assert inner.seen == [3 + 4]
 
 
 class Kept(nn.Dropout):

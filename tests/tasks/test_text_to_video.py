@@ -18,7 +18,7 @@ from mm_core.errors import ContractError
 from mm_core.plan import build_task
 from mm_core.tasks.text_to_video.captions import chosen
 from mm_core.tasks.text_to_video.task import TextToVideo
-from support.text_to_video import CAPTIONS, RNG, SmallPredictor, make_batch, make_task, row
+from support.text_to_video import CAPTIONS, CPU, RNG, SmallPredictor, make_batch, make_task, row
 
 # -- training ----------------------------------------------------------------------------------
 
@@ -476,6 +476,25 @@ def test_a_name_that_is_no_module_of_the_task_is_refused_in_the_plan(tiny, monke
     text = str(fault.value)
     assert re.match(r"task, .*task\.py, line \d+: `trainable` names 'head', which is not a module of", text)
     assert text.endswith("accepted: predictor, autoencoder, text_encoder")
+
+
+class Counting(SmallPredictor):
+    """Notes the lengths of captions."""
+
+    def forward(self, latents, timestep, text, text_mask, text_lengths=None):
+        self.lengths = text_lengths
+        return super().forward(latents, timestep, text, text_mask)
+
+
+def test_a_forward_that_names_the_lengths_of_captions_gets_them_as_numbers():
+    task = make_task(Counting(), caption_dropout=0.5)
+    task.check({"num_frames": 2, "height": 8, "width": 8})
+    for epoch in range(3):
+        inputs = task.prepare(make_batch(task, epoch=epoch), RNG)
+        task.loss(inputs)
+        assert task.predictor.lengths == inputs.text_mask.sum(1).tolist()
+    list(task.clips(SampleRequest(prompts=("abc",), guidance=1.0)))
+    assert task.predictor.lengths == [task.captions.encoded_texts(["abc"], CPU, {})[1].sum().item()]
 
 
 class Strings(ByteTextEncoder):

@@ -66,7 +66,9 @@ def test_a_predictor_that_does_not_declare_them_leaves_them_to_torchs_count(tiny
     given = ready(build_task(load_config(tiny)))
     task = TextToVideo(Silent(12, 12), given.autoencoder, given.text_encoder, given.scheduler)
     assert task.loss(task.prepare(batch(1, 8), Randomness(1))).flops == 0
-    assert task.sample_flops({"num_frames": 8, "height": 16, "width": 16}, ()) is None
+    sample = {"num_frames": 8, "height": 16, "width": 16}
+    once = 2 * 8**3 * 12**2  # a linear layer of 12 channels at each place of the latents
+    assert task.sample_flops(sample, ["predictor"]) == StepFlops(once, once, once)
 
 
 def test_the_plan_shows_those_of_a_step(tiny):

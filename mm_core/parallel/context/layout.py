@@ -28,6 +28,7 @@ class ContextLayout:
         attention: self-attention modules.
         split: path -> argument or number of an output -> dimension of the tokens.
         gather: path -> dimension of the tokens in the output.
+        beside: arguments and outputs in `split` of other tokens, which attend in the same sequence.
     """
 
     size: int
@@ -35,6 +36,7 @@ class ContextLayout:
     attention: tuple[str, ...] = ()
     split: Mapping[str, Mapping[str | int, int]] = field(default_factory=dict)
     gather: Mapping[str, int] = field(default_factory=dict)
+    beside: tuple[str | int, ...] = ()
 
 
 def decide_context(
@@ -78,6 +80,12 @@ def decide_context(
             hint="write context_plan in the model (docs/long-clips.md), or set size: 1",
         )
     for root, plan in plans.items():
+        if wanted.kind == "ring" and not plan.ring:
+            raise PlanError(
+                f"{root} uses masks in its attention, which ring attention does not have",
+                where=f"{_KEY}.kind",
+                accepted="ulysses",
+            )
         if wanted.kind == "ulysses" and plan.heads < wanted.size:
             heads, ranks = plural(plan.heads, "head"), plural(wanted.size, "rank")
             raise PlanError(
@@ -119,7 +127,8 @@ def _resolved(
             _check_arguments(f"{where}.split", path, task.get_submodule(f"{root}.{path}"), dims)
         split |= {f"{root}.{path}": dims for path, dims in plan.split.items()}
         gather |= {f"{root}.{path}": dim for path, dim in plan.gather.items()}
-    return ContextLayout(wanted.size, wanted.kind, tuple(attention), split, gather)
+    beside = tuple(key for plan in plans.values() for key in plan.beside)
+    return ContextLayout(wanted.size, wanted.kind, tuple(attention), split, gather, beside)
 
 
 def _check_arguments(where: str, path: str, module: nn.Module, dims: Mapping[str | int, int]) -> None:

@@ -35,6 +35,8 @@ class Spreading:
         self.layout, self.peers = layout, peers
         self.tokens: Sequence[int] = ()
         """Tokens of each rank in the forward that runs."""
+        self.beside: Sequence[int] = ()
+        """The same of the other tokens that attend with them; () where there are none."""
         self._seed: int | None = None  # of the global generators before the first split
 
     def apply(self, task: TaskModule) -> None:
@@ -52,16 +54,16 @@ class Spreading:
     def kept(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Contexts of a forward and of its recomputation, which begins with the tokens and dropout of the
         forward, and may end before the gather."""
-        return nullcontext(), self._again(self.tokens, self._seed)
+        return nullcontext(), self._again(self.tokens, self.beside, self._seed)
 
     @contextmanager
-    def _again(self, tokens: Sequence[int], seed: int | None) -> Iterator[None]:
-        before = self.tokens, self._seed
-        self.tokens, self._seed = tokens, seed
+    def _again(self, tokens: Sequence[int], beside: Sequence[int], seed: int | None) -> Iterator[None]:
+        before = self.tokens, self.beside, self._seed
+        self.tokens, self.beside, self._seed = tokens, beside, seed
         try:
             yield
         finally:
-            self.tokens, self._seed = before
+            self.tokens, self.beside, self._seed = before
 
     def _attend(self, path: str, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         mode = _Attention(self, path)
@@ -84,7 +86,7 @@ class Spreading:
             bound = inspect.signature(forward).bind(*args, **kwargs)
             for name, dim in named.items():
                 if name in bound.arguments:
-                    bound.arguments[name] = self._part(path, bound.arguments[name], dim)
+                    bound.arguments[name] = self._part(path, name, bound.arguments[name], dim)
             args, kwargs = bound.args, bound.kwargs
             self._begin_part()
         out = forward(*args, **kwargs)
@@ -97,14 +99,18 @@ class Spreading:
                         where=f"split[{path!r}] of its context_plan",
                         accepted=f"0 to {len(outputs) - 1}",
                     )
-                outputs[key] = self._part(path, outputs[key], dim)
+                outputs[key] = self._part(path, key, outputs[key], dim)
         return tuple(outputs) if isinstance(out, tuple | list) else outputs[0]
 
-    def _part(self, path: str, x: Tensor | None, dim: int) -> Tensor | None:
+    def _part(self, path: str, key: str | int, x: Tensor | None, dim: int) -> Tensor | None:
         if x is None or x.dim() <= dim:
             return x  # one timestep a sample, where others have one a token
-        self.tokens = self.peers.shares(x.shape[dim])
-        if 0 in self.tokens:
+        shares = self.peers.shares(x.shape[dim])
+        if key in self.layout.beside:
+            self.beside = shares
+        else:
+            self.tokens = shares
+        if 0 in shares:
             tokens, ranks = plural(x.shape[dim], "token"), plural(self.peers.count, "rank")
             raise ContractError(
                 f"{tokens} of {path} cannot be shared by {ranks}",
@@ -153,7 +159,9 @@ class _Attention(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        tokens, peers = self._spreading.tokens, self._spreading.peers
+        tokens, beside, peers = self._spreading.tokens, self._spreading.beside, self._spreading.peers
+        if beside:
+            tokens = [sum(both) for both in zip(tokens, beside, strict=True)]
         own = tokens[peers.rank] if tokens else None
         if {query.shape[2], key.shape[2]} != {own}:
             raise ContractError(
@@ -162,6 +170,8 @@ class _Attention(TorchFunctionMode):
                 where="engine.context_parallel",
                 accepted="self-attention over the tokens that `split` names",
             )
+        if beside and attn_mask is not None:  # of keys: other ranks have other ones
+            attn_mask = gather(attn_mask.to(torch.uint8), 3, tokens, peers).bool()
         if self._spreading.layout.kind == "ulysses":
             options = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
             return ulysses(query, key, value, tokens, peers, scale=scale, enable_gqa=enable_gqa, **options)

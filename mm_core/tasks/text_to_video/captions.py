@@ -33,7 +33,9 @@ from mm_core.tasks.text_to_video.inputs import OF_CLIP, fields_of, picture_of
 from mm_core.tasks.text_to_video.returned_shapes import expect_text, expect_tokens
 
 Encoded = tuple[Tensor, Tensor, Mapping[str, Tensor]]
-"""Text states [B,L,D], mask [B,L], and the text encoder's conditions [B,...] that the predictor takes."""
+"""Text states [B,L,D], mask [B,L], and the text encoder's conditions [B,...] that the predictor takes.
+
+The mask is on the host where it is known there: of cached captions, or of an encoder that returns it so."""
 
 
 TEXTS = "text states"
@@ -278,7 +280,7 @@ class Captions:
 
     def _finished(self, text: Tensor, mask: Tensor, given: Mapping[str, Tensor]) -> Encoded:
         """Hidden states in float32 (the engine casts them), padded as the predictor expects."""
-        text = text.float().masked_fill(~mask[..., None], 0)
+        text = text.float().masked_fill(copied_to(text.device, ~mask)[..., None], 0)
         if isinstance(self.padding, tuple):
             length = self.padding[1]
             text, mask = _pad(text[:, :length], length), _pad(mask[:, :length], length)
@@ -349,11 +351,9 @@ class Captions:
             device: where they are needed.
             length: least number of tokens.
         """
-        own = {
-            name.removeprefix(f"{part}."): copied_to(device, tensor_of(value))
-            for name, value in features.items()
-            if name.startswith(f"{part}.")
-        }
+        before = f"{part}."
+        named = {n.removeprefix(before): tensor_of(t) for n, t in features.items() if n.startswith(before)}
+        own = {name: t if name == "mask" else copied_to(device, t) for name, t in named.items()}
         text, mask = _pad(own.pop("states"), length), _pad(own.pop("mask"), length)
         return self._finished(text, mask, {name.removeprefix("given "): t for name, t in own.items()})
 
@@ -380,7 +380,8 @@ def chosen(own: Encoded, empty: Encoded | None, dropped: Sequence[bool]) -> Enco
     order = [len(dropped) + row * each if out else row for row, out in enumerate(dropped)]
     rows = copied_to(own[0].device, torch.tensor(order))
     conditions = {name: _joined(value, empty[2][name])[rows] for name, value in own[2].items()}
-    return torch.cat([own[0], empty[0]])[rows], torch.cat([own[1], empty[1]])[rows], conditions
+    mask = torch.cat([own[1], empty[1]])
+    return torch.cat([own[0], empty[0]])[rows], mask[copied_to(mask.device, torch.tensor(order))], conditions
 
 
 def _joined(own: Tensor, empty: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from mm_core.modules.casting import KEEP
 from mm_core.plugin.checks.places import place_of_method, place_of_object
 
 T = TypeVar("T")
-_INPUTS = ("latents", "timestep", "text", "text_mask")
+_INPUTS = ("latents", "timestep", "text", "text_mask", "text_lengths")
 
 
 class Conditions:
@@ -45,6 +45,7 @@ class Conditions:
         optional = {p.name for p in named if p.default is not p.empty}
         self._open = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self._named = frozenset(p.name for p in named)
+        self._lengths = any(p.name == "text_lengths" for p in parameters)
         self.declared = predictor.condition_shapes if isinstance(predictor, SupportsConditionShapes) else None
         self.taken = self._named if self.declared is None else frozenset(self.declared)
         self.needed = (self._named | self.taken) - optional
@@ -53,6 +54,10 @@ class Conditions:
     def of_text(self, given: Mapping[str, T]) -> dict[str, T]:
         """The conditions of a text encoder (tensors, or their shapes) that the predictor takes."""
         return {name: value for name, value in given.items() if name in self.taken}
+
+    def lengths_of(self, mask: Tensor) -> dict[str, list[int]]:
+        """`text_lengths` of a mask [B,L], if the predictor takes them; a mask of the host makes none wait."""
+        return {"text_lengths": mask.sum(1).tolist()} if self._lengths else {}
 
     @property
     def unknown(self) -> list[str]:

@@ -62,7 +62,7 @@ class TextToVideoInputs:
     Attributes:
         given: noisy latents [B,C,T,H,W], their timesteps, and the predictor's tensors for given frames.
         text: [B,L,D].
-        text_mask: [B,L].
+        text_mask: [B,L], on the device or the host.
         target: [B,C,T,H,W].
         factors: [B], loss weight of the timestep times weight of the sample.
         weight: total weight of the batch.

@@ -17,7 +17,7 @@ from mm_core.contracts import (
     SupportsModuleFlops,
     TextEncoder,
 )
-from mm_core.modules.flops import products_of, step_flops
+from mm_core.modules.flops import counted_flops, products_of, step_flops
 from mm_core.tasks.text_to_video.checks import SIZES
 from mm_core.tasks.text_to_video.conditions import Conditions, shapes_of
 from mm_core.tasks.text_to_video.inputs import GivenInputs
@@ -29,11 +29,14 @@ class TrainedFlops:
     def __init__(self, predictor: Predictor) -> None:
         self._predictor = predictor
         self._known: dict[tuple[object, ...], float] = {}
+        self._counted: dict[tuple[int, tuple[str, ...]], StepFlops | None] = {}
 
     def of(self, given: PredictorInputs, text: Tensor, expert: str | None = None) -> float:
         """FLOPs that MFU counts for one forward of the predictor with these arguments and its backward; 0 for
         a predictor without `module_flops`."""
         tensors = {"latents": given.latents, "timestep": given.timestep, "text": text, **given.conditions}
+        if not isinstance(self._predictor, SupportsModuleFlops):
+            return 0.0
         key = (expert, *sorted((name, tensor.shape) for name, tensor in tensors.items()))
         if key not in self._known:
             found = self.of_sample(tensors if expert is None else {**tensors, "expert": expert}, ())
@@ -41,17 +44,25 @@ class TrainedFlops:
         return self._known[key]
 
     def of_sample(self, arguments: Mapping[str, Any], recomputed: Collection[str]) -> StepFlops | None:
-        """FLOPs of a forward with these arguments; None for a predictor without `module_flops`.
+        """FLOPs of a forward with these arguments; those of a predictor without `module_flops` are counted,
+        and None where its forward reads numbers.
 
         Args:
-            arguments: of the predictor's forward, with `expert` if it has experts.
+            arguments: of the predictor's forward, with `expert` if it has experts, on the meta device.
             recomputed: module paths in the task whose activations are recomputed.
         """
         predictor = self._predictor
-        if not isinstance(predictor, SupportsModuleFlops):
-            return None
         assert isinstance(predictor, nn.Module)
-        own = [path.removeprefix("predictor").removeprefix(".") for path in recomputed]
+        own = tuple(path.removeprefix("predictor").removeprefix(".") for path in recomputed)
+        if not isinstance(predictor, SupportsModuleFlops):
+            size: int = arguments["latents"].numel()
+            # It takes seconds for a large model, so buckets of about the same area share a count.
+            for (known, paths), count in self._counted.items():
+                if paths == own and count is not None and abs(size / known - 1) < 0.1:
+                    return count * (size / known)
+            found = counted_flops(predictor, arguments, own)
+            self._counted[size, own] = found
+            return found
         taken = {name: one for name, one in arguments.items() if name not in (*CLIP_CONDITIONS, "text_mask")}
         shapes = {name: tuple(one.shape) if isinstance(one, Tensor) else one for name, one in taken.items()}
         return step_flops(predictor, products_of(predictor, shapes), own)
@@ -87,6 +98,7 @@ def sample_forward(
     with torch.device("meta"):
         latents = torch.empty(1, *autoencoder.latent_shape(*size))
         others = {name: torch.empty(1, *filter(None, shape)) for name, shape in declared.items()}
+        others |= conditions.of_clips(1, size[1:], latents.device, 1.0, 1.0)
         inputs = given.inputs(latents, torch.empty(1), encoded, others)
         text, mask = torch.empty(1, length, predictor.text_dim), torch.ones(1, length, dtype=torch.bool)
     routed: object = predictor

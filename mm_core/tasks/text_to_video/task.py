@@ -234,7 +234,7 @@ class TextToVideo(TaskModule):
         Args:
             given: latents, timesteps and conditions.
             text: [B,L,D].
-            mask: [B,L].
+            mask: [B,L], on any device.
             expert: the expert for all rows, or None.
 
         Raises:
@@ -243,11 +243,12 @@ class TextToVideo(TaskModule):
         self.conditions.check(given.conditions, shapes_of(self.text_encoder))
         dtype = self.input_dtype or main_dtype(self.get_submodule("predictor"), self._dtypes)
         routed: dict[str, Any] = {} if expert is None else {"expert": expert}
+        routed |= self.conditions.lengths_of(mask)
         return self.predictor(
             latents=given.latents.to(dtype),
             timestep=given.timestep.float(),
             text=text.to(dtype),
-            text_mask=mask,
+            text_mask=copied_to(text.device, mask),
             **routed,
             **{name: cast_condition(name, tensor, dtype) for name, tensor in given.conditions.items()},
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -13,7 +13,7 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
-from mm_core.contracts import empty_parameters
+from mm_core.contracts import ContextPlan, empty_parameters
 from mm_diffusers.folder import PipelineFolder
 
 
@@ -43,7 +43,7 @@ class StandIn:
         self.forward = model.forward  # pipelines look at its parameters
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_model"], name)
+        return getattr(self.__dict__.get("_model"), name)  # without one while it is copied
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         raise Stop(*args, **named)
@@ -89,6 +89,7 @@ class PipelineCall:
         self.folder, self.family = folder, folder.family
         self.pipe = bare(folder, transformer=StandIn(transformer))
         self._config = self.pipe.scheduler.config
+        self._names = tuple(inspect.signature(transformer.forward).parameters)
         self._takes = inspect.signature(type(self.pipe).__call__).parameters
 
     def sizes(self, shape: Sequence[int]) -> dict[str, int]:
@@ -100,10 +101,8 @@ class PipelineCall:
             found["num_frames"] = (shape[2] - 1) * int(getattr(self.pipe, time)) + 1
         return {name: value for name, value in found.items() if name in self._takes}
 
-    def prepare(
-        self, latents: Tensor, timestep: Tensor, given: Mapping[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of the transformer's forward.
+    def prepare(self, latents: Tensor, timestep: Tensor, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of the transformer's forward, by name.
 
         Args:
             latents: in the form of the family's `latents`, float32.
@@ -111,7 +110,8 @@ class PipelineCall:
             given: further arguments of the pipeline's call: the encoded captions and the size in pixels.
         """
         stop = self._run(_Once(timestep, self._config), latents, given, 1)
-        return stop.args, {name: value for name, value in stop.named.items() if name != "return_dict"}
+        named = {**dict(zip(self._names, stop.args, strict=False)), **stop.named}
+        return {name: value for name, value in named.items() if name != "return_dict"}
 
     def schedule(
         self, latents: Tensor, given: Mapping[str, Any], steps: int
@@ -195,3 +195,34 @@ def quiet(kind: type) -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
+
+
+def context_plan(model: Any, text: Collection[str | int]) -> ContextPlan:
+    """The plan of the predictor whose part `transformer` the model is, for context parallelism.
+
+    Args:
+        model: with a `_cp_plan`.
+        text: what of it belongs to the tokens of text, which attend in one sequence with the picture's; ():
+            cross-attention (`attn2`) reads the text, all of it on each rank.
+    """
+    split: dict[str, dict[str | int, int]] = {}
+    gather: dict[str, int] = {}
+    for pattern, what in model._cp_plan.items():
+        own = pattern.removesuffix(".*")
+        each = [f"{own}.{name}" for name, _ in model.get_submodule(own).named_children()]
+        for path in each if own != pattern else [own]:
+            place = f"transformer.{path}".removesuffix(".")
+            if isinstance(what, dict):
+                own_text = () if text else [key for key in what if str(key).startswith("encoder_")]
+                dims = {key: one.split_dim for key, one in what.items() if key not in own_text}
+                split[place] = {**split.get(place, {}), **dims}
+            else:
+                gather[place] = what.gather_dim
+    attention = [
+        f"transformer.{path}"
+        for path, module in model.named_modules()
+        if hasattr(module, "processor") and (text or not path.endswith(".attn2"))
+    ]
+    masked = any("mask" in str(key) for dims in split.values() for key in dims)
+    heads = int(model.config.num_attention_heads)
+    return ContextPlan(heads, tuple(attention), split, gather, text, ring=not masked)

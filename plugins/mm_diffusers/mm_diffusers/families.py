@@ -5,7 +5,7 @@ Sources: the pipelines' `__call__` and `encode_prompt` in Diffusers 0.42.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
@@ -61,6 +61,9 @@ class Family:
             sinusoidal embedding; 0: it keeps float32.
         negated: the pipeline negates what the transformer returns.
         length: most tokens of a caption.
+        text_tokens: what in the transformer's `_cp_plan` (names of arguments, numbers of outputs) belongs to
+            tokens of text, which attend in one sequence with the picture's; (): text is read by
+            cross-attention. None: Diffusers has no such plan.
     """
 
     encoded: tuple[Encoded, ...]
@@ -80,6 +83,7 @@ class Family:
     time_factor: float = 0.0
     negated: bool = False
     length: int = 512
+    text_tokens: tuple[str | int, ...] | None = None
 
     @property
     def more(self) -> list[Encoded]:
@@ -106,7 +110,12 @@ class Family:
         return found
 
     def arguments(
-        self, config: Mapping[str, Any], text: Any, mask: Any, conditions: Mapping[str, Any]
+        self,
+        config: Mapping[str, Any],
+        text: Any,
+        mask: Any,
+        conditions: Mapping[str, Any],
+        lengths: Sequence[int] | None = None,
     ) -> dict[str, Any]:
         """Arguments of the pipeline's call.
 
@@ -115,11 +124,15 @@ class Family:
             text: the text states [B,L,D].
             mask: [B,L] bool, false for padding.
             conditions: as in `condition_shapes`.
+            lengths: true values of each row of the mask; None: they are counted.
         """
         first, *others = self.encoded
         if first.layers:
             text = text.unflatten(2, (-1, int(config[first.width])))
-        rows = [own[kept] for own, kept in zip(text, mask, strict=True)] if self.ragged else text
+        rows = text
+        if self.ragged:
+            lengths = mask.sum(1).tolist() if lengths is None else lengths
+            rows = [own[:length] for own, length in zip(text, lengths, strict=True)]
         found, before = {first.name: rows}, ""
         for each in others:
             if each.kind == "mask":
@@ -139,6 +152,7 @@ _FLUX = Family(
     channels=4,
     off={"true_cfg_scale": 1.0},
     time_factor=1000.0,
+    text_tokens=("encoder_hidden_states", "txt_ids"),
 )
 
 _HUNYUAN_15 = Family(
@@ -166,6 +180,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             distilled="is_distilled",
             references=(10, 10),
             time_factor=1000.0,
+            text_tokens=("encoder_hidden_states", "txt_ids"),
         ),
         "FluxKontextPipeline": replace(_FLUX, references=(1, 0)),
         "FluxPipeline": _FLUX,
@@ -195,6 +210,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             strides=("vae_temporal_compression_ratio", "vae_spatial_compression_ratio"),
             clip_conditions={"fps": "frame_rate"},
             length=128,
+            text_tokens=(),
         ),
         "QwenImagePipeline": Family(
             (Encoded("prompt_embeds", "joint_attention_dim"), Encoded("prompt_embeds_mask", kind="mask")),
@@ -204,6 +220,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             guidance="rescaled",
             time_factor=1.0,
             length=1024,
+            text_tokens=("encoder_hidden_states", "encoder_hidden_states_mask", 1),
         ),
         "StableDiffusion3Pipeline": Family(
             (

@@ -207,7 +207,7 @@ def _compact(states: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """States [B,L,D] and mask [B,L] of rows [L,D]."""
+    """States [B,L,D] of rows [L,D], and mask [B,L] on the host."""
     lengths = torch.tensor([len(row) for row in rows])
     mask = torch.arange(int(lengths.max()))[None] < lengths[:, None]
-    return pad_sequence(list(rows), batch_first=True), mask.to(rows[0].device)
+    return pad_sequence(list(rows), batch_first=True), mask

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from mm_core.contracts import ConditionShapes, Input, PredictorInputs, WeightsFrom, empty_parameters
+from mm_core.device import with_numbers
 from mm_core.errors import CheckpointError, ContractError, first_line
-from mm_diffusers.call import PipelineCall
+from mm_diffusers.call import PipelineCall, context_plan
 from mm_diffusers.config import TransformerConfig
 from mm_diffusers.families import FAMILIES, Family
 from mm_diffusers.folder import PipelineFolder
@@ -65,6 +66,8 @@ class DiffusersTransformer(nn.Module):
                 where=str(folder.path / PART),
                 hint="copy config.json again, or install the version of Diffusers that wrote it",
             ) from fault
+        blocks = self.transformer._no_split_modules or getattr(self.transformer, "_repeated_blocks", None)
+        self._no_split_modules = blocks  # what the engine gathers, recomputes and compiles one at a time
         self._times: list[Tensor] = []
         for module in self.transformer.modules():
             if family.time_factor and type(module).__name__ == "Timesteps":
@@ -84,6 +87,8 @@ class DiffusersTransformer(nn.Module):
                 Input("first_frame", ("first",), encoder="autoencoder"),
                 Input("image_embeds", ("first",), encoder="image_encoder"),
             )
+        if family.text_tokens is not None and self.transformer._cp_plan and not references:
+            self.context_plan = partial(context_plan, self.transformer, family.text_tokens)
 
     @cached_property
     def call(self) -> PipelineCall:
@@ -110,7 +115,13 @@ class DiffusersTransformer(nn.Module):
         return found
 
     def forward(
-        self, latents: Tensor, timestep: Tensor, text: Tensor, text_mask: Tensor, **conditions: Tensor
+        self,
+        latents: Tensor,
+        timestep: Tensor,
+        text: Tensor,
+        text_mask: Tensor,
+        text_lengths: list[int] | None = None,
+        **conditions: Tensor,
     ) -> Tensor:
         """Predicts the velocity [B,C,T,H,W] of noisy latents, in their dtype.
 
@@ -119,6 +130,7 @@ class DiffusersTransformer(nn.Module):
             timestep: [B] float32 in 0 .. 1000.
             text: [B,L,D].
             text_mask: [B,L] bool, false for padding.
+            text_lengths: tokens of each caption; None: they are counted.
             conditions: those of `condition_shapes`.
         """
         family = self.family
@@ -129,29 +141,41 @@ class DiffusersTransformer(nn.Module):
                 accepted=", ".join(self.condition_shapes) or "none",
             )
         with torch.no_grad():
-            given = family.arguments(self.transformer.config, text.float(), text_mask, conditions)
-            given |= self.call.sizes(latents.shape)
-            # A number for the call, whose arithmetic a tensor takes too.
-            given |= {
-                name: conditions[own].view(-1, 1, 1, 1, 1) for own, name in family.clip_conditions.items()
-            }
-            args, named = self.call.prepare(packed(latents.float(), family), timestep.float(), given)
-            if "guidance" in conditions:
-                named["guidance"] = conditions["guidance"].float()
-            if family.first_frame:
-                named = with_first_frame(named, conditions)
-            elif self.inputs:
-                named = with_references(named, family, conditions)
+            named = with_numbers(
+                self._arguments, latents, timestep, text, text_mask, text_lengths, conditions
+            )
         dtype = latents.dtype
         if family.time_factor:
             exact = {"timestep": family.time_factor, "guidance": 1000.0}
             self._times = [named[n] * by for n, by in exact.items() if named.get(n) is not None]
         kept = IDS if family.time_factor else IDS | TIMES
-        args, named = cast(args, dtype), {n: v if n in kept else cast(v, dtype) for n, v in named.items()}
-        (found, *_) = self.transformer(*args, **named, return_dict=False)
+        named = {n: v if n in kept else cast(v, dtype) for n, v in named.items()}
+        (found, *_) = self.transformer(**named, return_dict=False)
         predicted = torch.stack(list(found)) if isinstance(found, (list, tuple)) else found
         velocity = unpacked(predicted, family, latents.shape)
         return (-velocity if family.negated else velocity).to(latents.dtype).contiguous()
+
+    def _arguments(
+        self,
+        latents: Tensor,
+        timestep: Tensor,
+        text: Tensor,
+        text_mask: Tensor,
+        lengths: list[int] | None,
+        conditions: Mapping[str, Tensor],
+    ) -> dict[str, Any]:
+        """Arguments of the transformer's forward, in float32."""
+        family = self.family
+        given = family.arguments(self.transformer.config, text.float(), text_mask, conditions, lengths)
+        given |= self.call.sizes(latents.shape)
+        # A number for the call, whose arithmetic a tensor takes too.
+        given |= {name: conditions[own].view(-1, 1, 1, 1, 1) for own, name in family.clip_conditions.items()}
+        named = self.call.prepare(packed(latents.float(), family), timestep.float(), given)
+        if "guidance" in conditions:
+            named["guidance"] = conditions["guidance"].float()
+        if family.first_frame:
+            return with_first_frame(named, conditions)
+        return with_references(named, family, conditions) if self.inputs else named
 
     def _exact(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """A forward pre-hook of sinusoidal embeddings: times, then guidance, as they were before rounding."""
