@@ -17,7 +17,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--print", action="store_true", dest="show", help="print the config with every default filled in"
     )
-    parser.add_argument("--strict", action="store_true", help="exit code 1 if a file that the run reads is missing")
+    parser.add_argument("--strict", action="store_true", help="exit code 1 if a file to read is missing")
     add_allow_code(parser)
 
 

@@ -103,7 +103,7 @@ class DiffusersTransformer(nn.Module):
     def condition_shapes(self) -> ConditionShapes:
         """What the forward takes beside the text states."""
         found = self.family.condition_shapes(self.folder.config(PART))
-        found |= {name: () for name in self.family.clip_conditions}
+        found |= dict.fromkeys(self.family.clip_conditions, ())
         if self.transformer.config.get("guidance_embeds"):
             found["guidance"] = ()
         if self.family.first_frame:
@@ -278,7 +278,7 @@ def with_references(
 
 
 def with_first_frame(named: Mapping[str, Any], conditions: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Arguments of the transformer with the first frame's latents and mask behind the clip's, and its features."""
+    """Arguments of the transformer with the first frame's latents and mask behind the clip's."""
     hidden = named["hidden_states"].clone()
     first = conditions["first_frame"].float()
     channels = first.shape[1]

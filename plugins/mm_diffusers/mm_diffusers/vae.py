@@ -204,7 +204,8 @@ class DiffusersVAE(nn.Module):
 
     def _stored(self, name: str) -> Tensor:
         stored = self._file
-        return stored.read(name, tuple(slice(0, size) for size in stored.shapes[name])).clone()
+        found: Tensor = stored.read(name, tuple(slice(0, size) for size in stored.shapes[name]))
+        return found.clone()
 
     def train(self, mode: bool = True) -> DiffusersVAE:
         """Stays in evaluation mode."""
