@@ -213,7 +213,7 @@ def test_a_control_clip_given_by_name_changes_what_is_sampled(control, mm):
 
 
 def alike(one: bytes, other: bytes) -> bool:
-    """Whether clips are equal but for the rounding of batches of another size, which their encoder enlarges."""
+    """Whether clips are equal but for the rounding of other batches, which their encoder enlarges."""
     shown = []
     for clip in (one, other):
         with av.open(io.BytesIO(clip)) as opened:
@@ -248,7 +248,10 @@ def test_each_prompt_has_its_own_references_or_none(references, mm):
     each = made("each", "--prompt", "a", "--prompt", "a", "--input", *both, "--input", one)
     prompts.write_text("\n".join(map(json.dumps, (rows[0], rows[2]))), encoding="utf-8")
     assert each == made("rows", "--prompts", prompts) and alike(each[0], from_file[0])
-    others = [made("both", "--prompt", "a", "--input", *both)[0], made("one", "--prompt", "a", "--input", one)[0]]
+    others = [
+        made("both", "--prompt", "a", "--input", *both)[0],
+        made("one", "--prompt", "a", "--input", one)[0],
+    ]
     assert alike(others[0], from_file[0]) and others[0] != others[1]
     assert not alike(made("none", "--prompt", "a")[0], from_file[0])
     for given, message in (
