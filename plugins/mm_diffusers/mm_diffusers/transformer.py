@@ -69,8 +69,8 @@ class DiffusersTransformer(nn.Module):
         blocks = self.transformer._no_split_modules or getattr(self.transformer, "_repeated_blocks", None)
         self._no_split_modules = blocks  # what the engine gathers, recomputes and compiles one at a time
         self._times: list[Tensor] = []
-        for module in self.transformer.modules():
-            if family.time_factor and type(module).__name__ == "Timesteps":
+        for name, module in self.transformer.named_modules():
+            if family.time_factor and name.endswith("time_proj"):  # sinusoidal
                 module.register_forward_pre_hook(self._exact)
         self.weights_from = WeightsFrom(str(folder.path / PART), "core/diffusers")
         self.patch_size = family.patch

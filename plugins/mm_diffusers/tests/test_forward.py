@@ -7,10 +7,9 @@ import sys
 
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
 from mm_diffusers.families import FAMILIES
+from mm_diffusers.testing.parity import CAPTIONS, OneLevel, Pair, pair_of
 from mm_diffusers.transformer import DiffusersTransformer, unpacked
-from pairs import CAPTIONS, Pair, pair_of
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -47,15 +46,6 @@ def inputs(predictor: DiffusersTransformer, device: str = "cpu") -> dict[str, Te
     if "first_frame" in given:
         given["first_frame"] = torch.randn(3, predictor.in_channels, 1, *size[1:])
     return {name: tensor.to(device) for name, tensor in given.items()}
-
-
-class OneLevel(FlowMatchEulerDiscreteScheduler):
-    """One step, at a level of noise."""
-
-    level: float
-
-    def set_timesteps(self, num_inference_steps=None, device=None, sigmas=None, mu=None, timesteps=None):
-        super().set_timesteps(sigmas=[self.level], device=device)
 
 
 class Stopped(Exception):

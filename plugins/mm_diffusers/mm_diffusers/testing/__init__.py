@@ -241,8 +241,8 @@ def _hunyuan_15(task: str = "t2v") -> dict[str, Any]:
             **{"image_embed_dim": 16, "rope_axes_dim": (4, 6, 6), "target_size": 80, "task_type": task},
         ),
         "vae": diffusers.AutoencoderKLHunyuanVideo15(
-            **{"latent_channels": 4, "block_out_channels": (16, 16, 16), "layers_per_block": 1},
-            **{"spatial_compression_ratio": 4, "temporal_compression_ratio": 4},
+            **{"latent_channels": 4, "block_out_channels": (8, 8, 8, 8), "layers_per_block": 1},
+            **{"spatial_compression_ratio": 8, "temporal_compression_ratio": 4},
         ),
         "text_encoder": transformers.Qwen2_5_VLTextModel(transformers.Qwen2_5_VLTextConfig(**text)),
         "tokenizer": qwen_tokenizer(),
