@@ -43,13 +43,13 @@ SIZES = ((16, 32), (32, 16), (20, 24), (24, 20), (20, 20))
 """Height and width of the buckets, which `auto` finds; those of the files are twice as large."""
 HELD_OUT = (("red", "left"), ("green", "right"), ("blue", "up"), ("yellow", "down"))
 """Pairs of a colour and a side that no photo shows."""
-TRAINED = [
+TRAINED = tuple(
     (colour, figure, side)
     for colour, figure, side in itertools.product(
         moving_shapes.COLOURS, moving_shapes.SHAPES, moving_shapes.DIRECTIONS
     )
     if (colour, side) not in HELD_OUT
-]
+)
 TEXT = 64  # width of the text states
 FOLLOWED, CONTROL, MINUTES = 0.90, 0.30, 8
 
