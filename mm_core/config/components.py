@@ -62,6 +62,13 @@ def absent_inputs(config: RunConfig) -> dict[str, list[str]]:
     return {split: paths for split, paths in found.items() if paths}
 
 
+def absent_paths(config: RunConfig) -> list[str]:
+    """The paths of all fields of a run's config with a mark `Reads` at which nothing is."""
+    marked = _marks(config, config.registry, "", Reads)
+    paths = dict.fromkeys(path for _, _, value in marked for path in _texts(value))
+    return [path for path in paths if absent(Path(path))]
+
+
 def _marks(
     value: object, registry: Registry, prefix: str, kind: type[Mark]
 ) -> Iterator[tuple[str, Mark, object]]:

@@ -107,7 +107,7 @@ class Reads:
 
 
 InputPath = Annotated[str, Reads()]
-"""The type of a dataset's field with the path of a file or folder that the run reads. While nothing is there,
+"""The type of a field with the path of a file or folder that the run reads. While nothing is there,
 `mm validate` and `--dry-run` list it as missing."""
 
 Scale = Annotated[float, Range(ge=0)]

@@ -60,7 +60,7 @@ def test_it_is_a_json_schema(schema):
 
 
 def test_there_are_configs_of_every_plugin():
-    assert {path.parts[-3] for path in SHIPPED} == {"mm_custom_dit", "mm_internvl", "mm_wan"}
+    assert {path.parts[-3] for path in SHIPPED} == {"mm_custom_dit", "mm_diffusers", "mm_internvl", "mm_wan"}
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parts[-3]}/{path.stem}")

@@ -234,6 +234,7 @@ ELSEWHERE = {
     "docs/deepspeed.md": "plugins/mm_deepspeed/tests/test_docs.py",
     "docs/hooks.md": "tests/repo/test_site.py",
     "docs/diffusers.md": "plugins/mm_diffusers/tests/test_page.py",
+    "docs/diffusers-family.md": "plugins/mm_diffusers/tests/test_page.py",
     "docs/inputs.md": "tests/runs/test_named_inputs.py",
     "docs/lora-for-comfyui.md": "plugins/mm_wan/tests/test_lora_page.py",
     "docs/optimizers.md": "tests/config/test_training_configs.py",

@@ -135,7 +135,7 @@ def test_every_project_is_apache_licensed() -> None:
 
 def test_configs_of_plugins_are_links_into_their_packages() -> None:
     links = sorted((ROOT / "configs").iterdir())
-    assert [link.name for link in links] == ["custom_dit", "internvl", "wan"]
+    assert [link.name for link in links] == ["custom_dit", "diffusers", "internvl", "wan"]
     for link in links:
         assert link.is_symlink() and not link.readlink().is_absolute()
         assert link.resolve() == ROOT / f"plugins/mm_{link.name}/mm_{link.name}/configs"

@@ -17,14 +17,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--print", action="store_true", dest="show", help="print the config with every default filled in"
     )
-    parser.add_argument("--strict", action="store_true", help="exit code 1 if a file of the data is missing")
+    parser.add_argument("--strict", action="store_true", help="exit code 1 if a file that the run reads is missing")
     add_allow_code(parser)
 
 
 def execute(args: argparse.Namespace) -> int:
     """Runs `mm validate`: exit code 0 when the config is valid, 1 after printing every error in it, or with
-    --strict if files of its data are missing."""
-    from mm_core.config.components import absent_inputs, option_faults, target_faults
+    --strict if files that it names are missing."""
+    from mm_core.config.components import absent_paths, option_faults, target_faults
     from mm_core.config.load import load_config
 
     try:
@@ -36,7 +36,7 @@ def execute(args: argparse.Namespace) -> int:
             raise  # the command line prints it on standard error
         print_json({"ok": False, "faults": _rows(error)})
         return 1
-    missing = list(dict.fromkeys(path for paths in absent_inputs(config).values() for path in paths))
+    missing = absent_paths(config)
     if args.json:
         good = not (args.strict and missing)
         result: dict[str, object] = {"ok": good, "faults": [], "missing_files": missing}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from mm_core.errors import ConfigError, MMError
-from mm_core.plugin import DType, Range
+from mm_core.plugin import ComponentConfig, DType, InputPath, Kind, Range
+from mm_core.tasks import TextToVideoConfig
+from mm_diffusers.families import Family
 from mm_diffusers.folder import PipelineFolder
 
 _Positive = Annotated[float, Range(gt=0)]
@@ -22,6 +24,7 @@ class TransformerConfig:
     references: Annotated[int, Range(ge=0)] = (
         0  # most reference pictures of a sample (its field `references`), for families that take some
     )
+    family: Family | None = None  # recipe of the pipeline; null: that of its class, if it is known
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class VaeConfig:
 
     from_pretrained: str | None = None  # the pipeline's folder; null: that of the task
     dtype: DType = "fp32"  # of its weights
+    family: Family | None = None  # recipe of the pipeline; null: that of the predictor
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class TextConfig:
     max_length: Annotated[int, Range(ge=1)] | None = (
         None  # most tokens of a caption; null: as in the pipeline
     )
+    family: Family | None = None  # recipe of the pipeline; null: that of the predictor
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,7 @@ class ImageConfig:
 
     from_pretrained: str | None = None  # the pipeline's folder; null: that of the task
     dtype: DType = "bf16"  # of its weights
+    family: Family | None = None  # recipe of the pipeline; null: that of the predictor
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,46 @@ class ScheduleConfig:
     timesteps: Literal["uniform", "logit_normal"] = "logit_normal"  # density of training, before the shift
     logit_mean: float = 0.0  # of the logit-normal density
     logit_std: _Positive = 1.0  # of the logit-normal density
+    family: Family | None = None  # recipe of the pipeline; null: that of the predictor
+
+
+_PREDICTOR, _AUTOENCODER, _TEXT_ENCODER, _SCHEDULER = (
+    ComponentConfig(kind, f"diffusers/{name}", {"from_pretrained": None})
+    for kind, name in (
+        ("predictor", "transformer"),
+        ("autoencoder", "vae"),
+        ("text_encoder", "text"),
+        ("scheduler", "schedule"),
+    )
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineTaskConfig(TextToVideoConfig):
+    """Config of the task `diffusers/pipeline`: what is not set here comes from the pipeline's folder."""
+
+    pipeline: InputPath  # folder of a pipeline of Diffusers
+    predictor: Annotated[ComponentConfig, Kind("predictor")] = _PREDICTOR
+    autoencoder: Annotated[ComponentConfig, Kind("autoencoder")] = _AUTOENCODER
+    text_encoder: Annotated[ComponentConfig, Kind("text_encoder")] = _TEXT_ENCODER
+    scheduler: Annotated[ComponentConfig, Kind("scheduler")] = _SCHEDULER
+
+    def __post_init__(self) -> None:
+        folder = PipelineFolder(Path(self.pipeline), self.predictor.options.get("family"))
+        if self.image_encoder is None and folder.has("image_encoder"):
+            own = ComponentConfig(
+                "image_encoder", "diffusers/image", {"from_pretrained": None, "family": None}
+            )
+            object.__setattr__(self, "image_encoder", own)
+        filled = {"from_pretrained": self.pipeline, "family": self.predictor.options.get("family")}
+        for each in fields(self):
+            part = getattr(self, each.name)
+            if not isinstance(part, ComponentConfig):
+                continue
+            new = {name: value for name, value in filled.items() if part.options.get(name, "") is None}
+            if new:
+                options = {**part.options, **new}
+                object.__setattr__(self, each.name, replace(part, options=options, derived=tuple(new)))
 
 
 def check(options: Mapping[str, Any]) -> Iterator[MMError]:
@@ -75,7 +121,8 @@ def check(options: Mapping[str, Any]) -> Iterator[MMError]:
 
 
 def check_folder(options: Mapping[str, Any]) -> Iterator[MMError]:
-    """Faults of the predictor's pipeline."""
+    """Faults of the predictor's pipeline, once it is there."""
     yield from check(options)
-    if options["from_pretrained"] is not None:
-        yield from PipelineFolder(Path(options["from_pretrained"])).faults()
+    path = options["from_pretrained"]
+    if path is not None and Path(path).exists():
+        yield from PipelineFolder(Path(path), options["family"]).faults()

@@ -84,8 +84,8 @@ class Family:
     @property
     def more(self) -> list[Encoded]:
         """What is encoded beside the text states and their mask."""
-        first = 2 if self.encoded[1:] and self.encoded[1].kind == "mask" else 1
-        return [each for each in self.encoded[first:] if each.name]
+        named = [each for each in self.encoded[1:] if each.name]
+        return named[1:] if named and named[0].kind == "mask" else named
 
     def text_width(self, config: Mapping[str, Any]) -> int:
         """Width of the text states, by the transformer's config."""
@@ -127,7 +127,6 @@ class Family:
             elif each.name:
                 found[each.name], before = conditions[each.name], each.name
         return found
-
 
 
 _FLUX = Family(

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mm_core.errors import CheckpointError, MMError, did_you_mean
+from mm_core.errors import CheckpointError, MMError
 from mm_diffusers.families import FAMILIES, Family
 
 INDEX = "model_index.json"
@@ -22,9 +22,11 @@ class PipelineFolder:
 
     Attributes:
         path: its folder, with model_index.json.
+        recipe: of the pipeline; None: that of `FAMILIES`.
     """
 
     path: Path
+    recipe: Family | None = None
 
     @property
     def exists(self) -> bool:
@@ -40,12 +42,12 @@ class PipelineFolder:
         """
         found = self._json(self.path / INDEX)
         kind = found.get("_class_name")
-        if kind not in FAMILIES:
+        if self.recipe is None and kind not in FAMILIES:
             raise CheckpointError(
                 f"{INDEX} is of the pipeline {kind!r}, which has no recipe",
                 where=str(self.path / INDEX),
                 accepted=", ".join(sorted(FAMILIES)),
-                hint=did_you_mean(str(kind), FAMILIES) or "use a pipeline of one of these families",
+                hint="write a recipe (docs/diffusers-family.md), and set task.predictor to it",
             )
         return found
 
@@ -64,7 +66,7 @@ class PipelineFolder:
     @property
     def family(self) -> Family:
         """Recipe of the pipeline."""
-        return FAMILIES[self.kind]
+        return self.recipe or FAMILIES[self.kind]
 
     @cached_property
     def parts(self) -> Mapping[str, tuple[str, str]]:

@@ -15,6 +15,7 @@ from mm_core.contracts import torch_dtype
 from mm_core.diffusion import ModelFolder
 from mm_core.plugin import DType
 from mm_diffusers.config import ImageConfig
+from mm_diffusers.families import Family
 from mm_diffusers.folder import PipelineFolder
 
 PART, SETTINGS = "image_encoder", "feature_extractor"
@@ -26,15 +27,18 @@ class DiffusersImage(nn.Module):
     Args:
         from_pretrained: folder of the pipeline.
         dtype: of its weights.
+        family: recipe of the pipeline; None: a known one.
     """
 
     entry_points = ("encode",)
     block_patterns = "auto"
     model: nn.Module | None
 
-    def __init__(self, from_pretrained: str, dtype: DType = ImageConfig.dtype) -> None:
+    def __init__(
+        self, from_pretrained: str, dtype: DType = ImageConfig.dtype, family: Family | None = None
+    ) -> None:
         super().__init__()
-        self.folder = PipelineFolder(Path(from_pretrained))
+        self.folder = PipelineFolder(Path(from_pretrained), family)
         self.dtype = torch_dtype(dtype)
         self._files = ModelFolder(self.folder.path / PART, "image encoder")
         self.weights_from = self._files.weights

@@ -11,7 +11,7 @@ def mm_tasks() -> list[Component]:
         Component(
             name="pipeline",
             target="mm_diffusers.task:PipelineTask",
-            config="mm_diffusers.task_config:PipelineTaskConfig",
+            config="mm_diffusers.config:PipelineTaskConfig",
             summary="trains the transformer of a pipeline of Diffusers, by its folder",
             aliases=("diffusers",),
             paper=_SOURCE,

@@ -40,7 +40,7 @@ class PipelineSchedule(ScheduleConfig):
 
     @cached_property
     def _call(self) -> PipelineCall:
-        folder = PipelineFolder(Path(str(self.from_pretrained)))
+        folder = PipelineFolder(Path(str(self.from_pretrained)), self.family)
         return PipelineCall(folder, empty_model(folder, "transformer"))
 
     def _scheduled(self, steps: int) -> tuple[Any, Any]:

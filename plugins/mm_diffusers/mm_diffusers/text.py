@@ -27,6 +27,7 @@ from mm_core.errors import CheckpointError
 from mm_core.plugin import DType
 from mm_diffusers.call import bare, quiet
 from mm_diffusers.config import TextConfig
+from mm_diffusers.families import Family
 from mm_diffusers.folder import INDEX, PipelineFolder
 
 
@@ -37,6 +38,7 @@ class DiffusersText(nn.Module):
         from_pretrained: folder of the pipeline.
         dtype: of the weights.
         max_length: most tokens of a caption; None: as in the pipeline.
+        family: recipe of the pipeline; None: a known one.
     """
 
     entry_points = ("encode_captions",)
@@ -47,9 +49,10 @@ class DiffusersText(nn.Module):
         from_pretrained: str,
         dtype: DType = TextConfig.dtype,
         max_length: int | None = TextConfig.max_length,
+        family: Family | None = None,
     ) -> None:
         super().__init__()
-        self.folder = PipelineFolder(Path(from_pretrained))
+        self.folder = PipelineFolder(Path(from_pretrained), family)
         self.dtype = torch_dtype(dtype)
         self._most = max_length
         self.weights_from = WeightsFrom(str(self.folder.path), "diffusers/encoders")

@@ -35,6 +35,8 @@ class DiffusersTransformer(nn.Module):
 
     Args:
         from_pretrained: folder of the pipeline.
+        references: most reference pictures of a sample.
+        family: recipe of the pipeline; None: a known one.
 
     Raises:
         CheckpointError: the folder is no pipeline with a recipe, or its config.json does not fit its class.
@@ -42,9 +44,14 @@ class DiffusersTransformer(nn.Module):
 
     text_padding = "masked"
 
-    def __init__(self, from_pretrained: str, references: int = TransformerConfig.references) -> None:
+    def __init__(
+        self,
+        from_pretrained: str,
+        references: int = TransformerConfig.references,
+        family: Family | None = None,
+    ) -> None:
         super().__init__()
-        self.folder = folder = PipelineFolder(Path(from_pretrained))
+        self.folder = folder = PipelineFolder(Path(from_pretrained), family)
         self.family = family = folder.family
         config = folder.config(PART)
         try:
@@ -125,7 +132,9 @@ class DiffusersTransformer(nn.Module):
             given = family.arguments(self.transformer.config, text.float(), text_mask, conditions)
             given |= self.call.sizes(latents.shape)
             # A number for the call, whose arithmetic a tensor takes too.
-            given |= {name: conditions[own].view(-1, 1, 1, 1, 1) for own, name in family.clip_conditions.items()}
+            given |= {
+                name: conditions[own].view(-1, 1, 1, 1, 1) for own, name in family.clip_conditions.items()
+            }
             args, named = self.call.prepare(packed(latents.float(), family), timestep.float(), given)
             if "guidance" in conditions:
                 named["guidance"] = conditions["guidance"].float()

@@ -17,6 +17,7 @@ from mm_core.plugin import DType
 from mm_core.weights import open_stored
 from mm_diffusers.call import empty_model
 from mm_diffusers.config import VaeConfig
+from mm_diffusers.families import Family
 from mm_diffusers.folder import PipelineFolder
 
 PART = "vae"
@@ -53,15 +54,18 @@ class DiffusersVAE(nn.Module):
     Args:
         from_pretrained: folder of the pipeline.
         dtype: of its weights.
+        family: recipe of the pipeline; None: a known one.
     """
 
     entry_points = ("encode", "decode")
     block_patterns = ()
     model: Any
 
-    def __init__(self, from_pretrained: str, dtype: DType = VaeConfig.dtype) -> None:
+    def __init__(
+        self, from_pretrained: str, dtype: DType = VaeConfig.dtype, family: Family | None = None
+    ) -> None:
         super().__init__()
-        self.folder = PipelineFolder(Path(from_pretrained))
+        self.folder = PipelineFolder(Path(from_pretrained), family)
         self.path = self.folder.path / PART
         self.weights_from = WeightsFrom(str(self.path), "core/diffusers")
         self.dtype = torch_dtype(dtype)

@@ -7,10 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from mm_diffusers import Encoded, Family
 from mm_diffusers.transformer import DiffusersTransformer
 from mm_diffusers.vae import DiffusersVAE
 
-from mm_core.config.dump import to_mapping
+from mm_core.cli.main import main
+from mm_core.config.dump import to_mapping, to_yaml
 from mm_core.config.load import load_config
 from mm_core.errors import MMError
 from mm_core.plugin import get_registry
@@ -54,13 +56,44 @@ def test_a_whole_pipeline_has_no_faults_and_fills_in_all_parts(pipeline_of, tmp_
     assert written["pipeline"] == str(folder)
 
 
+def test_a_recipe_of_the_predictor_reaches_all_parts_and_is_stored_once(pipeline_of, tmp_path):
+    given = ", predictor: {family: {encoded: [{name: a, width: b}], latents: tokens, 'off': {scale: 1}}}"
+    config = config_of(tmp_path, pipeline_of("ZImagePipeline"), given)
+    options = config.task.options
+    parts = [options[name].options for name in ("predictor", "autoencoder", "text_encoder", "scheduler")]
+    recipe = Family((Encoded("a", "b"),), latents="tokens", off={"scale": 1})
+    assert [part["family"] for part in parts] == [recipe] * 4
+    written = to_mapping(config)["task"]
+    assert written["predictor"]["family"]["latents"] == "tokens"
+    assert "family" not in written["autoencoder"] | written["text_encoder"] | written["scheduler"]
+    again = tmp_path / "again.yaml"
+    again.write_text(to_yaml(config), encoding="utf-8")
+    assert load_config(again).task == config.task
+
+
 def test_a_folder_that_is_no_pipeline_of_a_known_family(copied, tmp_path):
-    (copied / "model_index.json").write_text(json.dumps({"_class_name": "ZImagePipelin"}))
-    assert "'ZImagePipelin', which has no recipe" in (found := faults(tmp_path, copied))
-    assert "did you mean 'ZImagePipeline'" in found and "QwenImagePipeline" in found
+    (copied / "model_index.json").write_text(json.dumps({"_class_name": "ChromaPipeline"}))
+    assert "'ChromaPipeline', which has no recipe" in (found := faults(tmp_path, copied))
+    assert "write a recipe (docs/diffusers-family.md)" in found and "QwenImagePipeline" in found
     (copied / "model_index.json").unlink()
     assert "model_index.json is missing" in faults(tmp_path, copied)
-    assert "model_index.json is missing" in faults(tmp_path, tmp_path / "nowhere")
+
+
+def test_a_pipeline_that_is_not_there_yet_is_noted_and_starts_no_run(tmp_path, capsys):
+    folder = tmp_path / "nowhere"
+    config_of(tmp_path, folder)
+    assert main(["validate", str(tmp_path / "run.yaml")]) == 0
+    assert f"missing: {folder} (needed to train)" in capsys.readouterr().out
+    assert main(["validate", str(tmp_path / "run.yaml"), "--strict"]) == 1
+    assert main(["train", "--config", str(tmp_path / "run.yaml"), "--dry-run"]) == 1
+    assert "model_index.json is missing" in capsys.readouterr().err
+
+
+def test_sizes_that_do_not_divide_are_in_the_plan(pipeline_of, tmp_path, capsys):
+    config_of(tmp_path, pipeline_of("ZImagePipeline"))
+    command = ["train", "--config", str(tmp_path / "run.yaml"), "--dry-run", "data.train.height=63"]
+    assert main(command) == 1
+    assert "height 63" in capsys.readouterr().err
 
 
 def test_a_part_that_is_missing(copied, tmp_path):
@@ -79,7 +112,9 @@ def test_pictures_sizes_and_conditions_that_a_family_does_not_take(pipeline_of):
         DiffusersVAE(folder).latent_shape(1, 63, 64)
     with pytest.raises(MMError, match="num_frames 5"):
         DiffusersVAE(folder).latent_shape(5, 64, 64)
-    with pytest.raises(MMError, match="accepted: num_frames 1 more than a multiple of 8, height a multiple of 32"):
+    with pytest.raises(
+        MMError, match="accepted: num_frames 1 more than a multiple of 8, height a multiple of 32"
+    ):
         DiffusersVAE(str(pipeline_of("LTXPipeline"))).latent_shape(8, 64, 64)
 
 

@@ -1,4 +1,4 @@
-"""The page of image models runs as it is shown."""
+"""The pages of image models and of further families run as they are shown."""
 
 from __future__ import annotations
 
@@ -11,28 +11,49 @@ import pytest
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file
 
+from support.logs import losses
 from support.pages import ROOT, blocks
 
 pytestmark = pytest.mark.slow
 
 
-def test_the_page_trains_samples_and_exports(tmp_path, monkeypatch):
+@pytest.fixture(autouse=True)
+def photos(tmp_path, monkeypatch) -> None:
+    """Photos of two sizes in the working directory."""
     monkeypatch.chdir(tmp_path)
-    page = blocks(ROOT / "docs/diffusers.md")
-    (config,) = (block.text for block in page if block.language == "yaml")
-    (commands,) = (block.text for block in page if block.language == "bash")
-    Path("z_image.yaml").write_text(config, encoding="utf-8")
     Path("photos").mkdir()
     for number in range(6):
         picture = Image.new("RGB", ((64, 64), (96, 64))[number % 2], "white")
         ImageDraw.Draw(picture).ellipse((8, 8, 40, 40), fill=("red", "green", "blue")[number % 3])
         picture.save(f"photos/{number}.png")
         Path(f"photos/{number}.txt").write_text(f"a {('red', 'green', 'blue')[number % 3]} circle")
+
+
+def run_page(name: str, *files: str) -> str:
+    """Writes the files that a page shows, in its order, and runs its commands; returns what they print."""
+    page = blocks(ROOT / "docs" / name)
+    shown = [block.text for block in page if block.language in ("yaml", "python")]
+    for file, text in zip(files, shown, strict=False):
+        Path(file).write_text(text, encoding="utf-8")
+    commands = "".join(block.text for block in page if block.language == "bash")
     tools = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", commands], env=os.environ | tools, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(load_file("lora.safetensors")) == 24
     with Image.open(next(Path("pictures").glob("*red-circle*.png"))) as shown:
         assert shown.size == (64, 64)
+    return done.stdout
+
+
+def test_the_page_trains_samples_and_exports():
+    run_page("diffusers.md", "z_image.yaml")
+    assert len(load_file("lora.safetensors")) == 24
+
+
+def test_a_family_is_added_by_its_page_alone():
+    """Of two ranks, from a cache, in two halves."""
+    printed = run_page("diffusers-family.md", "ovis.py", "ovis.yaml")
+    assert "'velocity': 0.0" in printed and "1 component, 33 checks, 0 failures" in printed
+    assert len(losses(Path("runs/ovis"))) == 4
+    assert len(load_file("lora.safetensors")) == 12

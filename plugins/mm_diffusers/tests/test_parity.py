@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import Any
+from dataclasses import replace
 
 import diffusers
 import numpy as np
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
 from mm_diffusers.families import FAMILIES
 from mm_diffusers.schedule import PipelineSchedule
 from mm_diffusers.testing import tiny_pipeline
-from mm_diffusers.transformer import unpacked
-from pairs import CAPTIONS, RNG, Pair, batch_of, pair_of
+from mm_diffusers.testing.parity import CAPTIONS, RNG, Pair, batch_of, check_family, pair_of
 from PIL import Image
 
-from mm_core.contracts import Ragged, SampleRequest
+from mm_core.contracts import Ragged
+from mm_core.errors import MMError
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -26,45 +25,12 @@ def pair(request, pipeline_of) -> Pair:
     return pair_of(request.param, pipeline_of(request.param))
 
 
-def pictures(pair: Pair, guidance: float, captions: list[str] = CAPTIONS, **inputs: Any) -> torch.Tensor:
-    if pair.family.first_frame:
-        inputs["first"] = (pair.first_frame,) * len(captions)
-    request = SampleRequest(prompts=tuple(captions), seed=3, guidance=guidance, inputs=inputs)
-    return torch.stack([clip.pixels for clip in pair.task.sample(request)]).float()
-
-
 @pytest.mark.parametrize("scale", [None, 3.5])
 def test_five_steps_make_the_pipelines_pictures(pair, scale):
-    off = 0.0 if pair.family.guidance == "added" else 1.0
-    found = pictures(pair, off if scale is None else scale)
+    found = pair.sampled(5, scale)
     wanted = pair.pictures(pair.noise(3), 5, scale)
     assert (found - wanted).abs().max() < 1e-5
     assert wanted.std() > 0.01 and (wanted[0] - wanted[2]).abs().max() > 1e-4  # captions matter
-
-
-class OneLevel(FlowMatchEulerDiscreteScheduler):
-    """One step, at a level of noise."""
-
-    level: float
-
-    def set_timesteps(self, num_inference_steps=None, device=None, sigmas=None, mu=None, timesteps=None):
-        super().set_timesteps(sigmas=[self.level], device=device)
-
-
-def called(pair: Pair, noisy: torch.Tensor, sigma: float) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with which the pipeline calls its transformer at a noise level, with prompts."""
-    found: list[Any] = []
-    hook = pair.pipe.transformer.register_forward_pre_hook(
-        lambda module, args, named: found.append((args, named)), with_kwargs=True
-    )
-    scheduler, pair.pipe.scheduler = pair.pipe.scheduler, OneLevel()
-    pair.pipe.scheduler.level = sigma
-    try:
-        pair.pictures(noisy, 1)
-    finally:
-        hook.remove()
-        pair.pipe.scheduler = scheduler
-    return found[0]
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -76,16 +42,7 @@ def test_velocity_loss_and_gradients_are_those_of_the_pipelines_call(pair):
     task, sigma = pair.task, 0.4
     clean, noise = pair.noise(3) * 0.7, pair.noise(6)[3:]
     noisy = (1 - sigma) * clean + sigma * noise
-    args, named = called(pair, noisy, sigma)
-    predicted = pair.pipe.transformer(*args, **named)[0]
-    predicted = torch.stack(predicted) if isinstance(predicted, list) else predicted
-    wanted = unpacked(predicted, pair.family, noisy.shape) * (-1 if pair.family.negated else 1)
-    text, mask, given = task.captions.encoded_texts(CAPTIONS, torch.device("cpu"), {})
-    if task.conditions.embedded_guidance:
-        given["guidance"] = torch.ones(3)
-    given |= {name: torch.full((3,), 25.0) for name in pair.family.clip_conditions}
-    given |= pair.frame_conditions
-    found = task.predictor(noisy, torch.full((3,), 1000 * sigma), text, mask, **given)
+    found, wanted = pair.velocities(noisy, sigma)
     assert close(found, wanted)
     losses = [(each - (noise - clean)).square().mean() for each in (found, wanted)]
     assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
@@ -140,7 +97,7 @@ def test_a_stable_diffusion_without_t5_makes_its_pipelines_pictures(tmp_path):
     ).save_pretrained(tmp_path / "small")
     pair = pair_of("StableDiffusion3Pipeline", tmp_path / "small")
     assert pair.task.text_encoder.encoders == ["text_encoder", "text_encoder_2"]
-    assert (pictures(pair, 3.5) - pair.pictures(pair.noise(3), 5, 3.5)).abs().max() < 1e-5
+    assert (pair.sampled(5, 3.5) - pair.pictures(pair.noise(3), 5, 3.5)).abs().max() < 1e-5
 
 
 def test_a_distilled_klein_is_not_guided(pipeline_of, tmp_path):
@@ -148,7 +105,7 @@ def test_a_distilled_klein_is_not_guided(pipeline_of, tmp_path):
     index = json.loads((folder / "model_index.json").read_text())
     (folder / "model_index.json").write_text(json.dumps({**index, "is_distilled": True}))
     pair = pair_of("Flux2KleinPipeline", folder)
-    assert (pictures(pair, 3.5) - pair.pictures(pair.noise(3), 5, 3.5)).abs().max() < 1e-5
+    assert (pair.sampled(5, 3.5) - pair.pictures(pair.noise(3), 5, 3.5)).abs().max() < 1e-5
 
 
 def test_kontext_takes_a_reference_picture_as_its_pipeline_does(pipeline_of):
@@ -156,7 +113,7 @@ def test_kontext_takes_a_reference_picture_as_its_pipeline_does(pipeline_of):
     draws = np.random.default_rng(0)
     shown = Image.fromarray(draws.integers(0, 255, (80, 64, 3), dtype=np.uint8))
     given = torch.from_numpy(np.array(shown)).permute(2, 0, 1)
-    found = pictures(pair, 1.0, references=((given,), (), (given,)))
+    found = pair.sampled(5, 1.0, references=((given,), (), (given,)))
     noise, wanted = pair.noise(3), []
     for row, image in enumerate((shown, None, shown)):
         wanted.append(pair.pictures(noise[row : row + 1], 5, prompt=CAPTIONS[row : row + 1], image=image))
@@ -171,7 +128,7 @@ def test_klein_takes_reference_pictures_as_its_pipeline_does(pipeline_of):
     ]
     given = tuple(torch.from_numpy(np.array(one)).permute(2, 0, 1) for one in shown)
     rows = [(), given[:1], given]
-    found = pictures(pair, 1.0, references=tuple(rows))
+    found = pair.sampled(5, 1.0, references=tuple(rows))
     wanted = torch.cat(
         [
             pair.pictures(pair.noise(3)[row : row + 1], 5, prompt=[caption], image=shown[: len(own)] or None)
@@ -179,7 +136,7 @@ def test_klein_takes_reference_pictures_as_its_pipeline_does(pipeline_of):
         ]
     )
     assert (found - wanted).abs().max() < 1e-5
-    without = pictures(pair, 1.0)
+    without = pair.sampled(5, 1.0)
     assert (found[0] - without[0]).abs().max() < 1e-5 and (found[2] - without[2]).abs().max() > 1e-3
 
 
@@ -200,3 +157,11 @@ def test_each_row_with_references_trains_as_alone(pipeline_of):
         batch.keys = [type(batch.keys[0])(0, row)]
         alone += pair.task.loss(pair.task.prepare(batch, RNG)).total.item()
     assert both.total.item() == pytest.approx(alone, rel=1e-5)
+
+
+def test_a_recipe_that_does_not_hold_is_found_by_its_part(pipeline_of):
+    folder, family = pipeline_of("ZImagePipeline"), FAMILIES["ZImagePipeline"]
+    with pytest.raises(MMError, match=r"pictures: [0-9.]+e.00 from what ZImagePipeline makes\n.*\n.*negated"):
+        check_family(folder, replace(family, negated=False))
+    with pytest.raises(MMError, match=r"guided: .*\n.*\n.*guidance and off"):
+        check_family(folder, replace(family, guidance="usual"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from mm_diffusers.families import FAMILIES
-from pairs import HEIGHT, WIDTH, pair_of
+from mm_diffusers.testing.parity import HEIGHT, WIDTH, pair_of
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file
 
@@ -46,10 +46,14 @@ def clips(tmp_path_factory) -> Path:
     folder, rows = tmp_path_factory.mktemp("clips"), []
     for number in range(8):
         y, x = ((64, 64), (96, 64))[number % 2]
-        noise = torch.randint(0, 255, (y // 8, x // 8 + 9, 3), generator=torch.Generator().manual_seed(number))
+        noise = torch.randint(
+            0, 255, (y // 8, x // 8 + 9, 3), generator=torch.Generator().manual_seed(number)
+        )
         frames = torch.stack([noise[:, place : place + x // 8] for place in range(9)])
         write_clip(folder / f"{number}.mp4", frames.repeat_interleave(8, 1).repeat_interleave(8, 2).byte(), 8)
-        rows.append({"path": f"{number}.mp4", "cap": f'noise {number} with "text"' if number % 3 else "noise"})
+        rows.append(
+            {"path": f"{number}.mp4", "cap": f'noise {number} with "text"' if number % 3 else "noise"}
+        )
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     return folder
 

@@ -95,6 +95,11 @@ def _kl(**more: Any) -> Any:
     return {**blocks, **sizes, **more}
 
 
+def autoencoder_kl(**more: Any) -> Any:
+    """A tiny AutoencoderKL, with further fields of its config."""
+    return diffusers.AutoencoderKL(**_kl(**more))
+
+
 def _klein() -> dict[str, Any]:
     vae = diffusers.AutoencoderKLFlux2(**_kl(latent_channels=4))
     torch.nn.init.uniform_(vae.bn.running_mean, -0.5, 0.5)
@@ -198,7 +203,11 @@ def _z_image() -> dict[str, Any]:
 
 
 def _krea() -> dict[str, Any]:
-    text = {**_QWEN3, "num_hidden_layers": 3, "rope_scaling": {"mrope_section": [1, 1, 2], "rope_type": "default"}}
+    text = {
+        **_QWEN3,
+        "num_hidden_layers": 3,
+        "rope_scaling": {"mrope_section": [1, 1, 2], "rope_type": "default"},
+    }
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16}
     return {
         "transformer": diffusers.Krea2Transformer2DModel(
@@ -223,7 +232,12 @@ def _hunyuan_15(task: str = "t2v") -> dict[str, Any]:
     return {
         "transformer": diffusers.HunyuanVideo15Transformer3DModel(
             **{"in_channels": 9, "out_channels": 4, "num_layers": 2, "attention_head_dim": 16},
-            **{"num_attention_heads": 2, "num_refiner_layers": 1, "text_embed_dim": 16, "text_embed_2_dim": 24},
+            **{
+                "num_attention_heads": 2,
+                "num_refiner_layers": 1,
+                "text_embed_dim": 16,
+                "text_embed_2_dim": 24,
+            },
             **{"image_embed_dim": 16, "rope_axes_dim": (4, 6, 6), "target_size": 80, "task_type": task},
         ),
         "vae": diffusers.AutoencoderKLHunyuanVideo15(
@@ -270,7 +284,12 @@ def _ltx() -> dict[str, Any]:
         "text_encoder": t5(24),
         "tokenizer": t5_tokenizer(),
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(
-            **{"use_dynamic_shifting": True, "base_shift": 0.95, "max_shift": 2.05, "base_image_seq_len": 1024},
+            **{
+                "use_dynamic_shifting": True,
+                "base_shift": 0.95,
+                "max_shift": 2.05,
+                "base_image_seq_len": 1024,
+            },
             shift_terminal=0.1,
         ),
     }
@@ -293,23 +312,26 @@ TINY: Mapping[str, Callable[[], dict[str, Any]]] = MappingProxyType(
 """Pipelines' classes -> their tiny parts."""
 
 
-def tiny_pipeline(path: str | Path, kind: str, seed: int = 0) -> Path:
+def tiny_pipeline(
+    path: str | Path, kind: str, seed: int = 0, parts: Callable[[], dict[str, Any]] | None = None
+) -> Path:
     """Writes a tiny pipeline as `DiffusionPipeline.save_pretrained` does, with random weights.
 
     Args:
         path: folder that is created.
         kind: class of the pipeline.
         seed: of the weights.
+        parts: makes the parts by name; None: those of `TINY`.
     """
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
-        parts = TINY[kind]()
-        for name, part in parts.items():
+        made = (parts or TINY[kind])()
+        for name, part in made.items():
             if name == "transformer":  # zeros at the start would hide what is left out
                 for tensor in part.parameters():
                     if tensor.abs().max() == 0:
-                        torch.nn.init.normal_(tensor, std=0.02)
-        pipeline = getattr(diffusers, kind)(**parts)
+                        torch.nn.init.normal_(tensor, std=0.2)
+        pipeline = getattr(diffusers, kind)(**made)
     pipeline.save_pretrained(path)
     return Path(path)
 
