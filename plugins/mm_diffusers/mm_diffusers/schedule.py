@@ -71,7 +71,8 @@ class PipelineSchedule(ScheduleConfig):
     def _shift(self) -> float:
         if self.shift != "sampling":
             return float(self.shift)
-        scheduler, noted = self._scheduled(STEPS)
+        with torch.device("cpu"):  # where a task is built on meta, levels have values all the same
+            scheduler, noted = self._scheduled(STEPS)
         config = scheduler.config
         if not config.get("use_dynamic_shifting"):
             return float(config.get("shift", 1.0))

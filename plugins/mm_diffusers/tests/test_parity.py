@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from mm_diffusers.families import FAMILIES
+from mm_diffusers.schedule import PipelineSchedule
 from mm_diffusers.testing import tiny_pipeline
 from mm_diffusers.testing.parity import CAPTIONS, RNG, Pair, batch_of, check_family, pair_of
 from PIL import Image
@@ -77,6 +78,16 @@ def test_a_training_step_is_the_formula_on_the_pipelines_latents(pair):
         encoded = own.encode(pixels if clips else pixels[:, :, 0]).latent_dist.mode()
         shown = own.decode(encoded).sample.clamp(-1, 1)
     assert (again.flatten(2) - shown.flatten(2)).abs().max() < 1e-4  # out of unit scale and back
+
+
+def test_levels_of_training_are_known_while_a_task_is_built_on_meta(pipeline_of):
+    """Medians as the pipelines sample: a shift of 3, and exp(1.15) for FLUX.1's 4096 tokens."""
+    for kind, median in {"ZImagePipeline": 750.0, "FluxPipeline": 759.5}.items():
+        folder = str(pipeline_of(kind))
+        with torch.device("meta"):
+            schedule = PipelineSchedule(folder, shift="sampling")
+            found = schedule.timestep_quantile(torch.tensor([0.5], device="cpu"))
+        assert found.item() == pytest.approx(median, abs=0.1)
 
 
 def test_a_stable_diffusion_without_t5_makes_its_pipelines_pictures(tmp_path):
