@@ -91,7 +91,7 @@ def test_a_config_plans_the_published_model(path, tmp_path):
     parameters = {f"predictor.{name}": each for name, each in task.predictor.named_parameters()}
     blocks = {name for name in plan.engine.wrapped if name[-1].isdigit()}
     inside = {name: next((b for b in blocks if name.startswith(f"{b}.")), "") for name in parameters}
-    assert set(plan.engine.recomputed) == blocks
+    assert blocks <= set(plan.engine.recomputed)  # embedders and last layers of some classes are too
     size = sum(each.numel() for each in parameters.values())
     assert sum(each.numel() for name, each in parameters.items() if inside[name]) > 0.9 * size
     added = {name for name in parameters if ".lora_" in name}

@@ -48,7 +48,7 @@ def run_page(name: str, *files: str) -> str:
 
 def test_the_page_trains_samples_and_exports():
     run_page("diffusers.md", "z_image.yaml")
-    assert len(load_file("lora.safetensors")) == 24
+    assert len(load_file("lora.safetensors")) == 56
 
 
 def test_a_family_is_added_by_its_page_alone():
