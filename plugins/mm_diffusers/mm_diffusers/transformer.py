@@ -5,6 +5,7 @@ Letters: B batch; C,T,H,W latents; L,D text; N tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import cached_property, partial
@@ -184,7 +185,7 @@ class DiffusersTransformer(nn.Module):
 
     def guided(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
         """The pipeline's formula of guidance [B,C,T,H,W]."""
-        if self.folder.settings.get(self.family.distilled):
+        if self.guidance_off == math.inf:
             return conditional
         added = self.family.guidance == "added"
         found = (conditional if added else unconditional) + scale * (conditional - unconditional)
@@ -196,7 +197,9 @@ class DiffusersTransformer(nn.Module):
 
     @property
     def guidance_off(self) -> float:
-        """The scale at which guidance has no effect."""
+        """The scale up to which guidance has no effect."""
+        if self.folder.settings.get(self.family.distilled):
+            return math.inf
         return 0.0 if self.family.guidance == "added" else 1.0
 
     def init_weights(self) -> None:
@@ -279,12 +282,12 @@ def with_references(
 
 def with_first_frame(named: Mapping[str, Any], conditions: Mapping[str, Tensor]) -> dict[str, Any]:
     """Arguments of the transformer with the first frame's latents and mask behind the clip's."""
-    hidden = named["hidden_states"].clone()
+    hidden = named["hidden_states"]  # which the call has just joined
     first = conditions["first_frame"].float()
     channels = first.shape[1]
     hidden[:, channels : 2 * channels, :1] = first
     hidden[:, 2 * channels :, :1] = 1
-    return {**named, "hidden_states": hidden, "image_embeds": conditions["image_embeds"].float()}
+    return {**named, "image_embeds": conditions["image_embeds"].float()}
 
 
 TIMES = frozenset({"timestep", "t", "guidance"})
