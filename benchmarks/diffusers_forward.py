@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from mm_diffusers.testing import TINY, tiny_pipeline
+from mm_diffusers.testing.parity import forward_inputs
 from mm_diffusers.transformer import DiffusersTransformer
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -93,20 +94,8 @@ def by_file(found: Counter[str]) -> list[str]:
 def prepared(kind: str, folder: Path, device: str) -> tuple[DiffusersTransformer, dict[str, Any]]:
     """The predictor of a tiny pipeline, and arguments of its forward for three pictures."""
     predictor = DiffusersTransformer(str(tiny_pipeline(folder, kind))).eval().requires_grad_(False)
-    lengths, rows = [5, 17, 40], 3
-    t, y, x = predictor.patch_size
-    size = (2 * t if predictor.family.strides[0] else t, 8 * y, 12 * x)
-    given = {
-        "latents": torch.randn(rows, predictor.in_channels, *size),
-        "timestep": torch.tensor([998.7, 512.25, 12.5]),
-        "text": torch.randn(rows, max(lengths), predictor.text_dim),
-        "text_mask": torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None],
-    }
-    for name, shape in predictor.condition_shapes.items():
-        given[name] = torch.ones(rows, *(max(lengths) if width is None else width for width in shape))
-    given |= {name: given["text_mask"] for name in given if name.endswith("_mask")}
-    if predictor.family.first_frame:
-        given["first_frame"] = torch.randn(rows, predictor.in_channels, 1, *size[1:])
+    lengths = [5, 17, 40]
+    given = forward_inputs(predictor, lengths, (8, 12))
     on = {name: tensor.to(device) for name, tensor in given.items()}
     return predictor.to(device), {**on, "text_lengths": lengths}
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from mm_diffusers.families import FAMILIES
-from mm_diffusers.testing.parity import CAPTIONS, OneLevel, Pair, pair_of
+from mm_diffusers.testing.parity import CAPTIONS, OneLevel, Pair, forward_inputs, pair_of
 from mm_diffusers.transformer import DiffusersTransformer, unpacked
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -24,28 +24,6 @@ LENGTHS = [3, 20, 11]
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair(request, pipeline_of) -> Pair:
     return pair_of(request.param, pipeline_of(request.param))
-
-
-def inputs(predictor: DiffusersTransformer, device: str = "cpu") -> dict[str, Tensor]:
-    """Arguments of a forward of three pictures, with captions of `LENGTHS` tokens."""
-    t, y, x = predictor.patch_size
-    longest = max(LENGTHS)
-    size = (2 * t if predictor.family.strides[0] else t, 4 * y, 6 * x)
-    given = {
-        "latents": torch.randn(3, predictor.in_channels, *size),
-        "timestep": torch.tensor([998.7, 333.3, 12.5]),
-        "text": torch.randn(3, longest, predictor.text_dim),
-        "text_mask": torch.arange(longest) < torch.tensor(LENGTHS)[:, None],
-    }
-    for name, shape in predictor.condition_shapes.items():
-        given[name] = torch.ones(3, *(longest if width is None else width for width in shape))
-        if len(shape) == 2 and shape[1] is not None and shape[0] is None:
-            given[name] = torch.randn(3, longest, shape[1])
-    for name in [name for name in given if name.endswith("_mask")]:
-        given[name] = given["text_mask"]
-    if "first_frame" in given:
-        given["first_frame"] = torch.randn(3, predictor.in_channels, 1, *size[1:])
-    return {name: tensor.to(device) for name, tensor in given.items()}
 
 
 class Stopped(Exception):
@@ -111,7 +89,7 @@ def test_in_bf16_the_velocity_is_at_least_as_near_to_fp32_as_the_pipelines_own(p
 @torch.no_grad()
 def test_operations_are_counted_without_numbers_and_leave_the_model_as_it_was(pair):
     predictor = pair.task.predictor
-    given = inputs(predictor)
+    given = forward_inputs(predictor, LENGTHS)
     with torch.device("meta"):
         empty = DiffusersTransformer(str(predictor.folder.path))
     counted = counted_flops(empty, {name: one.to("meta") for name, one in given.items()})
@@ -145,7 +123,7 @@ class Reads(TorchFunctionMode):
 
 @torch.no_grad()
 def test_no_line_of_ours_reads_a_tensor(pair):
-    given = inputs(pair.task.predictor)
+    given = forward_inputs(pair.task.predictor, LENGTHS)
     with Reads() as counted:
         pair.task.predictor(**given)
     with Reads() as reads:

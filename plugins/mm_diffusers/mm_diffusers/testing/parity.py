@@ -207,6 +207,34 @@ def batch_of(pixels: Tensor, captions: list[str], **fields: Any) -> VideoTextBat
     )
 
 
+def forward_inputs(
+    predictor: DiffusersTransformer, lengths: Sequence[int], patches: tuple[int, int] = (4, 6)
+) -> dict[str, Tensor]:
+    """Arguments of a predictor's forward, drawn at random.
+
+    Args:
+        predictor: of any family.
+        lengths: tokens of the caption of each row.
+        patches: rows and columns of patches of latents; clips have two along time.
+    """
+    rows, longest = len(lengths), max(lengths)
+    t, y, x = predictor.patch_size
+    size = (2 * t if predictor.family.strides[0] else t, patches[0] * y, patches[1] * x)
+    given = {
+        "latents": torch.randn(rows, predictor.in_channels, *size),
+        "timestep": torch.linspace(998.7, 12.5, rows),
+        "text": torch.randn(rows, longest, predictor.text_dim),
+        "text_mask": torch.arange(longest) < torch.tensor(lengths)[:, None],
+    }
+    for name, shape in predictor.condition_shapes.items():
+        draw = torch.randn if len(shape) == 2 and shape[0] is None and shape[1] else torch.ones
+        given[name] = draw(rows, *(longest if width is None else width for width in shape))
+    given |= {name: given["text_mask"] for name in given if name.endswith("_mask")}
+    if predictor.family.first_frame:
+        given["first_frame"] = torch.randn(rows, predictor.in_channels, 1, *size[1:])
+    return given
+
+
 def _masked(encode: Callable[..., Any], *args: Any, **named: Any) -> tuple[Any, ...]:
     """What `encode_prompt` returns, with its masks [B,L] as booleans."""
     found = encode(*args, **named)
