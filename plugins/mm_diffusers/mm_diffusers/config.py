@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from mm_core.errors import ConfigError, MMError
 from mm_core.plugin import ComponentConfig, DType, InputPath, Kind, Range
 from mm_core.tasks import TextToVideoConfig
-from mm_diffusers.families import Family
+from mm_diffusers.families import Family, check_references
 from mm_diffusers.folder import PipelineFolder
 
 _Positive = Annotated[float, Range(gt=0)]
@@ -125,4 +125,11 @@ def check_folder(options: Mapping[str, Any]) -> Iterator[MMError]:
     yield from check(options)
     path = options["from_pretrained"]
     if path is not None and Path(path).exists():
-        yield from PipelineFolder(Path(path), options["family"]).faults()
+        folder = PipelineFolder(Path(path), options["family"])
+        if faults := list(folder.faults()):
+            yield from faults
+            return
+        try:
+            check_references(folder.kind, folder.family, options["references"])
+        except MMError as fault:
+            yield fault

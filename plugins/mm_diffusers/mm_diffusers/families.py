@@ -8,7 +8,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
+
+from mm_core.errors import ContractError
+
+PAGE = "docs/diffusers-family.md"
+_Kind = Literal["states", "vector", "mask"]
+_Latents = Literal["tokens", "image", "video"]
+_Guidance = Literal["usual", "added", "rescaled"]
+
+
+def _check(recipe: Any, name: str, kind: Any) -> None:
+    """Raises ContractError for a word that a recipe does not know: Python takes any."""
+    if (found := getattr(recipe, name)) not in get_args(kind):
+        raise ContractError(
+            f"{name} of a recipe is {found!r}",
+            where=f"{type(recipe).__name__} of mm_diffusers",
+            accepted=", ".join(get_args(kind)),
+            hint=f"{PAGE} lists what each field means",
+        )
 
 
 @dataclass(frozen=True)
@@ -24,8 +42,18 @@ class Encoded:
 
     name: str
     width: str = ""
-    kind: Literal["states", "vector", "mask"] = "states"
+    kind: _Kind = "states"
     layers: str = ""
+
+    def __post_init__(self) -> None:
+        _check(self, "kind", _Kind)
+        if self.name and self.kind != "mask" and not self.width:
+            raise ContractError(
+                f"Encoded({self.name!r}) of a recipe names no width",
+                where="Encoded of mm_diffusers",
+                accepted=f"Encoded({self.name!r}, KEY), with the key of the transformer's config.json",
+                hint=f'a mask has none: Encoded({self.name!r}, kind="mask")',
+            )
 
 
 UNUSED = Encoded("")
@@ -67,7 +95,7 @@ class Family:
     """
 
     encoded: tuple[Encoded, ...]
-    latents: Literal["tokens", "image", "video"] = "image"
+    latents: _Latents = "image"
     patch: tuple[int, int, int] = (1, 2, 2)
     channels: int = 1
     strides: tuple[str, str] = ("", "vae_scale_factor")
@@ -75,7 +103,7 @@ class Family:
     ragged: bool = False
     folded: bool = False
     off: Mapping[str, Any] = field(default_factory=lambda: {"guidance_scale": 1.0})
-    guidance: Literal["usual", "added", "rescaled"] = "usual"
+    guidance: _Guidance = "usual"
     distilled: str = ""
     references: tuple[int, int] | None = None
     first_frame: bool = False
@@ -84,6 +112,10 @@ class Family:
     negated: bool = False
     length: int = 512
     text_tokens: tuple[str | int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _check(self, "latents", _Latents)
+        _check(self, "guidance", _Guidance)
 
     @property
     def more(self) -> list[Encoded]:
@@ -94,7 +126,7 @@ class Family:
     def text_width(self, config: Mapping[str, Any]) -> int:
         """Width of the text states, by the transformer's config."""
         first = self.encoded[0]
-        return int(config[first.width]) * int(config.get(first.layers, 1))
+        return _number(config, first.width) * int(config.get(first.layers, 1))
 
     def condition_shapes(self, config: Mapping[str, Any]) -> dict[str, tuple[int | None, ...]]:
         """The conditions that are encoded beside the text states: name -> shape of a sample."""
@@ -104,7 +136,7 @@ class Family:
             if each.kind == "mask":
                 found[f"{before}_mask"] = (None,)
             else:
-                width = int(config[each.width])
+                width = _number(config, each.width)
                 found[each.name] = (width,) if each.kind == "vector" else (None, width)
                 before = each.name
         return found
@@ -140,6 +172,18 @@ class Family:
             elif each.name:
                 found[each.name], before = conditions[each.name], each.name
         return found
+
+
+def _number(config: Mapping[str, Any], key: str) -> int:
+    if not isinstance(found := config.get(key), int):
+        numbers = [name for name, value in config.items() if type(value) is int]
+        raise ContractError(
+            f"config.json of the transformer has no number {key!r}, which the recipe names as a width",
+            where=str(config.get("_class_name", "transformer")),
+            accepted=", ".join(numbers) or "a key of config.json",
+            hint=f"correct the recipe ({PAGE}), or model_index.json if it names another pipeline",
+        )
+    return found
 
 
 _FLUX = Family(
@@ -241,3 +285,17 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     }
 )
 """Pipelines' classes -> their recipes."""
+
+
+def check_references(kind: str, family: Family, references: int) -> None:
+    """Raises ContractError for more reference pictures than a pipeline takes."""
+    taken = {name: each.references for name, each in FAMILIES.items() if each.references}
+    if references and family.references is None:
+        accepted = f"0; {', '.join(taken)} take some"
+        raise ContractError(
+            f"{kind} takes no reference pictures", where="task.predictor.references", accepted=accepted
+        )
+    if references > 1 and family.references and not family.references[1]:
+        raise ContractError(
+            f"{kind} takes one reference picture", where="task.predictor.references", accepted="0, 1"
+        )

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from mm_core.errors import CheckpointError, MMError
-from mm_diffusers.families import FAMILIES, Family
+from mm_diffusers.families import FAMILIES, PAGE, Family
 
 INDEX = "model_index.json"
+NEEDED = ("transformer", "vae", "scheduler")
 HOW = "a folder that Diffusers' save_pretrained or `hf download` wrote for a whole pipeline"
 
 
@@ -47,7 +48,7 @@ class PipelineFolder:
                 f"{INDEX} is of the pipeline {kind!r}, which has no recipe",
                 where=str(self.path / INDEX),
                 accepted=", ".join(sorted(FAMILIES)),
-                hint="write a recipe (docs/diffusers-family.md), and set task.predictor to it",
+                hint=f"write a recipe ({PAGE}), and set task.predictor.type to its name, such as local/NAME",
             )
         return found
 
@@ -97,14 +98,27 @@ class PipelineFolder:
     def faults(self) -> Iterator[MMError]:
         """What is wrong with the folder, by its small files."""
         try:
-            for name, (library, _) in self.parts.items():
-                if not (self.path / name).is_dir():
-                    yield CheckpointError(
-                        f"{INDEX} lists the part `{name}`, but there is no such folder",
-                        where=str(self.path),
-                        accepted=HOW,
-                        hint=f"copy or download the folder {name}/ ({library})",
-                    )
+            whole = True
+            for name, (library, _) in {**dict.fromkeys(NEEDED, ("diffusers", "")), **self.parts}.items():
+                listed = name in self.parts
+                if listed and (self.path / name).is_dir():
+                    continue
+                whole = False
+                found = (
+                    f"lists the part `{name}`, but there is no such folder" if listed else f"lists no {name}"
+                )
+                yield CheckpointError(
+                    f"{INDEX} {found}",
+                    where=str(self.path),
+                    accepted=HOW,
+                    hint=f"copy or download the folder {name}/ ({library})",
+                )
+            if whole:
+                self._json(self.path / "scheduler/scheduler_config.json")
+                self.config("vae")
+                config = self.config("transformer")
+                self.family.text_width(config)
+                self.family.condition_shapes(config)
         except MMError as fault:
             yield fault
 

@@ -70,6 +70,10 @@ class DiffusersText(nn.Module):
         return [name for name in self.folder.parts if name.startswith("text_encoder")]
 
     @property
+    def _tokenizers(self) -> list[str]:
+        return [name for name in self.folder.parts if name.startswith(("tokenizer", "processor"))]
+
+    @property
     def _known(self) -> bool:
         """Whether the files with the widths are there."""
         return self.folder.exists and (self.folder.path / "transformer/config.json").is_file()
@@ -100,6 +104,9 @@ class DiffusersText(nn.Module):
                 found.append(str(path / "config.json"))
             elif not any(path.glob("*.safetensors")):
                 found.append(str(path / "*.safetensors"))
+        for name in self._tokenizers:
+            if not any((self.folder.path / name).glob("*.json")):
+                found.append(str(self.folder.path / name / "*.json"))
         return found
 
     def files(self) -> list[Path]:
@@ -135,11 +142,9 @@ class DiffusersText(nn.Module):
     @cached_property
     def _pipe(self) -> Any:
         parts: dict[str, Any] = {}
-        for name, (_, kind) in self.folder.parts.items():
-            if name.startswith(("tokenizer", "processor")):
-                parts[name] = getattr(transformers, kind).from_pretrained(
-                    self.folder.path / name, local_files_only=True
-                )
+        for name in self._tokenizers:
+            kind = getattr(transformers, self.folder.parts[name][1])
+            parts[name] = kind.from_pretrained(self.folder.path / name, local_files_only=True)
         parts |= {name: getattr(self, name) for name in self.encoders}
         return bare(self.folder, **parts, transformer=_Sizes(self._config))
 

@@ -23,7 +23,7 @@ from mm_core.device import with_numbers
 from mm_core.errors import CheckpointError, ContractError, first_line
 from mm_diffusers.call import PipelineCall, context_plan
 from mm_diffusers.config import TransformerConfig
-from mm_diffusers.families import FAMILIES, Family
+from mm_diffusers.families import Family, check_references
 from mm_diffusers.folder import PipelineFolder
 
 PART = "transformer"
@@ -214,20 +214,6 @@ class DiffusersTransformer(nn.Module):
             self.transformer.get_buffer(name).copy_(table)
 
 
-def check_references(kind: str, family: Family, references: int) -> None:
-    """Raises ContractError for more reference pictures than a pipeline takes."""
-    taken = {name: each.references for name, each in FAMILIES.items() if each.references}
-    if references and family.references is None:
-        accepted = f"0; {', '.join(taken)} take some"
-        raise ContractError(
-            f"{kind} takes no reference pictures", where="task.predictor.references", accepted=accepted
-        )
-    if references > 1 and family.references and not family.references[1]:
-        raise ContractError(
-            f"{kind} takes one reference picture", where="task.predictor.references", accepted="0, 1"
-        )
-
-
 MOST_PIXELS = 1024 * 1024
 """Pixels of a reference picture: the pipelines shrink larger ones."""
 
@@ -236,6 +222,12 @@ def whole(fields: Mapping[str, Tensor], size: Any) -> Tensor:
     """A reference picture [1,3,1,Y,X] of at most `MOST_PIXELS`, cut to sides that 16 divides."""
     (picture,) = fields.values()
     height, width = picture.shape[-2:]
+    if min(height, width) < 16:
+        raise ContractError(
+            f"a reference picture is {height} high and {width} wide",
+            where="references",
+            accepted="pictures of at least 16 x 16 pixels",
+        )
     if height * width > MOST_PIXELS:
         by = (MOST_PIXELS / (height * width)) ** 0.5
         height, width = max(16, int(height * by)), max(16, int(width * by))

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from mm_diffusers import Encoded, Family
-from mm_diffusers.transformer import DiffusersTransformer
+from mm_diffusers.text import DiffusersText
+from mm_diffusers.transformer import DiffusersTransformer, whole
 from mm_diffusers.vae import DiffusersVAE
 from safetensors.torch import save_file
 from tuned import TunedTask
@@ -105,6 +106,36 @@ def test_a_part_that_is_missing(copied, tmp_path):
     shutil.rmtree(copied / "text_encoder")
     found = faults(tmp_path, copied)
     assert "lists the part `text_encoder`, but there is no such folder" in found
+
+
+def test_a_part_of_the_index_and_small_files_that_are_missing(copied, tmp_path):
+    assert DiffusersText(str(copied)).missing_files() == []
+    for path in (copied / "tokenizer").iterdir():
+        path.unlink()
+    assert DiffusersText(str(copied)).missing_files() == [str(copied / "tokenizer/*.json")]
+    (copied / "scheduler/scheduler_config.json").unlink()
+    assert "scheduler: scheduler_config.json is missing" in faults(tmp_path, copied)
+    index = json.loads((copied / "model_index.json").read_text())
+    (copied / "model_index.json").write_text(json.dumps({**index, "vae": [None, None]}))
+    assert "model_index.json lists no vae" in faults(tmp_path, copied)
+
+
+def test_an_index_of_another_pipeline_and_references_are_refused_before_torch_is_loaded(copied, tmp_path):
+    more = ", predictor: {references: 1}"
+    assert "ZImagePipeline takes no reference pictures" in faults(tmp_path, copied, more)
+    index = copied / "model_index.json"
+    index.write_text(index.read_text().replace("ZImagePipeline", "FluxPipeline"))
+    found = faults(tmp_path, copied)
+    assert (
+        "ZImageTransformer2DModel: config.json of the transformer has no number 'joint_attention_dim'"
+        in found
+    )
+    assert "cap_feat_dim" in found
+
+
+def test_a_reference_picture_without_a_patch_is_refused_by_its_size():
+    with pytest.raises(MMError, match="a reference picture is 10 high and 40 wide"):
+        whole({"references": torch.zeros(1, 3, 1, 10, 40)}, None)
 
 
 def test_pictures_sizes_and_conditions_that_a_family_does_not_take(pipeline_of):

@@ -10,7 +10,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from mm_diffusers.families import FAMILIES
+from mm_diffusers.families import FAMILIES, Encoded, Family
 from mm_diffusers.schedule import PipelineSchedule
 from mm_diffusers.testing import tiny_pipeline
 from mm_diffusers.testing.parity import CAPTIONS, RNG, Pair, batch_of, check_family, pair_of
@@ -165,3 +165,21 @@ def test_a_recipe_that_does_not_hold_is_found_by_its_part(pipeline_of):
         check_family(folder, replace(family, negated=False))
     with pytest.raises(MMError, match=r"guided: .*\n.*\n.*guidance and off"):
         check_family(folder, replace(family, guidance="usual"))
+    with pytest.raises(MMError, match=r"takes 2 channels, but latents have 4\n.*channels and folded"):
+        check_family(folder, replace(family, channels=2))
+    with pytest.raises(MMError, match=r"velocity: .*unexpected keyword argument 'embeds'\n.*encoded"):
+        check_family(folder, replace(family, encoded=(Encoded("embeds", "cap_feat_dim"),)))
+    with pytest.raises(MMError, match=r"no number 'cap_dim'.*\n *accepted: .*cap_feat_dim"):
+        check_family(folder, replace(family, encoded=(Encoded("prompt_embeds", "cap_dim"),)))
+
+
+def test_a_word_that_a_recipe_does_not_know_is_refused_where_it_is_written():
+    mask = Encoded("mask", kind="mask")
+    with pytest.raises(MMError, match=r"guidance of a recipe is 'add'\n.*usual, added, rescaled"):
+        Family((Encoded("prompt_embeds", "dim"), mask), guidance="add")
+    with pytest.raises(MMError, match=r"latents of a recipe is 'token'"):
+        Family((Encoded("prompt_embeds", "dim"), mask), latents="token")
+    with pytest.raises(MMError, match=r"kind of a recipe is 'masks'"):
+        Encoded("mask", kind="masks")
+    with pytest.raises(MMError, match=r'names no width\n.*\n.*Encoded\(\'mask\', kind="mask"\)'):
+        Encoded("mask")

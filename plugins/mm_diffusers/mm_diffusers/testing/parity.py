@@ -16,9 +16,9 @@ from PIL import Image
 from torch import Tensor
 
 from mm_core.contracts import Randomness, SampleKey, SampleRequest, VideoTextBatch
-from mm_core.errors import ContractError
+from mm_core.errors import ContractError, first_line
 from mm_core.tasks import SampleConfig
-from mm_diffusers.families import Family
+from mm_diffusers.families import PAGE, Family
 from mm_diffusers.folder import PipelineFolder
 from mm_diffusers.image import DiffusersImage
 from mm_diffusers.schedule import PipelineSchedule
@@ -271,21 +271,40 @@ def check_family(folder: str | Path, family: Family | None = None, masked: bool 
     pair = pair_of(kind, Path(folder), family=family)
     if masked:
         pair.pipe.encode_prompt = partial(_masked, pair.pipe.encode_prompt)
-    noise, found = pair.noise(3), {}
+    channels, latents = pair.task.predictor.in_channels, pair.task.autoencoder.latent_channels
+    if channels != latents:
+        raise ContractError(
+            f"by the recipe, the transformer takes {channels} channels, but latents have {latents}",
+            where=str(folder),
+            hint=f"it depends on channels and folded of the recipe ({PAGE})",
+        )
+    found: dict[str, float] = {}
     for name, (most, named) in BARS.items():
-        if name == "velocity":
-            with torch.no_grad():
-                own, wanted = pair.velocities(noise, 0.4)
-            found[name] = ((own - wanted).norm() / wanted.norm()).item()
-        else:
-            scale = 3.5 if name == "guided" else None
-            own, wanted = pair.sampled(3, scale), pair.pictures(noise, 3, scale)
-            found[name] = (own - wanted).abs().max().item()
+        hint = f"it depends on {named} of the recipe ({PAGE})"
+        try:
+            found[name] = _difference(pair, name)
+        except CALLED as fault:
+            raise ContractError(f"{name}: {first_line(fault)}", where=str(folder), hint=hint) from fault
         if not found[name] <= most:
             raise ContractError(
                 f"{name}: {found[name]:.1e} from what {pair.kind} makes",
                 where=str(folder),
                 accepted=f"at most {most:.0e}",
-                hint=f"it depends on {named} of the recipe (docs/diffusers-family.md)",
+                hint=hint,
             )
     return found
+
+
+CALLED = (ArithmeticError, AttributeError, KeyError, RuntimeError, TypeError, ValueError)
+"""What a pipeline raises where a recipe calls it in another way."""
+
+
+def _difference(pair: Pair, name: str) -> float:
+    """Of one of `BARS`."""
+    noise = pair.noise(3)
+    if name == "velocity":
+        with torch.no_grad():
+            own, wanted = pair.velocities(noise, 0.4)
+        return ((own - wanted).norm() / wanted.norm()).item()
+    scale = 3.5 if name == "guided" else None
+    return (pair.sampled(3, scale) - pair.pictures(noise, 3, scale)).abs().max().item()
