@@ -305,6 +305,6 @@ def _difference(pair: Pair, name: str) -> float:
     if name == "velocity":
         with torch.no_grad():
             own, wanted = pair.velocities(noise, 0.4)
-        return ((own - wanted).norm() / wanted.norm()).item()
+        return float((own - wanted).norm() / wanted.norm())
     scale = 3.5 if name == "guided" else None
-    return (pair.sampled(3, scale) - pair.pictures(noise, 3, scale)).abs().max().item()
+    return float((pair.sampled(3, scale) - pair.pictures(noise, 3, scale)).abs().max())
