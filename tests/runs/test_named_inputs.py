@@ -265,12 +265,22 @@ def test_each_prompt_has_its_own_references_or_none(references, mm):
 def test_a_table_of_more_references_than_the_predictor_takes_is_an_error_before_the_run(references, mm):
     field = {"name": "references", "column": "shown", "kind": "images"}
     table = str(references.parent / "rows.jsonl")
-    for own, message in (
-        ({"most": 3}, "takes up to 2 pictures of their own size of the field `references`, but the dataset"),
-        ({"most": 1}, "the field `references` has 2 paths, but `most` is 1"),
-        ({"kind": "clip", "column": "path"}, "the dataset gives one value"),
+    whole = field | {"most": 2}
+    for read, own, message in (
+        (
+            [],
+            {"most": 3},
+            "takes up to 2 pictures of their own size of the field `references`, but the dataset",
+        ),
+        ([], {"most": 1}, "the field `references` has 2 paths, but `most` is 1"),
+        ([], {"kind": "clip", "column": "path"}, "the dataset gives one value"),
+        (
+            [whole],
+            {"name": "more", "most": 2},
+            "the sources name pictures `more`, but the predictor does not read",
+        ),
     ):
-        source = [{"annotations": table, "columns": {"fields": [field | own]}}]
+        source = [{"annotations": table, "columns": {"fields": [*read, field | own]}}]
         done = mm("train", "--config", references, "--dry-run", f"data.train.sources={json.dumps(source)}")
         assert done.code != 0 and message in done.err and "Traceback" not in done.err, done.err
 

@@ -331,6 +331,14 @@ class GivenInputs:
                     or f"name its column in the sources: `columns: {{fields: [{{name: {name}}}]}}`",
                 )
         several = given if isinstance(given, Mapping) else {}
+        for name in [name for name, most in several.items() if most and name not in self._read]:
+            yield ContractError(
+                f"the sources name pictures `{name}`, but the predictor does not read them",
+                where=where,
+                accepted=", ".join(self.names) or "no further field",
+                hint="set the option of the predictor that makes them an input (of some, `references`), or"
+                " remove them from columns.fields",
+            )
         for row in self._own:
             for name in row.reads:
                 if several.get(name, row.most) > row.most or (row.most and several.get(name) == 0):
