@@ -1,6 +1,6 @@
 """Trains a tiny Z-Image on rendered photos of five shapes in buckets, on two ranks, and judges its pictures.
 
-    python benchmarks/z_image_shapes.py [--steps 1500] [--rows 234] [--samples 12] [--nproc 2]
+    python benchmarks/z_image_shapes.py [--steps 1500] [--rows 234] [--samples 12] [--picture FILE]
 
 Needs the extra `dev` and the plugin mm-diffusers. The pipeline is of Diffusers' and Transformers' own
 classes with random weights; the lossless `pixel` takes its autoencoder's place, since a random one keeps
@@ -51,6 +51,7 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=12, help="captions of each shape")
     parser.add_argument("--nproc", type=int, default=2, help="number of ranks for training")
     parser.add_argument("--seed", type=int, default=1234, help="of the weights and the run")
+    parser.add_argument("--picture", type=Path, help="PNG to write: photos above, sampled pictures below")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="z_image_shapes-") as name:
         folder = Path(name)
@@ -65,6 +66,9 @@ def main() -> int:
         (folder / "prompts.json").write_text(json.dumps(prompts), encoding="utf-8")
         spent["sampling"] = sum(sample(folder, size) for size in SIZES)
         pictures = {size: read(folder / f"{size[0]}x{size[1]}") for size in SIZES}
+        if args.picture is not None:
+            photos = [Image.open(folder / "photos" / f"{y}x{x}_{n}.png") for n in (0, 1) for y, x in SIZES]
+            sheet(photos, [pictures[size][n] for n in (0, 1) for size in SIZES]).save(args.picture)
     return report(pictures, prompts, spent)
 
 
@@ -160,6 +164,16 @@ def read(folder: Path) -> list[np.ndarray]:
     """The pictures of a folder in the order of their prompts, [3,1,Y,X] in [-1,1]."""
     files = sorted(file for file in folder.glob("*.png") if file.stem != "contact_sheet")
     return [np.asarray(Image.open(file)).transpose(2, 0, 1)[:, None] / 127.5 - 1 for file in files]
+
+
+def sheet(photos: list[Image.Image], sampled: list[np.ndarray]) -> Image.Image:
+    """Photos of the training data above sampled pictures, ten of each, enlarged."""
+    made = Image.new("RGB", (10 * 136 - 8, 2 * 136 - 8), "white")
+    shown = [Image.fromarray(np.uint8((one[:, 0].transpose(1, 2, 0) + 1) * 127.5 + 0.5)) for one in sampled]
+    for number, one in enumerate([*photos, *shown]):
+        large = one.resize([side * 128 // max(one.size) for side in one.size], Image.Resampling.NEAREST)
+        made.paste(large, (number % 10 * 136, number // 10 * 136))
+    return made
 
 
 def report(
