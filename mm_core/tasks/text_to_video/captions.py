@@ -80,9 +80,11 @@ class TokenizeCaptions:
 
 @dataclass(frozen=True)
 class _Strings:
-    """Captions in the place of tokens (`SupportsCaptions`), and the device of their states."""
+    """Captions in the place of tokens (`SupportsCaptions`), the fields of each that the encoder reads, and the
+    device of their states."""
 
     captions: list[str]
+    fields: Mapping[str, list[list[Any]]]
     device: torch.device
 
 
@@ -108,9 +110,16 @@ def tokens_of(
     """
     if not reads:
         return expect_tokens(tokenizer(captions), len(captions), tokenizer)
-    given = {name: _shown(name, fields) * (2 if drops else 1) for name in reads}
-    both = [*captions, *[""] * (len(captions) if drops else 0)]
+    both, given = _with_fields(captions, reads, fields, drops)
     return expect_tokens(tokenizer(both, given), len(both), tokenizer)
+
+
+def _with_fields(
+    captions: Sequence[str], reads: Sequence[str], fields: Mapping[str, Any], drops: bool
+) -> tuple[list[str], dict[str, list[list[Any]]]]:
+    """Captions and the fields of each that an encoder reads, with `drops` once more with empty captions."""
+    given = {name: _shown(name, fields) * (2 if drops else 1) for name in reads}
+    return [*captions, *[""] * (len(captions) if drops and reads else 0)], given
 
 
 def _shown(name: str, fields: Mapping[str, Any]) -> list[list[Any]]:
@@ -250,7 +259,7 @@ class Captions:
         drops: bool = False,
     ) -> _Given:
         if isinstance(self.encoder, SupportsCaptions):
-            return _Strings([*captions], device)
+            return _Strings(*_with_fields(captions, self.reads, fields, drops), device)
         return _on(device, tokens_of(self.encoder.tokenizer(), captions, self.reads, fields, drops))
 
     def _with_empty(self, tokens: _Given) -> _Given:
@@ -268,7 +277,8 @@ class Captions:
         if isinstance(tokens, _Strings):
             assert isinstance(self.encoder, SupportsCaptions)
             rows = len(tokens.captions)
-            found = self.encoder.encode_captions(tokens.captions, tokens.device)
+            read = {"fields": tokens.fields} if self.reads else {}
+            found = self.encoder.encode_captions(tokens.captions, tokens.device, **read)
         else:
             rows = len(next(iter(tokens.values())))
             encode: Callable[..., EncodedText] = self.encoder.encode

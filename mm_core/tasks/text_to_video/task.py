@@ -250,7 +250,10 @@ class TextToVideo(TaskModule):
             text=text.to(dtype),
             text_mask=copied_to(text.device, mask),
             **routed,
-            **{name: cast_condition(name, tensor, dtype) for name, tensor in given.conditions.items()},
+            **{
+                name: cast_condition(name, copied_to(text.device, tensor), dtype)
+                for name, tensor in given.conditions.items()
+            },
         )
 
     # -- evaluation ----------------------------------------------------------------------------
