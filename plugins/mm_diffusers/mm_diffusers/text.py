@@ -100,7 +100,8 @@ class DiffusersText(nn.Module):
         """Files of the text encoders that do not exist."""
         if not self.folder.exists:
             return [str(self.folder.path / INDEX)]
-        others = ("vae/config.json", "transformer/config.json", "scheduler/scheduler_config.json")
+        others = ["vae/config.json", "transformer/config.json", "scheduler/scheduler_config.json"]
+        others += ["processor/preprocessor_config.json"] if self.reads else []
         found = [str(self.folder.path / name) for name in others if not (self.folder.path / name).is_file()]
         for name in self.encoders:
             path = self.folder.path / name

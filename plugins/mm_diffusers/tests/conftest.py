@@ -10,10 +10,7 @@ import diffusers
 import pytest
 from mm_diffusers.families import FAMILIES
 from mm_diffusers.testing import tiny_pipeline
-
-
-SMALL = {1024**2: 64**2, 384**2: 32**2}
-"""Areas of reference pictures -> those of tests."""
+from tuned import SMALL
 
 
 @pytest.fixture(scope="session", autouse=True)
