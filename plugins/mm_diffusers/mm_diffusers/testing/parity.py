@@ -69,7 +69,7 @@ class Pair:
         """The pictures uint8 [3,Y,X] that each of three captions edits, of the same sizes."""
         if not self.family.areas:
             return ((),) * 3
-        draws, sizes = torch.Generator().manual_seed(6), ((80, 64), (64, 96))
+        draws, sizes = torch.Generator().manual_seed(6), ((80, 64), (64, 128))
         several = sizes if self.task.predictor.inputs[0].most > 1 else sizes[:1]
         rows = [[torch.randint(0, 255, (3, *size), generator=draws) for size in several] for _ in range(3)]
         return tuple(tuple(one.byte() for one in row) for row in rows)
