@@ -80,7 +80,7 @@ class TokenizeCaptions:
 
 @dataclass(frozen=True)
 class _Strings:
-    """Captions in the place of tokens (`SupportsCaptions`), the fields of each that the encoder reads, and the
+    """Captions in the place of tokens (`SupportsCaptions`), with the fields that the encoder reads, and the
     device of their states."""
 
     captions: list[str]

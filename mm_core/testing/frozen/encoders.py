@@ -45,11 +45,11 @@ class _WithPictures:
         first: shifts the choice of pictures, which depends on the caption.
     """
 
-    tokenizer: Tokenizer
+    tokenizer: Callable[..., Any]
     reads: tuple[str, ...]
     first: int = 0
 
-    def __call__(self, captions: Sequence[str]) -> Tokens:
+    def __call__(self, captions: Sequence[str]) -> Any:
         """The tokens of captions with their pictures."""
         images = _images()
         codes = [crc32(caption.encode(errors="surrogatepass")) + self.first for caption in captions]

@@ -151,7 +151,8 @@ def bare(folder: PipelineFolder, kind: str, **parts: Any) -> Any:
     """A pipeline of a class with its VAE on the meta device and the given parts; the others are None. Its
     device is the class attribute `where`."""
     base = getattr(diffusers, kind)
-    class_ = type(base.__name__, (base,), {"where": torch.device("cpu"), "_execution_device": property(_where)})
+    own = {"where": torch.device("cpu"), "_execution_device": property(_where)}
+    class_ = type(base.__name__, (base,), own)
     taken = inspect.signature(base.__init__).parameters
     built = {name: None for name in taken if name in folder.index and name not in folder.settings}
     if "vae" in taken and "vae" not in parts:

@@ -43,7 +43,8 @@ def open_processor(path: Path) -> Any:
     if importlib.util.find_spec("torchvision"):
         return kind.from_pretrained(path, local_files_only=True)
     images = getattr(transformers, "Qwen2VLImageProcessorPil", None) or transformers.Qwen2VLImageProcessor
-    opened = [one.from_pretrained(path, local_files_only=True) for one in (images, transformers.AutoTokenizer)]
+    parts = images, transformers.AutoTokenizer
+    opened = [part.from_pretrained(path, local_files_only=True) for part in parts]
     # The class wants a processor of videos, which needs torchvision.
     unchecked = {"check_argument_for_proper_class": lambda *given: None}
     return type(kind.__name__, (kind,), unchecked)(*opened, video_processor=None)

@@ -113,7 +113,8 @@ class DiffusersText(nn.Module):
 
     def files(self) -> list[Path]:
         """Files on which the text states depend."""
-        found = (path for part in ("text_enc", "token", "process") for path in self.folder.path.glob(f"{part}*/*"))
+        parts = ("text_enc", "token", "process")
+        found = (path for part in parts for path in self.folder.path.glob(f"{part}*/*"))
         return sorted(path for path in found if path.is_file())
 
     def build_empty(self) -> None:

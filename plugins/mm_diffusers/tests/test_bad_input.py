@@ -128,7 +128,7 @@ def test_pictures_sizes_and_conditions_that_a_family_does_not_take(pipeline_of):
 def test_pictures_to_edit_that_are_missing_too_many_or_of_mixed_sizes(pipeline_of):
     pair = pair_of("QwenImageEditPlusPipeline", pipeline_of("QwenImageEditPlusPipeline"), 2)
     (one, other), *_ = pair.references
-    with pytest.raises(MMError, match="'a dog' has no reference picture, and QwenImageEditPlusPipeline edits"):
+    with pytest.raises(MMError, match="'a dog' has no reference picture, and QwenImageEditPlus"):
         pair.sampled(2, captions=["a cat", "a dog"], references=((one,), ()))
     with pytest.raises(MMError, match="3 pictures of `references`"):
         pair.sampled(2, captions=["a cat"], references=((one,) * 3,))
