@@ -10,7 +10,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from mm_core.contracts import Randomness, SupportsCaptions, SupportsReads, Tokenizer, Tokens
+from mm_core.contracts import Randomness, SupportsCaptions, SupportsReads, Tokens
 from mm_core.errors import plural
 from mm_core.tasks.text_to_video.conditions import check_returned
 from mm_core.tasks.text_to_video.returned_shapes import of_named
