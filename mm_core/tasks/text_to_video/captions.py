@@ -28,6 +28,7 @@ from mm_core.contracts import (
 from mm_core.data.cache.samples import stacked, tensor_of
 from mm_core.device import copied_to
 from mm_core.errors import ContractError, did_you_mean
+from mm_core.tasks.text_to_video.checks import clips_of
 from mm_core.tasks.text_to_video.conditions import Conditions, check_returned
 from mm_core.tasks.text_to_video.inputs import OF_CLIP, fields_of, picture_of
 from mm_core.tasks.text_to_video.returned_shapes import expect_text, expect_tokens
@@ -43,8 +44,6 @@ TEXTS = "text states"
 
 _EMPTY = "empty "
 _PAIR = ("ids", "mask")
-_NAMES = (("video", "pixels"), ("caption", "captions"))
-_CLIP = "`video` [3,F,Y,X] from -1 to 1, and `caption`, or `prompt_ids` and `prompt_mask` [L]"
 
 
 @dataclass(frozen=True)
@@ -155,52 +154,6 @@ def cut_captions(tokenizer: Tokenizer, captions: Sequence[str], tokens: Tokens) 
         full = [text for text, filled in zip(captions, own.all(1).tolist(), strict=True) if filled]
     counts = tokenizer.token_counts(full) if full else []
     return [count for count in counts if count > tokenizer.max_length]
-
-
-def clips_of(batch: DictBatch, fields: Sequence[str] = ()) -> VideoTextBatch:
-    """A batch of plain dicts as clips: their `video` (or `pixels`) and `caption`, or `prompt_ids` and
-    `prompt_mask`, `fps` and further `fields` if they have them.
-
-    Raises:
-        ContractError: something is missing, or has another shape.
-    """
-    values = batch.values
-    pixels, captions = (values.get(name, values.get(other)) for name, other in _NAMES)
-    ids, mask = (values.get(name) for name in ("prompt_ids", "prompt_mask"))
-    if captions is not None:
-        if not (isinstance(captions, (list, tuple)) and all(isinstance(text, str) for text in captions)):
-            raise ContractError("the `caption` of a sample is not a text", where="data", accepted=_CLIP)
-        ids = mask = None
-    lacks = [names[0] for names, value in zip(_NAMES, (pixels, captions), strict=True) if value is None]
-    if ids is not None and mask is not None and lacks == ["caption"]:
-        lacks = []
-    if lacks:
-        raise ContractError(
-            f"the samples have no {' and no '.join(map(repr, lacks))}, only {', '.join(values)}",
-            where="data",
-            accepted=_CLIP,
-        )
-    if not isinstance(pixels, Tensor) or pixels.dim() != 5 or pixels.shape[1] != 3:
-        shape = [*pixels.shape[1:]] if isinstance(pixels, Tensor) else f"a {type(pixels).__name__}"
-        raise ContractError(f"the video of a sample is {shape}", where="data", accepted=_CLIP)
-    fps = values.get("fps")
-    return VideoTextBatch(
-        batch.keys,
-        batch.sample_weights,
-        batch.ids,
-        pixels=pixels.float() if pixels.is_floating_point() else pixels,
-        captions=[""] * len(batch) if captions is None else [*captions],
-        text_ids=None if ids is None else ids.flatten(1).long(),
-        text_mask=None if mask is None else mask.flatten(1).bool(),
-        fps=None if fps is None else fps.float(),
-        fields={name: _own_sizes(values[name]) for name in fields if name in values},
-    )
-
-
-def _own_sizes(values: Any) -> Any:
-    """A field of plain dicts; lists of pictures are of their own size."""
-    several = isinstance(values, list) and all(isinstance(own, (list, tuple)) for own in values)
-    return Ragged.of_pictures(values) if several else values
 
 
 @dataclass(eq=False)
