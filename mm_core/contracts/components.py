@@ -285,9 +285,11 @@ class SupportsCaptions(Protocol):
     """Capability of a text encoder that is given captions in the place of tokens, such as one that calls a
     library's own code. Its `tokenizer` and `encode` are never called; tokenizing takes the step's time."""
 
-    def encode_captions(self, captions: Sequence[str], device: torch.device) -> EncodedText:
+    def encode_captions(
+        self, captions: Sequence[str], device: torch.device, **read: Mapping[str, Sequence[Sequence[Any]]]
+    ) -> EncodedText:
         """As `encode`, for B captions; states on the device. The mask may be on the host: see `text_lengths`
-        of `Predictor`."""
+        of `Predictor`. One that reads fields (`SupportsReads`) gets them as `fields`, as a tokenizer does."""
 
 
 @runtime_checkable

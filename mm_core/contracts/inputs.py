@@ -148,7 +148,7 @@ class SupportsInputs(Protocol):
         Args:
             latents: [B,C,T,H,W].
             timestep: [B] in model units.
-            given: the conditions of the table by name, [B,...] in float32.
+            given: the conditions of the table by name, [B,...] in float32; sizes are on the host.
         """
 
 

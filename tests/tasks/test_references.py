@@ -223,6 +223,27 @@ def test_a_tokenizer_that_reads_pictures_may_return_ids_and_mask():
     assert task.batch_transform()(long).cut == [41]
 
 
+class Told(Seeing):
+    """As `Seeing`, given captions and their pictures."""
+
+    def tokenizer(self):
+        raise AssertionError("never called")
+
+    def encode_captions(self, captions, device, fields):
+        return self.encode(**look(captions, fields))
+
+
+def test_an_encoder_that_is_given_captions_gets_their_pictures_too():
+    told, task = (task_of(caption_dropout=0.5, encoder=kind(8, 32)) for kind in (Told, Seeing))
+    found, wanted = (own.prepare(batch_of(own), RNG) for own in (told, task))
+    assert torch.equal(found.text, wanted.text)
+    for one, other in zip(*(own.features("text states", batch_of()) for own in (told, task)), strict=True):
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    request = SampleRequest(("a", "b"), inputs={"references": ((PICTURES.rows[1][0][:, 0],), ())})
+    (clip, _), (same, _) = (own.sample(request) for own in (told, task))
+    assert torch.equal(clip.pixels, same.pixels)
+
+
 def test_a_negative_prompt_is_encoded_with_the_pictures_of_its_clip():
     task, seen = task_of(), []
     encode = task.text_encoder.encode

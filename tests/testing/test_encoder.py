@@ -138,6 +138,21 @@ def test_an_encoder_that_is_given_captions_passes_and_a_faulty_one_is_refused() 
     assert "alone and in a batch differ" in refusal("core/bytes", "independence", faulty)
 
 
+class Told(Looking):
+    """As `Looking`, given captions and their pictures."""
+
+    def encode_captions(self, captions, device, fields):
+        return self.encode(**Seeing()(captions, fields))
+
+
+def test_an_encoder_that_is_given_captions_and_reads_pictures_passes_and_a_blind_one_is_refused() -> None:
+    outcomes = examined("core/bytes", Told, ranks=False)
+    assert [o.reason for o in outcomes if o.status == "failed"] == []
+    assert "fields_matter" in {o.check for o in outcomes if o.status == "passed"}
+    blind = type("Faulty", (Told,), {"blind": True})
+    assert "give the same hidden states" in refusal("core/bytes", "fields_matter", blind)
+
+
 @dataclass
 class Tokens:
     """A tokenizer of bytes with one fault."""

@@ -28,6 +28,7 @@ from mm_core.contracts import (
 from mm_core.data.cache.samples import stacked, tensor_of
 from mm_core.device import copied_to
 from mm_core.errors import ContractError, did_you_mean
+from mm_core.tasks.text_to_video.checks import clips_of
 from mm_core.tasks.text_to_video.conditions import Conditions, check_returned
 from mm_core.tasks.text_to_video.inputs import OF_CLIP, fields_of, picture_of
 from mm_core.tasks.text_to_video.returned_shapes import expect_text, expect_tokens
@@ -43,8 +44,6 @@ TEXTS = "text states"
 
 _EMPTY = "empty "
 _PAIR = ("ids", "mask")
-_NAMES = (("video", "pixels"), ("caption", "captions"))
-_CLIP = "`video` [3,F,Y,X] from -1 to 1, and `caption`, or `prompt_ids` and `prompt_mask` [L]"
 
 
 @dataclass(frozen=True)
@@ -80,9 +79,11 @@ class TokenizeCaptions:
 
 @dataclass(frozen=True)
 class _Strings:
-    """Captions in the place of tokens (`SupportsCaptions`), and the device of their states."""
+    """Captions in the place of tokens (`SupportsCaptions`), with the fields that the encoder reads, and the
+    device of their states."""
 
     captions: list[str]
+    fields: Mapping[str, list[list[Any]]]
     device: torch.device
 
 
@@ -108,9 +109,16 @@ def tokens_of(
     """
     if not reads:
         return expect_tokens(tokenizer(captions), len(captions), tokenizer)
-    given = {name: _shown(name, fields) * (2 if drops else 1) for name in reads}
-    both = [*captions, *[""] * (len(captions) if drops else 0)]
+    both, given = _with_fields(captions, reads, fields, drops)
     return expect_tokens(tokenizer(both, given), len(both), tokenizer)
+
+
+def _with_fields(
+    captions: Sequence[str], reads: Sequence[str], fields: Mapping[str, Any], drops: bool
+) -> tuple[list[str], dict[str, list[list[Any]]]]:
+    """Captions and the fields of each that an encoder reads, with `drops` once more with empty captions."""
+    given = {name: _shown(name, fields) * (2 if drops else 1) for name in reads}
+    return [*captions, *[""] * (len(captions) if drops and reads else 0)], given
 
 
 def _shown(name: str, fields: Mapping[str, Any]) -> list[list[Any]]:
@@ -146,52 +154,6 @@ def cut_captions(tokenizer: Tokenizer, captions: Sequence[str], tokens: Tokens) 
         full = [text for text, filled in zip(captions, own.all(1).tolist(), strict=True) if filled]
     counts = tokenizer.token_counts(full) if full else []
     return [count for count in counts if count > tokenizer.max_length]
-
-
-def clips_of(batch: DictBatch, fields: Sequence[str] = ()) -> VideoTextBatch:
-    """A batch of plain dicts as clips: their `video` (or `pixels`) and `caption`, or `prompt_ids` and
-    `prompt_mask`, `fps` and further `fields` if they have them.
-
-    Raises:
-        ContractError: something is missing, or has another shape.
-    """
-    values = batch.values
-    pixels, captions = (values.get(name, values.get(other)) for name, other in _NAMES)
-    ids, mask = (values.get(name) for name in ("prompt_ids", "prompt_mask"))
-    if captions is not None:
-        if not (isinstance(captions, (list, tuple)) and all(isinstance(text, str) for text in captions)):
-            raise ContractError("the `caption` of a sample is not a text", where="data", accepted=_CLIP)
-        ids = mask = None
-    lacks = [names[0] for names, value in zip(_NAMES, (pixels, captions), strict=True) if value is None]
-    if ids is not None and mask is not None and lacks == ["caption"]:
-        lacks = []
-    if lacks:
-        raise ContractError(
-            f"the samples have no {' and no '.join(map(repr, lacks))}, only {', '.join(values)}",
-            where="data",
-            accepted=_CLIP,
-        )
-    if not isinstance(pixels, Tensor) or pixels.dim() != 5 or pixels.shape[1] != 3:
-        shape = [*pixels.shape[1:]] if isinstance(pixels, Tensor) else f"a {type(pixels).__name__}"
-        raise ContractError(f"the video of a sample is {shape}", where="data", accepted=_CLIP)
-    fps = values.get("fps")
-    return VideoTextBatch(
-        batch.keys,
-        batch.sample_weights,
-        batch.ids,
-        pixels=pixels.float() if pixels.is_floating_point() else pixels,
-        captions=[""] * len(batch) if captions is None else [*captions],
-        text_ids=None if ids is None else ids.flatten(1).long(),
-        text_mask=None if mask is None else mask.flatten(1).bool(),
-        fps=None if fps is None else fps.float(),
-        fields={name: _own_sizes(values[name]) for name in fields if name in values},
-    )
-
-
-def _own_sizes(values: Any) -> Any:
-    """A field of plain dicts; lists of pictures are of their own size."""
-    several = isinstance(values, list) and all(isinstance(own, (list, tuple)) for own in values)
-    return Ragged.of_pictures(values) if several else values
 
 
 @dataclass(eq=False)
@@ -250,7 +212,7 @@ class Captions:
         drops: bool = False,
     ) -> _Given:
         if isinstance(self.encoder, SupportsCaptions):
-            return _Strings([*captions], device)
+            return _Strings(*_with_fields(captions, self.reads, fields, drops), device)
         return _on(device, tokens_of(self.encoder.tokenizer(), captions, self.reads, fields, drops))
 
     def _with_empty(self, tokens: _Given) -> _Given:
@@ -268,7 +230,8 @@ class Captions:
         if isinstance(tokens, _Strings):
             assert isinstance(self.encoder, SupportsCaptions)
             rows = len(tokens.captions)
-            found = self.encoder.encode_captions(tokens.captions, tokens.device)
+            read = {"fields": tokens.fields} if self.reads else {}
+            found = self.encoder.encode_captions(tokens.captions, tokens.device, **read)
         else:
             rows = len(next(iter(tokens.values())))
             encode: Callable[..., EncodedText] = self.encoder.encode

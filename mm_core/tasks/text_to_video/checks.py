@@ -1,18 +1,22 @@
-"""Checks that the components of a text-to-video task match each other and the clips."""
+"""Checks that the components of a text-to-video task match each other and the clips, also those of dicts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from mm_core.contracts import (
     Autoencoder,
+    DictBatch,
     Predictor,
+    Ragged,
     SupportsDoSample,
     SupportsExperts,
     SupportsMaxFrames,
     TextEncoder,
+    VideoTextBatch,
 )
 from mm_core.errors import ContractError, plural
 from mm_core.plugin.checks.places import place_of_object
@@ -219,3 +223,53 @@ def _near(size: int, period: int, valid: Callable[[int], bool]) -> list[int]:
     below = next((s for s in range(size - 1, max(0, size - 2 * period), -1) if valid(s)), None)
     above = next((s for s in range(size + 1, size + 2 * period) if valid(s)), None)
     return [found for found in (below, above) if found is not None]
+
+
+_NAMES = (("video", "pixels"), ("caption", "captions"))
+_CLIP = "`video` [3,F,Y,X] from -1 to 1, and `caption`, or `prompt_ids` and `prompt_mask` [L]"
+
+
+def clips_of(batch: DictBatch, fields: Sequence[str] = ()) -> VideoTextBatch:
+    """A batch of plain dicts as clips: their `video` (or `pixels`) and `caption`, or `prompt_ids` and
+    `prompt_mask`, `fps` and further `fields` if they have them.
+
+    Raises:
+        ContractError: something is missing, or has another shape.
+    """
+    values = batch.values
+    pixels, captions = (values.get(name, values.get(other)) for name, other in _NAMES)
+    ids, mask = (values.get(name) for name in ("prompt_ids", "prompt_mask"))
+    if captions is not None:
+        if not (isinstance(captions, (list, tuple)) and all(isinstance(text, str) for text in captions)):
+            raise ContractError("the `caption` of a sample is not a text", where="data", accepted=_CLIP)
+        ids = mask = None
+    lacks = [names[0] for names, value in zip(_NAMES, (pixels, captions), strict=True) if value is None]
+    if ids is not None and mask is not None and lacks == ["caption"]:
+        lacks = []
+    if lacks:
+        raise ContractError(
+            f"the samples have no {' and no '.join(map(repr, lacks))}, only {', '.join(values)}",
+            where="data",
+            accepted=_CLIP,
+        )
+    if not isinstance(pixels, Tensor) or pixels.dim() != 5 or pixels.shape[1] != 3:
+        shape = [*pixels.shape[1:]] if isinstance(pixels, Tensor) else f"a {type(pixels).__name__}"
+        raise ContractError(f"the video of a sample is {shape}", where="data", accepted=_CLIP)
+    fps = values.get("fps")
+    return VideoTextBatch(
+        batch.keys,
+        batch.sample_weights,
+        batch.ids,
+        pixels=pixels.float() if pixels.is_floating_point() else pixels,
+        captions=[""] * len(batch) if captions is None else [*captions],
+        text_ids=None if ids is None else ids.flatten(1).long(),
+        text_mask=None if mask is None else mask.flatten(1).bool(),
+        fps=None if fps is None else fps.float(),
+        fields={name: _own_sizes(values[name]) for name in fields if name in values},
+    )
+
+
+def _own_sizes(values: Any) -> Any:
+    """A field of plain dicts; lists of pictures are of their own size."""
+    several = isinstance(values, list) and all(isinstance(own, (list, tuple)) for own in values)
+    return Ragged.of_pictures(values) if several else values

@@ -179,7 +179,7 @@ class GivenInputs:
             for number, one in enumerate(own):
                 values[place, number][tuple(map(slice, one.shape))] = one
                 sizes[place, number] = torch.tensor(one.shape[where])
-        return dict(zip(row.conditions, (values, copied_to(device, sizes)), strict=True))
+        return dict(zip(row.conditions, (values, sizes), strict=True))  # the host may read sizes
 
     def _least(self, row: Input) -> tuple[int, ...]:
         """The shape of what becomes of a blank picture."""

@@ -250,7 +250,7 @@ class TextToVideo(TaskModule):
             text=text.to(dtype),
             text_mask=copied_to(text.device, mask),
             **routed,
-            **{name: cast_condition(name, tensor, dtype) for name, tensor in given.conditions.items()},
+            **{n: cast_condition(n, copied_to(text.device, t), dtype) for n, t in given.conditions.items()},
         )
 
     # -- evaluation ----------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from mm_core.contracts import Randomness, SupportsCaptions, SupportsReads, Tokenizer, Tokens
+from mm_core.contracts import Randomness, SupportsCaptions, SupportsReads, Tokens
 from mm_core.errors import plural
 from mm_core.tasks.text_to_video.conditions import check_returned
 from mm_core.tasks.text_to_video.returned_shapes import of_named
@@ -45,11 +45,11 @@ class _WithPictures:
         first: shifts the choice of pictures, which depends on the caption.
     """
 
-    tokenizer: Tokenizer
+    tokenizer: Callable[..., Any]
     reads: tuple[str, ...]
     first: int = 0
 
-    def __call__(self, captions: Sequence[str]) -> Tokens:
+    def __call__(self, captions: Sequence[str]) -> Any:
         """The tokens of captions with their pictures."""
         images = _images()
         codes = [crc32(caption.encode(errors="surrogatepass")) + self.first for caption in captions]
@@ -58,12 +58,19 @@ class _WithPictures:
         )
 
 
+class _Captions(list[str]):
+    """Captions in the place of tokens, and the fields that the encoder reads."""
+
+    def __init__(self, captions: Sequence[str], fields: Mapping[str, Any] | None = None) -> None:
+        super().__init__(captions)
+        self.read = {} if fields is None else {"fields": fields}
+
+
 def tokenizer_of(component: Any) -> Callable[[Sequence[str]], Any]:
     """The tokenizer of a text encoder, called with captions alone; a list of them for `SupportsCaptions`."""
-    if isinstance(component, SupportsCaptions):
-        return list
-    tokenizer: Tokenizer = component.tokenizer()
-    return _WithPictures(tokenizer, component.reads) if isinstance(component, SupportsReads) else tokenizer
+    tokenizer = _Captions if isinstance(component, SupportsCaptions) else component.tokenizer()
+    reads = component.reads if isinstance(component, SupportsReads) else ()
+    return _WithPictures(tokenizer, reads) if reads else tokenizer
 
 
 def _own_tokenizer(component: Any) -> Callable[[Sequence[str]], Any]:
@@ -78,12 +85,12 @@ def _encoded(probe: FrozenProbe, captions: Sequence[str]) -> tuple[Tensor, Tenso
     return _states(probe, tokenizer_of(probe.component)(captions))
 
 
-def _states(probe: FrozenProbe, given: Tokens | list[str]) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
+def _states(probe: FrozenProbe, given: Tokens | _Captions) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
     """Those of the tokens of captions: ids and mask, or named tensors; or of captions."""
     encode = probe.component.encode
     with torch.no_grad():
-        if isinstance(given, list):
-            found = probe.component.encode_captions(given, torch.device("cpu"))
+        if isinstance(given, _Captions):
+            found = probe.component.encode_captions(given, torch.device("cpu"), **given.read)
         else:
             found = encode(**given) if isinstance(given, Mapping) else encode(*given)
     if isinstance(found, Mapping) and "text" in found:

@@ -87,7 +87,7 @@ class PipelineCall:
 
     def __init__(self, folder: PipelineFolder, transformer: nn.Module) -> None:
         self.folder, self.family = folder, folder.family
-        self.pipe = bare(folder, transformer=StandIn(transformer))
+        self.pipe = bare(folder, self.family.call or folder.kind, transformer=StandIn(transformer))
         self._config = self.pipe.scheduler.config
         self._names = tuple(inspect.signature(transformer.forward).parameters)
         self._takes = inspect.signature(type(self.pipe).__call__).parameters
@@ -147,11 +147,12 @@ class PipelineCall:
         raise AssertionError(f"{self.folder.kind} did not call its transformer")
 
 
-def bare(folder: PipelineFolder, **parts: Any) -> Any:
-    """A pipeline with its VAE on the meta device and the given parts; the others are None. Its device is the
-    class attribute `where`."""
-    base = getattr(diffusers, folder.family.call or folder.kind)
-    kind = type(base.__name__, (base,), {"where": torch.device("cpu"), "_execution_device": property(_where)})
+def bare(folder: PipelineFolder, kind: str, **parts: Any) -> Any:
+    """A pipeline of a class with its VAE on the meta device and the given parts; the others are None. Its
+    device is the class attribute `where`."""
+    base = getattr(diffusers, kind)
+    own = {"where": torch.device("cpu"), "_execution_device": property(_where)}
+    class_ = type(base.__name__, (base,), own)
     taken = inspect.signature(base.__init__).parameters
     built = {name: None for name in taken if name in folder.index and name not in folder.settings}
     if "vae" in taken and "vae" not in parts:
@@ -162,7 +163,7 @@ def bare(folder: PipelineFolder, **parts: Any) -> Any:
         with quiet(diffusers.guiders.BaseGuidance):
             built["guider"] = diffusers.ClassifierFreeGuidance(enabled=False)
     with quiet(base):
-        pipe = kind(**{**built, **parts})
+        pipe = class_(**{**built, **parts})
     pipe.set_progress_bar_config(disable=True)
     return pipe
 

@@ -22,7 +22,8 @@ class TransformerConfig:
 
     from_pretrained: str | None = None  # the pipeline's folder; null: that of the task
     references: Annotated[int, Range(ge=0)] = (
-        0  # most reference pictures of a sample (its field `references`), for families that take some
+        0  # most reference pictures of a sample (its field `references`), for families that take some; of
+        # those that edit pictures, 0 is 1
     )
     family: Family | None = None  # recipe of the pipeline; null: that of its class, if it is known
 

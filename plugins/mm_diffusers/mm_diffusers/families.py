@@ -82,6 +82,9 @@ class Family:
         references: reference pictures are tokens behind those of the latents; the first column of `img_ids`
             is this for the first picture, and so much more for each further one, or 0 if it takes one alone.
             None: it takes no picture.
+        areas: of pipelines that edit pictures, which have at least one: the pixels to which a reference
+            picture is resized for the autoencoder, and for the text encoder, which sees it too. Positions are
+            by `img_shapes`.
         first_frame: clips begin with a given picture: channels behind those of the latents are its latents
             and a mask, and an image encoder of the pipeline encodes it too.
         call: class of the pipeline whose call prepares; "": its own.
@@ -106,6 +109,7 @@ class Family:
     guidance: _Guidance = "usual"
     distilled: str = ""
     references: tuple[int, int] | None = None
+    areas: tuple[int, int] | None = None
     first_frame: bool = False
     call: str = ""
     time_factor: float = 0.0
@@ -215,6 +219,19 @@ _HUNYUAN_15 = Family(
     length=1000,
 )
 
+_QWEN = Family(
+    (Encoded("prompt_embeds", "joint_attention_dim"), Encoded("prompt_embeds_mask", kind="mask")),
+    latents="tokens",
+    channels=4,
+    off={"true_cfg_scale": 1.0},
+    guidance="rescaled",
+    time_factor=1.0,
+    length=1024,
+)
+
+# Their own calls take no latents of pictures, and one row alone.
+_QWEN_EDIT = replace(_QWEN, call="QwenImagePipeline", references=(1, 0), areas=(1024**2, 1024**2))
+
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "Flux2KleinPipeline": Family(
@@ -256,15 +273,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             length=128,
             text_tokens=(),
         ),
-        "QwenImagePipeline": Family(
-            (Encoded("prompt_embeds", "joint_attention_dim"), Encoded("prompt_embeds_mask", kind="mask")),
-            latents="tokens",
-            channels=4,
-            off={"true_cfg_scale": 1.0},
-            guidance="rescaled",
-            time_factor=1.0,
-            length=1024,
-            text_tokens=("encoder_hidden_states", "encoder_hidden_states_mask", 1),
+        "QwenImageEditPipeline": _QWEN_EDIT,
+        "QwenImageEditPlusPipeline": replace(_QWEN_EDIT, references=(1, 1), areas=(1024**2, 384**2)),
+        "QwenImagePipeline": replace(
+            _QWEN, text_tokens=("encoder_hidden_states", "encoder_hidden_states_mask", 1)
         ),
         "StableDiffusion3Pipeline": Family(
             (

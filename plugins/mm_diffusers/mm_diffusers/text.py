@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import diffusers
@@ -29,10 +30,12 @@ from mm_diffusers.call import bare, quiet
 from mm_diffusers.config import TextConfig
 from mm_diffusers.families import Family
 from mm_diffusers.folder import INDEX, PipelineFolder
+from mm_diffusers.pictures import encode_with, open_processor
 
 
 class DiffusersText(nn.Module):
-    """The text encoders of a pipeline. Satisfies `TextEncoder`, `SupportsCaptions` and `Streamed`.
+    """The text encoders of a pipeline. Satisfies `TextEncoder`, `SupportsCaptions`, `SupportsReads` and
+    `Streamed`.
 
     Args:
         from_pretrained: folder of the pipeline.
@@ -92,11 +95,17 @@ class DiffusersText(nn.Module):
         """What is encoded beside the text states; without files nothing is known."""
         return self.folder.family.condition_shapes(self._config) if self._known else {}
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The field of the pictures that the text encoder sees."""
+        return ("references",) if self.folder.exists and self.folder.family.areas else ()
+
     def missing_files(self) -> list[str]:
         """Files of the text encoders that do not exist."""
         if not self.folder.exists:
             return [str(self.folder.path / INDEX)]
-        others = ("vae/config.json", "transformer/config.json", "scheduler/scheduler_config.json")
+        others = ["vae/config.json", "transformer/config.json", "scheduler/scheduler_config.json"]
+        others += ["processor/preprocessor_config.json"] if self.reads else []
         found = [str(self.folder.path / name) for name in others if not (self.folder.path / name).is_file()]
         for name in self.encoders:
             path = self.folder.path / name
@@ -111,7 +120,8 @@ class DiffusersText(nn.Module):
 
     def files(self) -> list[Path]:
         """Files on which the text states depend."""
-        found = (path for part in ("text_enc", "token") for path in self.folder.path.glob(f"{part}*/*"))
+        parts = ("text_enc", "token", "process")
+        found = (path for part in parts for path in self.folder.path.glob(f"{part}*/*"))
         return sorted(path for path in found if path.is_file())
 
     def build_empty(self) -> None:
@@ -143,10 +153,14 @@ class DiffusersText(nn.Module):
     def _pipe(self) -> Any:
         parts: dict[str, Any] = {}
         for name in self._tokenizers:
-            kind = getattr(transformers, self.folder.parts[name][1])
-            parts[name] = kind.from_pretrained(self.folder.path / name, local_files_only=True)
+            place = self.folder.path / name
+            if name.startswith("processor"):
+                parts[name] = open_processor(place)
+            else:
+                kind = getattr(transformers, self.folder.parts[name][1])
+                parts[name] = kind.from_pretrained(place, local_files_only=True)
         parts |= {name: getattr(self, name) for name in self.encoders}
-        return bare(self.folder, **parts, transformer=_Sizes(self._config))
+        return bare(self.folder, self.folder.kind, **parts, transformer=_Sizes(self._config))
 
     def tokenizer(self) -> Tokenizer:
         """Never called: see `SupportsCaptions`."""
@@ -157,7 +171,12 @@ class DiffusersText(nn.Module):
         raise NotImplementedError
 
     @torch.no_grad()
-    def encode_captions(self, captions: Sequence[str], device: torch.device) -> EncodedText:
+    def encode_captions(
+        self,
+        captions: Sequence[str],
+        device: torch.device,
+        fields: Mapping[str, Sequence[Sequence[Tensor]]] = MappingProxyType({}),
+    ) -> EncodedText:
         """The text states of captions as the pipeline encodes them, by name."""
         pipe = self._pipe
         type(pipe).where = device
@@ -172,7 +191,10 @@ class DiffusersText(nn.Module):
         }
         given |= {name: value for name, value in more.items() if name in taken}
         with quiet(type(pipe)):
-            found = pipe.encode_prompt(list(captions), **given)
+            if self.reads:
+                found = encode_with(self.folder, pipe, captions, fields["references"], **given)
+            else:
+                found = pipe.encode_prompt(list(captions), **given)
         states: dict[str, Any] = {}
         name = "text"
         for place, (each, value) in enumerate(zip(self.folder.family.encoded, found, strict=False)):

@@ -6,7 +6,7 @@ Letters: B batch; C,T,H,W latents; L,D text; N tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from mm_diffusers.call import PipelineCall, context_plan
 from mm_diffusers.config import TransformerConfig
 from mm_diffusers.families import Family, check_references
 from mm_diffusers.folder import PipelineFolder
+from mm_diffusers.pictures import for_autoencoder
 
 PART = "transformer"
 
@@ -81,8 +82,9 @@ class DiffusersTransformer(nn.Module):
             self.max_frames = 1
         check_references(folder.kind, family, references)
         self.inputs: tuple[Input, ...] = ()
-        if references:
-            self.inputs = (Input("references", make=whole, encoder="autoencoder", most=references),)
+        if references or family.areas:
+            make = partial(for_autoencoder, folder) if family.areas else whole
+            self.inputs = (Input("references", make=make, encoder="autoencoder", most=references or 1),)
         if family.first_frame:
             self.inputs = (
                 Input("first_frame", ("first",), encoder="autoencoder"),
@@ -98,7 +100,13 @@ class DiffusersTransformer(nn.Module):
 
     def with_inputs(self, latents: Tensor, timestep: Tensor, given: Mapping[str, Tensor]) -> PredictorInputs:
         """Reference pictures and first frames are conditions of the forward."""
-        return PredictorInputs(latents, timestep, given)
+        shown = by_picture(given["references"], given["references_sizes"]) if self._pictures else given
+        return PredictorInputs(latents, timestep, shown)
+
+    @property
+    def _pictures(self) -> list[str]:
+        """Conditions of pictures to edit, each of its size."""
+        return [f"reference_{n}" for n in range(self.inputs[0].most)] if self.family.areas else []
 
     @cached_property
     def condition_shapes(self) -> ConditionShapes:
@@ -110,6 +118,8 @@ class DiffusersTransformer(nn.Module):
         if self.family.first_frame:
             width = int(self.transformer.config.image_embed_dim)
             found |= {"first_frame": (self.in_channels, 1, None, None), "image_embeds": (None, width)}
+        elif self.family.areas:
+            found |= dict.fromkeys(self._pictures, (self.in_channels, 1, None, None))
         elif self.inputs:
             size: tuple[int | None, ...] = (self.inputs[0].most, self.in_channels, 1, None, None)
             found |= {"references": size, "references_sizes": (self.inputs[0].most, 3)}
@@ -149,6 +159,8 @@ class DiffusersTransformer(nn.Module):
         if family.time_factor:
             exact = {"timestep": family.time_factor, "guidance": 1000.0}
             self._times = [named[n] * by for n, by in exact.items() if named.get(n) is not None]
+            if self.transformer.config.get("zero_cond_t"):  # reference pictures have the time 0
+                self._times[0] = torch.cat([self._times[0], torch.zeros_like(self._times[0])])
         kept = IDS if family.time_factor else IDS | TIMES
         named = {n: v if n in kept else cast(v, dtype) for n, v in named.items()}
         (found, *_) = self.transformer(**named, return_dict=False)
@@ -176,6 +188,9 @@ class DiffusersTransformer(nn.Module):
             named["guidance"] = conditions["guidance"].float()
         if family.first_frame:
             return with_first_frame(named, conditions)
+        if family.areas:
+            named |= {"encoder_hidden_states": text.float(), "encoder_hidden_states_mask": text_mask}
+            return with_pictures(named, family, [conditions[name] for name in self._pictures])
         return with_references(named, family, conditions) if self.inputs else named
 
     def _exact(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -269,6 +284,39 @@ def with_references(
         "hidden_states": torch.cat([named["hidden_states"], tokens], dim=1),
         "img_ids": torch.cat([own, ids], dim=-2),
         "joint_attention_kwargs": {**(named.get("joint_attention_kwargs") or {}), "attention_mask": mask},
+    }
+
+
+def by_picture(pictures: Tensor, sizes: Tensor) -> dict[str, Tensor]:
+    """Conditions of each picture to edit, [B,C,1,H,W], empty where there are fewer.
+
+    Args:
+        pictures: [B,n,C,1,H,W] with zeros behind smaller ones.
+        sizes: [B,n,3], on the host.
+
+    Raises:
+        ContractError: rows have pictures of other numbers or sizes. The transformer has one table of
+            positions for all rows, and masks no tokens of pictures.
+    """
+    rows = [[pictures.shape[3:]] * sizes.shape[1]] if sizes.is_meta else sizes.tolist()
+    if any(row != rows[0] for row in rows):
+        raise ContractError(
+            "the samples of a batch have reference pictures of other numbers or sizes",
+            where="task.predictor",
+            accepted="in each sample of a batch as many pictures of the same sizes",
+            hint="set train.micro_batch_size to 1, and task.sample.batch_size and that of validation too",
+        )
+    return {f"reference_{n}": pictures[:, n, ..., :h, :w] for n, (_, h, w) in enumerate(rows[0])}
+
+
+def with_pictures(named: Mapping[str, Any], family: Family, pictures: Sequence[Tensor]) -> dict[str, Any]:
+    """Arguments of the transformer with the tokens of pictures to edit behind those of the latents."""
+    shapes = [(1, one.shape[3] // family.patch[1], one.shape[4] // family.patch[2]) for one in pictures]
+    tokens = [packed(one.float(), family) for one in pictures]
+    return {
+        **named,
+        "hidden_states": torch.cat([named["hidden_states"], *tokens], dim=1),
+        "img_shapes": [[*own, *(shape for shape in shapes if shape[1])] for own in named["img_shapes"]],
     }
 
 

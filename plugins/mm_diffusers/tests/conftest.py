@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import diffusers
 import pytest
+from mm_diffusers.families import FAMILIES
 from mm_diffusers.testing import tiny_pipeline
+from tuned import SMALL
+
+
+@pytest.fixture(scope="session", autouse=True)
+def small_pictures() -> None:
+    """The pipelines that edit pictures resize them to small areas."""
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (name for name, family in FAMILIES.items() if family.areas):
+            module = sys.modules[getattr(diffusers, kind).__module__]
+            own = module.calculate_dimensions
+            patch.setattr(
+                module, "calculate_dimensions", lambda area, ratio, own=own: own(SMALL.get(area, area), ratio)
+            )
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from mm_diffusers import Encoded, Family
+from mm_diffusers.testing.parity import RNG, batch_of, pair_of
 from mm_diffusers.text import DiffusersText
 from mm_diffusers.transformer import DiffusersTransformer, whole
 from mm_diffusers.vae import DiffusersVAE
@@ -142,8 +143,9 @@ def test_pictures_sizes_and_conditions_that_a_family_does_not_take(pipeline_of):
     folder = str(pipeline_of("ZImagePipeline"))
     with pytest.raises(MMError, match="ZImagePipeline takes no reference pictures"):
         DiffusersTransformer(folder, references=2)
-    with pytest.raises(MMError, match="FluxKontextPipeline takes one reference picture"):
-        DiffusersTransformer(str(pipeline_of("FluxKontextPipeline")), references=2)
+    for kind in ("FluxKontextPipeline", "QwenImageEditPipeline"):
+        with pytest.raises(MMError, match=f"{kind} takes one reference picture"):
+            DiffusersTransformer(str(pipeline_of(kind)), references=2)
     with pytest.raises(MMError, match="height 63"):
         DiffusersVAE(folder).latent_shape(1, 63, 64)
     with pytest.raises(MMError, match="num_frames 5"):
@@ -152,6 +154,22 @@ def test_pictures_sizes_and_conditions_that_a_family_does_not_take(pipeline_of):
         MMError, match="accepted: num_frames 1 more than a multiple of 8, height a multiple of 32"
     ):
         DiffusersVAE(str(pipeline_of("LTXPipeline"))).latent_shape(8, 64, 64)
+
+
+def test_pictures_to_edit_that_are_missing_too_many_or_of_mixed_sizes(pipeline_of):
+    pair = pair_of("QwenImageEditPlusPipeline", pipeline_of("QwenImageEditPlusPipeline"), 2)
+    (one, other), *_ = pair.references
+    with pytest.raises(MMError, match="'a dog' has no reference picture, and QwenImageEditPlus"):
+        pair.sampled(2, captions=["a cat", "a dog"], references=((one,), ()))
+    with pytest.raises(MMError, match="3 pictures of `references`"):
+        pair.sampled(2, captions=["a cat"], references=((one,) * 3,))
+    for second in ((one, one), (other,)):
+        with pytest.raises(MMError, match="batch have reference pictures of other numbers or sizes"):
+            pair.sampled(2, captions=["a cat", "a dog"], references=((one,), second))
+    (found,) = pair.sampled(2, captions=["a cat"], references=((one,),))
+    assert found.isfinite().all()
+    with pytest.raises(MMError, match="reads the field `references`, which is not given"):
+        pair.task.prepare(batch_of(torch.zeros(1, 3, 1, 64, 96), ["a cat"]), RNG)
 
 
 def test_a_component_without_a_folder_or_with_a_damaged_config(copied, tmp_path):

@@ -20,7 +20,7 @@ assert _spec is not None and _spec.loader is not None  # by its path: other plug
 _runs = module_from_spec(_spec)
 _spec.loader.exec_module(_runs)
 LORA, mm, trained = _runs.LORA, _runs.mm, _runs.trained
-photos, clips, run = _runs.photos, _runs.clips, _runs.run  # fixtures
+photos, clips, edits, run = _runs.photos, _runs.clips, _runs.edits, _runs.run  # fixtures
 
 BLOCKS = "engine.recompute_modules=auto"
 TWO = ("--nproc", 2)

@@ -22,7 +22,8 @@ from mm_core.errors import MMError
 
 @pytest.fixture(scope="module", params=[kind for kind in FAMILIES if hasattr(diffusers, kind)])
 def pair(request, pipeline_of) -> Pair:
-    return pair_of(request.param, pipeline_of(request.param))
+    pictures = {"QwenImageEditPlusPipeline": 2}.get(request.param, 0)
+    return pair_of(request.param, pipeline_of(request.param), pictures)
 
 
 @pytest.mark.parametrize("scale", [None, 3.5])
@@ -60,7 +61,8 @@ def test_a_training_step_is_the_formula_on_the_pipelines_latents(pair):
     """The task's own loss, from pixels: latents as the pipeline decodes them, levels that are not shifted."""
     pixels = torch.rand(3, 3, pair.frames, 64, 96, generator=torch.Generator().manual_seed(1)) * 2 - 1
     task = pair.task
-    inputs = task.prepare(batch_of(pixels, CAPTIONS), RNG)
+    fields = {"references": Ragged.of_pictures(pair.references)} if pair.family.areas else {}
+    inputs = task.prepare(batch_of(pixels, CAPTIONS, **fields), RNG)
     sigma = inputs.sigma.view(-1, 1, 1, 1, 1)
     clean = task.autoencoder.encode(pixels).mode()
     noise = torch.stack([RNG.normal(clean.shape[1:], "noise", 0, row) for row in range(3)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import diffusers
@@ -11,10 +12,11 @@ import pytest
 import torch
 import yaml
 from mm_diffusers.families import FAMILIES
+from mm_diffusers.pictures import open_processor
 from mm_diffusers.testing.parity import HEIGHT, WIDTH, pair_of
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file
-from tuned import check_elsewhere
+from tuned import SMALL, check_elsewhere
 
 from mm_core.builtin.tiny import write_clip
 from mm_core.contracts import Randomness
@@ -59,8 +61,18 @@ def clips(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def edits(photos) -> Path:
+    """The photos, each with the pictures that it was edited from: of its size, and for some one more."""
+    rows = list(map(json.loads, (photos / "rows.jsonl").read_text().splitlines()))
+    for number, row in enumerate(rows):
+        row["shown"] = [f"{(number + 3) % 12}.png", *(["0.png"] if number % 3 == 1 else [])]
+    (photos / "edits.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return photos / "edits.jsonl"
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
-def run(request, pipeline_of, photos, clips, tmp_path_factory) -> Path:
+def run(request, pipeline_of, photos, clips, edits, tmp_path_factory) -> Path:
     """The YAML of a run in buckets."""
     folder, video = tmp_path_factory.mktemp(request.param), bool(FAMILIES[request.param].strides[0])
     rows = (clips if video else photos) / "rows.jsonl"
@@ -83,9 +95,25 @@ def run(request, pipeline_of, photos, clips, tmp_path_factory) -> Path:
         "checkpoint": {"every": 2},
         "log": {"every": 1},
     }
+    family = FAMILIES[request.param]
+    if family.areas:
+        most = 2 if family.references[1] else 1
+        small = replace(family, areas=[SMALL[area] for area in family.areas])
+        config["task"]["predictor"] = {"references": most, "family": asdict(small)}
+        config["data"]["train"]["sources"] = edited(edits, most, folder)
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
     return path
+
+
+def edited(rows: Path, most: int, folder: Path) -> list[dict]:
+    """Sources of rows with pictures, up to so many of each."""
+    shown = [json.loads(line) for line in rows.read_text().splitlines()]
+    shown = [{**row, "shown": row["shown"][:most]} for row in shown]
+    own = rows.with_name(f"{folder.name}.jsonl")
+    own.write_text("\n".join(map(json.dumps, shown)), encoding="utf-8")
+    field = {"name": "references", "column": "shown", "kind": "images", "most": most}
+    return [{"annotations": str(own), "columns": {"fields": [field]}}]
 
 
 def mm(*arguments: object, code: int = 0) -> str:
@@ -113,7 +141,7 @@ def test_two_ranks_a_cache_and_a_resume_train_as_one_rank(run, kind):
     assert trained(run, f"{kind}_resumed", *more) == plain
 
 
-def test_a_lora_makes_the_same_picture_in_the_pipeline(run):
+def test_a_lora_makes_the_same_picture_in_the_pipeline(run, photos):
     folder, config = run.parent, yaml.safe_load(run.read_text())
     trained(run, "adapted", LORA, "optimizer.lr=0.05")
     file = folder / "lora.safetensors"
@@ -124,10 +152,14 @@ def test_a_lora_makes_the_same_picture_in_the_pipeline(run):
     if pair.family.first_frame:
         Image.fromarray(pair.first_frame.permute(1, 2, 0).numpy()).save(folder / "first.png")
         sampled += ["--input", f"first={folder / 'first.png'}"]
+    if pair.family.areas:
+        sampled += ["--input", f"references={photos / '3.png'}"]
     mm("sample", "--run", folder / "adapted", *sampled)
     shape = pair.task.autoencoder.latent_shape(1, HEIGHT, WIDTH)
     noise = Randomness(5).normal(shape, "sample", 0)[None]
     given = {"prompt": ["a red circle"], **({"num_frames": 1} if pair.frames > 1 else {})}
+    if pair.family.areas:
+        given["image"] = Image.open(photos / "3.png").convert("RGB")
     before = pair.pictures(noise, 3, **given)
     if hasattr(pair.pipe, "load_lora_weights"):
         pair.pipe.load_lora_weights(folder, weight_name=file.name)
@@ -146,7 +178,9 @@ def test_a_pipeline_is_exported_as_it_came(run):
     folder, top = run.parent, Path(yaml.safe_load(run.read_text())["task"]["pipeline"])
     mm("train", "--config", run, "run.name=still", "optimizer.lr=0", "train.steps=1")
     mm("export", "--run", folder / "still", "--to", "diffusers", "--out", folder / "whole")
-    loaded = diffusers.DiffusionPipeline.from_pretrained(folder / "whole")
+    # Diffusers opens the processor of pictures with torchvision alone.
+    own = {"processor": open_processor(folder / "whole/processor")} if FAMILIES[top.name].areas else {}
+    loaded = diffusers.DiffusionPipeline.from_pretrained(folder / "whole", **own)
     assert type(loaded).__name__ == top.name
     (stored,) = (top / "transformer").glob("*.safetensors")
     wanted, found = load_file(stored), loaded.transformer.state_dict()

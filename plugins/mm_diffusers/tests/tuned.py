@@ -26,6 +26,10 @@ KNOWN: Mapping[str, Mapping[str, list[str]]] = yaml.safe_load(
 """Classes -> program -> the names of modules that it knows."""
 
 
+SMALL = {1024**2: 64**2, 384**2: 32**2}
+"""Areas of reference pictures -> those of tests."""
+
+
 class TunedTask(nn.Module):
     """As much of a task as `add_adapters` reads.
 

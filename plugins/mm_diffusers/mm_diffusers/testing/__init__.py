@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -30,7 +32,8 @@ def _letters(end: str = "") -> dict[str, int]:
 
 def qwen_tokenizer() -> Any:
     """Qwen's tokenizer of bytes, with its special tokens and a template of conversations."""
-    special = {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}
+    marks = ["im_start", "im_end", "vision_start", "image_pad", "vision_end", "video_pad"]
+    special = {"additional_special_tokens": [f"<|{mark}|>" for mark in marks]}
     kind = transformers.Qwen2TokenizerFast
     return kind(
         _letters(), [], eos_token="<|im_end|>", chat_template=CHATML, model_max_length=2048, **special
@@ -66,7 +69,9 @@ def qwen25_vl() -> Any:
     """A tiny Qwen2.5-VL."""
     text = {**_QWEN3, "num_hidden_layers": 2, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16}
-    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision)
+    tokens = {"image_token_id": 260, "video_token_id": 262}  # of `qwen_tokenizer`
+    tokens |= {"vision_start_token_id": 259, "vision_end_token_id": 261}
+    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **tokens)
     return transformers.Qwen2_5_VLForConditionalGeneration(config)
 
 
@@ -179,6 +184,17 @@ def _qwen_image() -> dict[str, Any]:
             **{"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 0.9, "max_image_seq_len": 8192},
             **{"shift_terminal": 0.02, "time_shift_type": "exponential"},
         ),
+    }
+
+
+def _qwen_edit(zero_time: bool = False) -> dict[str, Any]:
+    found = _qwen_image()
+    config = {**found["transformer"].config, "zero_cond_t": zero_time}
+    images = getattr(transformers, "Qwen2VLImageProcessorPil", None) or transformers.Qwen2VLImageProcessor
+    return {
+        **found,
+        "transformer": diffusers.QwenImageTransformer2DModel.from_config(config),
+        "processor": (images(), found["tokenizer"]),
     }
 
 
@@ -304,6 +320,8 @@ TINY: Mapping[str, Callable[[], dict[str, Any]]] = MappingProxyType(
         "HunyuanVideo15Pipeline": _hunyuan_15,
         "Krea2Pipeline": _krea,
         "LTXPipeline": _ltx,
+        "QwenImageEditPipeline": _qwen_edit,
+        "QwenImageEditPlusPipeline": partial(_qwen_edit, zero_time=True),  # as in 2511
         "QwenImagePipeline": _qwen_image,
         "StableDiffusion3Pipeline": _sd3,
         "ZImagePipeline": _z_image,
@@ -331,8 +349,16 @@ def tiny_pipeline(
                 for tensor in part.parameters():
                     if tensor.abs().max() == 0:
                         torch.nn.init.normal_(tensor, std=0.2)
-        pipeline = getattr(diffusers, kind)(**made)
+        processor = made.pop("processor", ())
+        absent = {"processor": None} if processor else {}
+        pipeline = getattr(diffusers, kind)(**made, **absent)
     pipeline.save_pretrained(path)
+    for part in processor:  # one of both is built with torchvision alone
+        part.save_pretrained(Path(path) / "processor")
+    if processor:
+        index = Path(path) / "model_index.json"
+        named = {**json.loads(index.read_text()), "processor": ["transformers", "Qwen2VLProcessor"]}
+        index.write_text(json.dumps(named))
     return Path(path)
 
 

@@ -15,12 +15,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from mm_core.contracts import Randomness, SampleKey, SampleRequest, VideoTextBatch
+from mm_core.contracts import Ragged, Randomness, SampleKey, SampleRequest, VideoTextBatch
 from mm_core.errors import ContractError, first_line
 from mm_core.tasks import SampleConfig
 from mm_diffusers.families import PAGE, Family
 from mm_diffusers.folder import PipelineFolder
 from mm_diffusers.image import DiffusersImage
+from mm_diffusers.pictures import open_processor
 from mm_diffusers.schedule import PipelineSchedule
 from mm_diffusers.task import PipelineTask
 from mm_diffusers.text import DiffusersText
@@ -64,6 +65,31 @@ class Pair:
         return torch.randint(0, 255, (3, HEIGHT, WIDTH), generator=draws, dtype=torch.uint8)
 
     @property
+    def references(self) -> tuple[tuple[Tensor, ...], ...]:
+        """The pictures uint8 [3,Y,X] that each of three captions edits, of the same sizes."""
+        if not self.family.areas:
+            return ((),) * 3
+        draws, sizes = torch.Generator().manual_seed(6), ((80, 64), (64, 128))
+        several = sizes if self.task.predictor.inputs[0].most > 1 else sizes[:1]
+        rows = [[torch.randint(0, 255, (3, *size), generator=draws) for size in several] for _ in range(3)]
+        return tuple(tuple(one.byte() for one in row) for row in rows)
+
+    def encoded(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Text states and mask of the captions, and all conditions of the predictor's forward."""
+        cpu, size = torch.device("cpu"), (1, HEIGHT, WIDTH)
+        fields = {"references": self.references} if self.family.areas else {}
+        text, mask, found = self.task.captions.encoded_texts(CAPTIONS, cpu, fields)
+        given = {**found, **self.frame_conditions}
+        if self.task.conditions.embedded_guidance:
+            given["guidance"] = torch.ones(3)
+        given |= {name: torch.full((3,), 25.0) for name in self.family.clip_conditions}
+        if fields:
+            shown = {"references": Ragged.of_pictures(self.references).floats()}
+            made = self.task._inputs.encoded(shown, size, cpu)
+            given |= self.task.predictor.with_inputs(text, text, made).conditions
+        return text, mask, given
+
+    @property
     def frame_conditions(self) -> dict[str, Tensor]:
         """What the first frame becomes, of three clips."""
         if not self.family.first_frame:
@@ -73,6 +99,18 @@ class Pair:
         features = self.task.image_encoder.encode([self.first_frame] * 3)
         return {"first_frame": latents, "image_embeds": features}
 
+    @property
+    def calls(self) -> list[tuple[slice, dict[str, Any]]]:
+        """The rows that the pipeline takes in one call, with arguments of theirs: all captions, or one with
+        pictures to edit."""
+        if not self.family.areas:
+            return [(slice(None), {})]
+        shown = [[Image.fromarray(one.permute(1, 2, 0).numpy()) for one in own] for own in self.references]
+        return [
+            (slice(row, row + 1), {"prompt": [caption], "image": own if len(own) > 1 else own[0]})
+            for row, (caption, own) in enumerate(zip(CAPTIONS, shown, strict=True))
+        ]
+
     def noise(self, rows: int) -> Tensor:
         """The latents [B,C,T,H,W] that our task starts from with seed 3."""
         shape = self.task.autoencoder.latent_shape(self.frames, HEIGHT, WIDTH)
@@ -80,6 +118,9 @@ class Pair:
 
     def pictures(self, noise: Tensor, steps: int, scale: float | None = None, **given: Any) -> Tensor:
         """The pipeline's own pictures [B,3,F,Y,X] from -1 to 1, of prompts; with a scale of guidance."""
+        if self.family.areas and "image" not in given:
+            made = [self.pictures(noise[own], steps, scale, **{**given, **more}) for own, more in self.calls]
+            return torch.cat(made)
         given = {"prompt": list(CAPTIONS), "height": HEIGHT, "width": WIDTH, **self.family.off, **given}
         takes = inspect.signature(type(self.pipe).__call__).parameters
         fixed = {
@@ -107,8 +148,9 @@ class Pair:
         found: Tensor = made.frames.transpose(1, 2) if "frames" in made else made.images[:, :, None]
         return found * 2 - 1
 
-    def called(self, noisy: Tensor, sigma: float) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with which the pipeline calls its transformer at a noise level, with prompts."""
+    def called(self, noisy: Tensor, sigma: float) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """The arguments of the pipeline's calls of its transformer at a noise level, with prompts: one call,
+        or one for each row."""
         found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         hook = self.pipe.transformer.register_forward_pre_hook(
             lambda module, args, named: found.append((args, named)), with_kwargs=True
@@ -120,19 +162,15 @@ class Pair:
         finally:
             hook.remove()
             self.pipe.scheduler = scheduler
-        return found[0]
+        return found
 
     def velocities(self, noisy: Tensor, sigma: float) -> tuple[Tensor, Tensor]:
         """Velocities of latents [3,C,T,H,W] at a noise level: the predictor's, and the pipeline's."""
-        args, named = self.called(noisy, sigma)
-        predicted = self.pipe.transformer(*args, **named)[0]
-        predicted = torch.stack(predicted) if isinstance(predicted, list) else predicted
+        calls = self.called(noisy, sigma)
+        found = [self.pipe.transformer(*args, **named)[0] for args, named in calls]
+        predicted = torch.stack(found[0]) if isinstance(found[0], list) else torch.cat(found)
         wanted = unpacked(predicted, self.family, noisy.shape) * (-1 if self.family.negated else 1)
-        text, mask, given = self.task.captions.encoded_texts(CAPTIONS, torch.device("cpu"), {})
-        if self.task.conditions.embedded_guidance:
-            given["guidance"] = torch.ones(3)
-        given |= {name: torch.full((3,), 25.0) for name in self.family.clip_conditions}
-        given |= self.frame_conditions
+        text, mask, given = self.encoded()
         return self.task.predictor(noisy, torch.full((3,), 1000 * sigma), text, mask, **given), wanted
 
     def sampled(
@@ -141,6 +179,8 @@ class Pair:
         """Our pictures [B,3,F,Y,X] from -1 to 1, of prompts; with a scale of guidance."""
         if self.family.first_frame:
             inputs["first"] = (self.first_frame,) * len(captions)
+        if self.family.areas:
+            inputs = {"references": self.references, **inputs}
         scale = self.task.predictor.guidance_off if guidance is None else guidance
         request = SampleRequest(prompts=tuple(captions), seed=3, guidance=scale, steps=steps, inputs=inputs)
         return torch.stack([clip.pixels for clip in self.task.sample(request)]).float()
@@ -166,7 +206,10 @@ class OneLevel(diffusers.FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]
 def pair_of(kind: str, folder: Path, references: int = 0, family: Family | None = None) -> Pair:
     """The two for the folder of a pipeline of a class."""
     absent = [name for name, value in PipelineFolder(folder, family).index.items() if value == [None, None]]
-    pipe = getattr(diffusers, kind).from_pretrained(folder, **dict.fromkeys(absent))
+    given: dict[str, Any] = dict.fromkeys(absent)
+    if PipelineFolder(folder, family).has("processor"):
+        given["processor"] = open_processor(folder / "processor")
+    pipe = getattr(diffusers, kind).from_pretrained(folder, **given)
     pipe.set_progress_bar_config(disable=True)
     pipe.vae.use_slicing = True  # HunyuanVideo's takes one clip alone
     predictor = DiffusersTransformer(str(folder), references, family)
