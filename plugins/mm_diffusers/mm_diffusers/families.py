@@ -226,11 +226,12 @@ _QWEN = Family(
     off={"true_cfg_scale": 1.0},
     guidance="rescaled",
     time_factor=1.0,
-    length=1024,
 )
 
 # Their own calls take no latents of pictures, and one row alone.
-_QWEN_EDIT = replace(_QWEN, call="QwenImagePipeline", references=(1, 0), areas=(1024**2, 1024**2))
+_QWEN_EDIT = replace(
+    _QWEN, call="QwenImagePipeline", references=(1, 0), areas=(1024**2, 1024**2), length=1024
+)
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
