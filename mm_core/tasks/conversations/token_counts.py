@@ -11,15 +11,16 @@ from contextlib import closing
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from mm_core.contracts import Randomness, generators_kept, seed_generators
-from mm_core.data import StartWorker, check_stop, read_by_workers, start_server
+from mm_core.data.loading.stopping import check_stop
+from mm_core.data.loading.workers import StartWorker, read_by_workers, start_server
 from mm_core.errors import DataError, plural
-from mm_internvl.data.rows import RawRow
+from mm_core.runtime.ranks import Ranks
+from mm_core.tasks.conversations.rows import RawRow
 
 T = TypeVar("T")
 
@@ -56,7 +57,8 @@ def lengths_of(rows: Sequence[RawRow], measure: Callable[[RawRow], int]) -> Tens
         DataError: `measure` raises it for every row; the first one.
         StopRequested: a stop of the run was requested; nothing is stored.
     """
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    ranks = Ranks.current()
+    rank, world = ranks.rank, ranks.count
     # Ranks take rows in turn: slow rows are often neighbours, from one file.
     own = range(rank, len(rows), world)
     lengths, first, place = torch.zeros(len(own), dtype=torch.int64), None, 0
@@ -70,7 +72,7 @@ def lengths_of(rows: Sequence[RawRow], measure: Callable[[RawRow], int]) -> Tens
                 else:
                     lengths[place] = one
                 place += 1
-    everyone = gathered((lengths, first))
+    everyone = ranks.gather((lengths, first))
     found = torch.zeros(len(rows), dtype=torch.int64)
     for number, (part, _) in enumerate(everyone):
         found[number::world] = part
@@ -84,15 +86,6 @@ def lengths_of(rows: Sequence[RawRow], measure: Callable[[RawRow], int]) -> Tens
             hint=fault.hint or "correct the rows, or the paths of their images and videos",
         ) from fault
     return found
-
-
-def gathered(item: T) -> list[T]:
-    """Gathers an object of every rank on every rank; without other ranks, a list with its own."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [item]
-    items = [item] * dist.get_world_size()
-    dist.all_gather_object(items, item)
-    return items
 
 
 def _with_progress(

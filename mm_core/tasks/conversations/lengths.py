@@ -9,15 +9,18 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mm_core.errors import DataError, plural
-from mm_internvl.data.config import Source
-from mm_internvl.data.rows import RawRow
-from mm_internvl.data.token_counts import gathered, lengths_of
+from mm_core.runtime.ranks import Ranks
+from mm_core.tasks.conversations.rows import RawRow
+from mm_core.tasks.conversations.token_counts import lengths_of
+
+if TYPE_CHECKING:
+    from mm_core.builtin.configs.conversations import ConversationSource
 
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "processor_config.json")
 
@@ -36,7 +39,11 @@ class Lengths:
     """
 
     def __init__(
-        self, file: Path | None, sources: Sequence[Source], processor: str, facts: Sequence[object]
+        self,
+        file: Path | None,
+        sources: Sequence[ConversationSource],
+        processor: str,
+        facts: Sequence[object],
     ) -> None:
         self.file = file
         self._annotations = [Path(source.annotations) for source in sources]
@@ -54,7 +61,8 @@ class Lengths:
         Raises:
             DataError: as for `lengths_of`; or the ranks have different numbers of rows.
         """
-        counts = gathered(len(rows))
+        ranks = Ranks.current()
+        counts = ranks.gather(len(rows))
         if len(set(counts)) > 1:
             other = next(rank for rank, count in enumerate(counts) if count != counts[0])
             raise DataError(
@@ -62,14 +70,13 @@ class Lengths:
                 where=", ".join(map(str, self._annotations)),
                 accepted="the same files on every machine",
             )
-        first = len(counts) == 1 or dist.get_rank() == 0
-        kept = [self._kept(len(rows)) if first else None]
-        if self.file is not None and len(counts) > 1:
-            dist.broadcast_object_list(kept, src=0)
-        if kept[0] is not None:
-            return kept[0]
+        kept = self._kept(len(rows)) if ranks.rank == 0 else None
+        if self.file is not None:
+            kept = ranks.from_first(kept)
+        if kept is not None:
+            return kept
         found = lengths_of(rows, measure)
-        if first:
+        if ranks.rank == 0:
             self._keep(found)
         return found
 

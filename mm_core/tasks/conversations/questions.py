@@ -2,41 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mm_core.contracts import Question, Turn
 from mm_core.errors import DataError, plural
-from mm_internvl.data.chat import Chat
-from mm_internvl.data.pictures import Pictures
-from mm_internvl.data.rows import (
-    PLACEHOLDER,
-    Medium,
-    Picture,
-    RawRow,
-    RowTurn,
-    conversation,
-    located,
-    read_rows,
-)
+from mm_core.tasks.conversations.chat import Chat, Files
+from mm_core.tasks.conversations.processor import Encoded
+from mm_core.tasks.conversations.rows import RawRow, conversation, located, read_rows
+from mm_core.tasks.conversations.turns import PLACEHOLDER, RowTurn
 
 
 @dataclass(frozen=True)
 class QuestionInputs:
-    """Turns questions about images into InternVL's inputs, with its chat template and tiles. Satisfies
+    """Turns questions about images into a model's inputs, by its processor and chat template. Satisfies
     `Conversing`.
 
-    Inputs are `input_ids`, `attention_mask` [1,L] and `pixel_values` [N,3,Y,X]. For a question without
-    images, a masked blank tile precedes the conversation, so that the same modules run for every question.
+    Inputs are `input_ids`, `attention_mask` [1,L], and the tensors of images. For a question without
+    images, a masked blank picture precedes the conversation, so that the same modules run for every question.
     """
 
     chat: Chat
-    pictures: Pictures
 
     def prompt(self, turns: Sequence[Turn]) -> Mapping[str, Tensor]:
         """Model inputs for a conversation that awaits an answer. Images of a turn precede its text, or
@@ -46,7 +38,7 @@ class QuestionInputs:
             DataError: a file cannot be read, placeholders do not match the images, or the conversation is too
                 long for an answer.
         """
-        media: list[tuple[Medium, Picture]] = [("image", path) for turn in turns for path in turn.images]
+        media: Files = [("image", path) for turn in turns for path in turn.images]
         if not turns[-1].text.strip() and not turns[-1].images:
             raise DataError("the prompt has no text and no image", accepted="a text, an image, or both")
         return self._inputs([_placed(turn) for turn in turns], media, "the conversation")
@@ -67,21 +59,20 @@ class QuestionInputs:
                 where=name,
                 accepted="a text of the user, an image, or both",
             )
-        return Question(name, question, self._inputs(asked.turns, media, name), asked.answers)
+        return Question(name, question, self._inputs(asked.turns, media, name, asked.tools), asked.answers)
 
     def _inputs(
-        self, turns: Sequence[RowTurn], media: Iterable[tuple[Medium, Picture]], where: str
+        self, turns: Sequence[RowTurn], media: Files, where: str, tools: Sequence[Any] = ()
     ) -> Mapping[str, Tensor]:
-        files = list(media)
-        shown = self.pictures.shown(files)
-        ids = self.chat.prompt(turns, shown, where)
-        seen = torch.ones_like(ids)
-        pixels = self.pictures.pixels(files, shown, len(files))
-        if not len(pixels):
-            blank = torch.tensor(self.chat.tokens_of_blank)
-            ids, seen = torch.cat([blank, ids]), torch.cat([torch.zeros_like(blank), seen])
-            pixels = self.pictures.tiling.blank()
-        return {"input_ids": ids[None], "attention_mask": seen[None], "pixel_values": pixels}
+        found = self.chat.prompt(turns, media, where, tools)
+        parts: list[Encoded] = [found]
+        if not found.vision and (blank := self.chat.processor.blank) is not None:
+            parts = [blank, found]
+        names = [name for name in dict.fromkeys(n for part in parts for n in part.tokens) if name != "labels"]
+        inputs = {name: torch.cat([part.of(name) for part in parts])[None] for name in names}
+        seen = [torch.full((len(part),), int(part is found)) for part in parts]
+        vision = self.chat.processor.joined([[part.vision for part in parts if part.vision]])
+        return {**inputs, "attention_mask": torch.cat(seen)[None], **vision}
 
 
 def _placed(turn: Turn) -> RowTurn:
