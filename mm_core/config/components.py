@@ -49,7 +49,7 @@ def inputs_of(config: RunConfig) -> dict[str, list[str]]:
 
 def with_task_values(config: RunConfig) -> RunConfig:
     """The config with datasets whose fields with a mark `FromTask`, where left out, have the task's value."""
-    splits = {}
+    splits: dict[str, Any] = {}
     for split, dataset in config.data.splits.items():
         found = {
             key: config.task.options[mark.key]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mm_core.tasks.conversations.packing import Packs, positions
     from mm_core.tasks.conversations.processor import ChatProcessor, Encoded
     from mm_core.tasks.conversations.template import ChatTemplate, Fault
-    from mm_core.tasks.conversations.turns import PLACEHOLDER, RowTurn
+    from mm_core.tasks.conversations.turns import PLACEHOLDER, Medium, Picture, RowTurn
 
 __all__ = [
     "PLACEHOLDER",
@@ -27,7 +27,9 @@ __all__ = [
     "Encoded",
     "Fault",
     "MediaReader",
+    "Medium",
     "Packs",
+    "Picture",
     "RowTurn",
     "Shown",
     "positions",

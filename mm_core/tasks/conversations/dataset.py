@@ -99,7 +99,7 @@ class Conversations:
         )
         if chat.processor.template.head_differs:
             _logger.warning(
-                "the chat template of %s begins an answer otherwise in a conversation than after a prompt, so "
+                "the chat template of %s begins an answer otherwise in a conversation than after a prompt; "
                 "`mm sample` and `mm eval` ask differently from what is trained",
                 chat.processor.folder,
             )

@@ -19,7 +19,7 @@ from mm_core.tasks.conversations.media import MediaReader, Shown, Size, pictures
 from mm_core.tasks.conversations.opening import open_processor
 from mm_core.tasks.conversations.spans import TurnContent
 from mm_core.tasks.conversations.template import ChatTemplate, Fault
-from mm_core.tasks.conversations.turns import PLACEHOLDER, Picture, RowTurn
+from mm_core.tasks.conversations.turns import PLACEHOLDER, Medium, Picture, RowTurn
 from mm_core.tokenizer import open_tokenizer
 
 if TYPE_CHECKING:
@@ -34,11 +34,11 @@ class Encoded:
     """A conversation as a model takes it.
 
     Attributes:
-        tokens: [L] int64 each: `input_ids`, `labels` (-100 where nothing is learnt), and what else the
-            processor makes for each token.
+        tokens: [L] int64 each: `input_ids`, `labels` (-100 where nothing is learnt) and what else
+            the processor makes for each token.
         blocks: [start, end) of each picture in these tokens.
-        vision: tensors of the pictures, by the names of the model's arguments; {} without pictures, or if only
-            their sizes were read.
+        vision: tensors of the pictures, by the names of the model's arguments; {} without pictures, or if
+            only their sizes were read.
     """
 
     tokens: dict[str, Tensor]
@@ -157,7 +157,7 @@ class ChatProcessor:
 
     # -- tokens and tensors --------------------------------------------------------------------
 
-    def shown(self, files: Sequence[tuple[Any, Picture]]) -> list[Shown]:
+    def shown(self, files: Sequence[tuple[Medium, Picture]]) -> Sequence[Shown]:
         """The pictures of a conversation's images and videos, from file headers.
 
         Raises:
@@ -206,7 +206,9 @@ class ChatProcessor:
 
     def _counted(self, text: str, spans: Sequence[tuple[int, int]], sizes: Sequence[Size]) -> Encoded:
         """As `_made`, of the pictures' sizes: what the processor puts for each size is remembered."""
-        whole, moves, place = [], [], 0
+        whole: list[str] = []
+        moves: list[Mapping[str, Any]] = []
+        place = 0
         for match, size in zip(_found(self._image_token, text), sizes, strict=True):
             put = self._expansion(size, len(sizes))
             start = sum(map(len, whole)) + match.start() - place
@@ -222,7 +224,7 @@ class ChatProcessor:
         return Encoded({"input_ids": ids, "labels": placed.labels(ids, spans)}, placed.blocks())
 
     def _specials(self, text: str) -> dict[str, bool]:
-        """As the library: the tokenizer adds its special tokens, unless the template has written the first."""
+        """As the library: the tokenizer adds its first token, unless the template has written it."""
         bos = self.tokenizer.bos_token
         return {"add_special_tokens": not (bos is not None and text.startswith(bos))}
 
@@ -256,7 +258,7 @@ class ChatProcessor:
             raise CheckpointError(
                 f"{type(self.processor).__name__} does not say where it puts images in a text",
                 where=self.folder,
-                accepted="a processor with a fast tokenizer that replaces `image_token`, as those of Transformers 5",
+                accepted="a processor with a fast tokenizer that replaces `image_token`",
             )
         return made
 

@@ -63,7 +63,9 @@ class ChatTemplate:
     def _special(self) -> tuple[str, ...]:
         """Special tokens, also those that the tokenizer knows by no name, such as the end of a turn."""
         added = self.tokenizer.added_tokens_decoder.values()
-        return tuple(dict.fromkeys([*self.tokenizer.all_special_tokens, *(str(t) for t in added if t.special)]))
+        return tuple(
+            dict.fromkeys([*self.tokenizer.all_special_tokens, *(str(t) for t in added if t.special)])
+        )
 
     @cached_property
     def structure(self) -> tuple[str, ...]:
