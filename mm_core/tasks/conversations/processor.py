@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from mm_core.contracts import IGNORED_LABEL
 from mm_core.errors import CheckpointError, first_line
@@ -20,6 +19,7 @@ from mm_core.tasks.conversations.opening import open_processor
 from mm_core.tasks.conversations.spans import TurnContent
 from mm_core.tasks.conversations.template import ChatTemplate, Fault
 from mm_core.tasks.conversations.turns import PLACEHOLDER, Medium, Picture, RowTurn
+from mm_core.tasks.pretrained.answer_tokens import padded_cat
 from mm_core.tokenizer import open_tokenizer
 
 if TYPE_CHECKING:
@@ -247,10 +247,8 @@ class ChatProcessor:
                 images=[[*pictures]] if pictures else None,
                 text=[text],
                 return_tensors="pt",
-                text_kwargs={
-                    **{"return_offsets_mapping": True, "return_text_replacement_offsets": True},
-                    **self._specials(text),
-                },
+                return_text_replacement_offsets=True,
+                text_kwargs={"return_offsets_mapping": True, **self._specials(text)},
             )
         except ValueError as fault:
             raise Fault(f"the processor refuses the conversation: {first_line(fault)}") from fault
@@ -305,11 +303,11 @@ class ChatProcessor:
         for name in names:
             parts = [[vision[name] for vision in row if name in vision] for row in rows]
             if self._axes.get(name, 0) == 0:
-                made[name] = _padded([part for row in parts for part in row], 0)
+                made[name] = padded_cat([part for row in parts for part in row], 0)
                 continue
             some = next(part for row in parts for part in row)
             none = some[:, :0]
-            made[name] = _padded([_padded(row, 1) if row else none for row in parts], 0)
+            made[name] = padded_cat([padded_cat(row, 1) if row else none for row in parts], 0)
         return made
 
 
@@ -338,20 +336,6 @@ def _split(text: str) -> Iterator[dict[str, str]]:
         place = match.end()
     if rest := text[place:].removeprefix("\n" if place else ""):
         yield {"type": "text", "text": rest}
-
-
-def _padded(parts: Sequence[Tensor], axis: int) -> Tensor:
-    """Tensors joined along an axis, with zeros where one is shorter than others in another."""
-    shape = [max(part.shape[n] for part in parts) for n in range(parts[0].dim())]
-    for place, part in enumerate(parts):
-        short = [
-            0 if n == axis else most - have
-            for n, (have, most) in enumerate(zip(part.shape, shape, strict=True))
-        ]
-        if any(short):
-            widths = [width for missing in reversed(short) for width in (0, missing)]
-            parts = [*parts[:place], pad(part, widths), *parts[place + 1 :]]
-    return torch.cat([*parts], axis)
 
 
 @dataclass(frozen=True)
