@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,7 @@ class Conversations:
             cls.make_processor(wanted, MediaReader(wanted.frames, wanted.max_pixels, reader)),
             wanted.max_length,
             wanted.system,
+            wanted.boxes,
         )
         if chat.processor.template.head_differs:
             _logger.warning(
@@ -156,6 +158,30 @@ class Conversations:
         keys, ids = [sample["key"] for sample in samples], [sample["id"] for sample in samples]
         references = None if self.packs is not None else [sample["answers"] for sample in samples]
         return TextBatch(keys, weights, ids, inputs=inputs, references=references)
+
+    def rendered(self, index: int) -> list[tuple[str, bool]]:
+        """The text of a sample in pieces, each with whether it is learnt; of a token that repeats, as those of
+        images do, the number.
+
+        Raises:
+            DataError: the sample cannot be read.
+        """
+        tokenizer, found = self.chat.processor.tokenizer, []
+        for piece in self[index]["pieces"]:
+            pairs = zip(piece.tokens["input_ids"].tolist(), piece.tokens["labels"].tolist(), strict=True)
+            for learnt, run in groupby(pairs, key=lambda pair: pair[1] != IGNORED_LABEL):
+                text = ""
+                for many, group in groupby(
+                    _runs([token for token, _ in run]), key=lambda each: each[1] > _MANY
+                ):
+                    each = [*group]
+                    text += (
+                        "".join(f"{tokenizer.decode([token])} x {count}" for token, count in each)
+                        if many
+                        else tokenizer.decode([token for token, count in each for _ in range(count)])
+                    )
+                found.append((text, learnt))
+        return found
 
     @classmethod
     def evaluated(cls, options: Mapping[str, object]) -> Mapping[str, object]:
@@ -259,6 +285,15 @@ class Conversations:
     def _length(self, row: RawRow) -> int:
         name, found, files = self._checked(row)
         return len(self.chat.row(found, files, name, pixels=False)[0])
+
+
+_MANY = 3
+"""Most times that a token is shown in a row."""
+
+
+def _runs(tokens: Sequence[int]) -> list[tuple[int, int]]:
+    """The tokens with the number of times that each repeats."""
+    return [(token, len([*same])) for token, same in groupby(tokens)]
 
 
 _NO_FACTS = ("sources", "packing", "lengths", "reader", "trust_remote_code")

@@ -210,7 +210,7 @@ class ChatProcessor:
         moves: list[Mapping[str, Any]] = []
         place = 0
         for match, size in zip(_found(self._image_token, text), sizes, strict=True):
-            put = self._expansion(size, len(sizes))
+            put = self._probed(size, len(sizes))[0]
             start = sum(map(len, whole)) + match.start() - place
             moves.append({"span": match.span(), "new_span": (start, start + len(put))})
             whole += [text[place : match.start()], put]
@@ -229,15 +229,37 @@ class ChatProcessor:
         return {"add_special_tokens": not (bos is not None and text.startswith(bos))}
 
     @cached_property
-    def _expansion(self) -> Callable[[Size, int], str]:
+    def _probed(self) -> Callable[[Size, int], tuple[str, Size | None]]:
         @lru_cache(maxsize=100_000)
-        def expansion(size: Size, count: int) -> str:
-            """What the processor puts in the place of the first of several pictures."""
+        def probed(size: Size, count: int) -> tuple[str, Size | None]:
+            """What the processor puts in the place of the first of several pictures, and the height and width
+            at which the model sees it; None if it is cut into tiles."""
             pictures = [_black(size), *[_black(_SMALL)] * (count - 1)]
             made = self._called((self._image_token or "") * count, pictures)
-            return str(made["text_replacement_offsets"][0][0]["replacement"])
+            put = str(made["text_replacement_offsets"][0][0]["replacement"])
+            patch = getattr(getattr(self.processor, "image_processor", None), "patch_size", None)
+            if (grid := made.get("image_grid_thw")) is not None and isinstance(patch, int):
+                return put, (int(grid[0, 1]) * patch, int(grid[0, 2]) * patch)
+            pixels = made.get("pixel_values")
+            if not isinstance(pixels, Tensor) or pixels.dim() != 4 or len(pixels) != count:
+                return put, None
+            return put, (int(pixels.shape[-2]), int(pixels.shape[-1]))
 
-        return expansion
+        return probed
+
+    def seen(self, size: Size, count: int = 1) -> Size:
+        """Height and width at which the model sees an image of a size, one of several in its conversation.
+
+        Raises:
+            Fault: the processor does not tell: it cuts images into tiles.
+        """
+        found = self._probed(size, count)[1]
+        if found is None:
+            raise Fault(
+                "the model sees an image in several tiles, so that its pixels have no places of their own",
+                "set boxes: relative_1000",
+            )
+        return found
 
     def _called(self, text: str, pictures: Sequence[Any]) -> Mapping[str, Any]:
         if self.processor is None:
