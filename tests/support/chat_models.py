@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,7 @@ class Family:
             processor_config.json; {}: no such file, as published.
         template: name of the chat template.
         old_template: whether it is published in chat_template.json.
+        published: a start of names that the library writes, and the published one.
     """
 
     model: str
@@ -49,6 +51,7 @@ class Family:
     video: Mapping[str, Any] = field(default_factory=dict)
     processor: Mapping[str, Any] = field(default_factory=dict)
     old_template: bool = False
+    published: tuple[str, str] | None = None
 
 
 def save_chat_model(name: str, folder: Path, seed: int = 0) -> Path:
@@ -82,7 +85,17 @@ def save_chat_model(name: str, folder: Path, seed: int = 0) -> Path:
         model.generation_config.eos_token_id = [ids[end] for end in family.ends]
         model.generation_config.pad_token_id = ids[family.words.settings["pad_token"]]
         model.save_pretrained(folder)
+    if family.published:
+        _rename(folder / "model.safetensors", family.published)
     return folder
+
+
+def _rename(file: Path, names: tuple[str, str]) -> None:
+    """Gives weights their published names where the library reads them, but writes other ones."""
+    from safetensors.torch import load_file, save_file
+
+    weights = {re.sub(f"^{names[0]}", names[1], name): value for name, value in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
 
 
 def template_of(name: str) -> str:
@@ -114,11 +127,20 @@ _QWEN_SPECIAL = (
 _QWEN_ENDS = ("<|im_end|>", "<|endoftext|>")
 _QWEN_SETTINGS = {"tokenizer_class": "Qwen2Tokenizer", "bos_token": None, "eos_token": "<|im_end|>"}
 _QWEN_SETTINGS |= {"pad_token": "<|endoftext|>", "unk_token": None, "add_prefix_space": False}
-_TOOLS, _THOUGHTS = ("<tool_call>", "</tool_call>"), ("<tool_response>", "</tool_response>", "<think>", "</think>")
+_TOOLS, _THOUGHTS = (
+    ("<tool_call>", "</tool_call>"),
+    ("<tool_response>", "</tool_response>", "<think>", "</think>"),
+)
 
 
 def _qwen_image(processor: str, mean: Any, std: Any, **more: Any) -> dict[str, Any]:
-    shared = {"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2, "image_mean": mean, "image_std": std}
+    shared = {
+        "patch_size": 4,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "image_mean": mean,
+        "image_std": std,
+    }
     return {**shared, "processor_class": processor, **more}
 
 
@@ -181,7 +203,13 @@ _QWEN3: dict[str, Any] = {
 
 def _gemma3(ids: Ids, rows: int) -> dict[str, Any]:
     layers = ["sliding_attention", "full_attention"]  # published: five and one
-    text = {**LLM, "vocab_size": rows, "query_pre_attn_scalar": 8, "sliding_window": 16, "layer_types": layers}
+    text = {
+        **LLM,
+        "vocab_size": rows,
+        "query_pre_attn_scalar": 8,
+        "sliding_window": 16,
+        "layer_types": layers,
+    }
     tower = {**TOWER, "model_type": "siglip_vision_model", "image_size": 16, "vision_use_head": False}
     names = {"boi_token_index": "<start_of_image>", "eoi_token_index": "<end_of_image>"}
     names |= {"image_token_index": "<image_soft_token>"}
@@ -207,9 +235,13 @@ def _llava_onevision(ids: Ids, rows: int) -> dict[str, Any]:
     return {"text_config": text, "vision_config": tower, "image_grid_pinpoints": _PINPOINTS, **known}
 
 
+_SIGLIP_NAMES = ("vision_tower.", "vision_tower.vision_model.")
 _PINPOINTS = [[8 * rows, 8 * columns] for rows in (1, 2) for columns in (1, 2)]  # published: up to 6 x 6
 _LLAVA_SIZES = {"size": {"height": 8, "width": 8}, "image_mean": CLIP, "image_std": CLIP_STD}
-_LLAVA_SETTINGS = {**_QWEN_SETTINGS, "extra_special_tokens": {"image_token": "<image>", "video_token": "<video>"}}
+_LLAVA_SETTINGS = {
+    **_QWEN_SETTINGS,
+    "extra_special_tokens": {"image_token": "<image>", "video_token": "<video>"},
+}
 
 
 def _idefics(ids: Ids, rows: int, ends: str) -> dict[str, Any]:
@@ -232,7 +264,11 @@ def _idefics_image(name: str, longest: int) -> dict[str, Any]:
 _IDEFICS_TOKENS = ("<fake_token_around_image>", "<image>", "<end_of_utterance>")
 _SMOLVLM_NAMES = {"fake_image_token": "<fake_token_around_image>", "image_token": "<image>"}
 _SMOLVLM_NAMES |= {"end_of_utterance_token": "<end_of_utterance>", "global_image_token": "<global-img>"}
-_SMOLVLM_SETTINGS = {"tokenizer_class": "GPT2Tokenizer", "bos_token": "<|im_start|>", "unk_token": "<|endoftext|>"}
+_SMOLVLM_SETTINGS = {
+    "tokenizer_class": "GPT2Tokenizer",
+    "bos_token": "<|im_start|>",
+    "unk_token": "<|endoftext|>",
+}
 _SMOLVLM_SETTINGS |= {"eos_token": "<end_of_utterance>", "pad_token": "<|im_end|>"}
 _SMOLVLM_SETTINGS |= {**_SMOLVLM_NAMES, "extra_special_tokens": _SMOLVLM_NAMES}
 _LLAMA_SETTINGS = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|begin_of_text|>"}
@@ -257,7 +293,9 @@ FAMILIES: dict[str, Family] = {
         old_template=True,
     ),
     "qwen3_vl": Family("Qwen3VLForConditionalGeneration", _qwen3_vl, template="qwen3_vl", **_QWEN3),
-    "qwen3_vl_moe": Family("Qwen3VLMoeForConditionalGeneration", _qwen3_vl_moe, template="qwen3_vl", **_QWEN3),
+    "qwen3_vl_moe": Family(
+        "Qwen3VLMoeForConditionalGeneration", _qwen3_vl_moe, template="qwen3_vl", **_QWEN3
+    ),
     "gemma3": Family(
         "Gemma3ForConditionalGeneration",
         _gemma3,
@@ -270,6 +308,7 @@ FAMILIES: dict[str, Family] = {
         },
         "gemma3",
         processor={"image_seq_length": 4, "processor_class": "Gemma3Processor"},
+        published=_SIGLIP_NAMES,
     ),
     "llava_onevision": Family(
         "LlavaOnevisionForConditionalGeneration",
@@ -288,6 +327,7 @@ FAMILIES: dict[str, Family] = {
             **{"num_image_tokens": 4, "vision_feature_select_strategy": "full", "image_token": "<image>"},
             **{"video_token": "<video>", "processor_class": "LlavaOnevisionProcessor"},
         },
+        published=_SIGLIP_NAMES,
     ),
     "smolvlm": Family(
         "SmolVLMForConditionalGeneration",

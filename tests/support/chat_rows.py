@@ -18,10 +18,8 @@ SYSTEM = "You look at pictures and answer with one word."
 
 
 def make_chat_rows(folder: Path, rows: int = 60, seed: int = 0) -> Path:
-    """Writes chat.jsonl and its pictures: one to three turns, up to two pictures, every fourth row without one.
-
-    Even rows are in the style `conversations`, odd ones in the style `messages`.
-    """
+    """Writes chat.jsonl and its pictures: one to three turns, up to two pictures, none in every fourth row.
+    Even rows are in the style `conversations`, odd ones in the style `messages`."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [_row(folder, number, random.Random(1000 * seed + number)) for number in range(rows)]
     file = folder / "chat.jsonl"

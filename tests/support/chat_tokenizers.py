@@ -13,7 +13,7 @@ TEXTS = (
     "How many squares are there? There are two blue squares and a green line. The answer is 12 or 345.",
     "Is the first image the same as the second image? No, it isn't: the second one has a yellow box.",
     "You are a helpful assistant. user\nassistant\nsystem\nmodel\nUser: Assistant: System: \n\nThank you!",
-    '<tool_call>\n{"name": "zoom", "arguments": {"x": 1, "y": 2}}\n</tool_call> I think about it, then I say it.',
+    '<tool_call>\n{"name": "zoom", "arguments": {"x": 1, "y": 2}}\n</tool_call> I think, then I say it.',
     "Où est le carré bleu ? 这张图片里有什么? Ein grüner Kreis, 3.5 cm breit; die Fläche ist klein.",
 )
 
@@ -108,7 +108,5 @@ def _pieces(special: Sequence[str]) -> Any:
     )
     made.normalizer = normalizers.Replace(" ", "▁")
     made.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
-    made.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     return made
