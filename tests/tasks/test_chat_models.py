@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
 import torch
 
-from support.chat_models import FAMILIES, NAMES, save_chat_model
+from support.chat_families import FAMILIES
+from support.chat_models import save_chat_model
 from support.chat_rows import library_inputs, library_processor, make_chat_rows, messages_of
+from support.chat_tokenizers import QWEN2, published_tokenizer
 
 LAYOUT = {"config.json", "generation_config.json", "model.safetensors", "preprocessor_config.json"}
 LAYOUT |= {"tokenizer.json", "tokenizer_config.json"}
@@ -41,7 +44,7 @@ def pictures(messages):
     return sum(part["type"] == "image" for turn in messages for part in turn["content"])
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture(params=FAMILIES)
 def opened(request, chat_model):
     from transformers import AutoModelForImageTextToText
 
@@ -49,6 +52,10 @@ def opened(request, chat_model):
     model, report = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
     return request.param, model, library_processor(folder)
+
+
+def token_of(model):
+    return getattr(model.config, "image_token_id", None) or model.config.image_token_index
 
 
 def features(model, inputs):
@@ -61,7 +68,7 @@ def features(model, inputs):
 
 
 def test_the_files_are_those_of_the_published_folder(chat_model):
-    for name in NAMES:
+    for name in FAMILIES:
         folder = chat_model(name)
         files = {file.name for file in folder.iterdir()}
         templates = {"chat_template.json", "chat_template.jinja"} & files
@@ -85,11 +92,10 @@ def test_a_model_learns_and_answers(opened, chat_rows):
 
 def test_image_tokens_are_as_many_as_features(opened, chat_rows):
     name, model, processor = opened
-    token = getattr(model.config, "image_token_id", None) or model.config.image_token_index
     counts = set()
     for messages in conversations(chat_rows)[::3]:
         inputs = library_inputs(processor, messages)
-        tokens = int((inputs["input_ids"] == token).sum())
+        tokens = int((inputs["input_ids"] == token_of(model)).sum())
         with torch.no_grad():
             assert tokens == (features(model, inputs) if pictures(messages) else 0), messages
         counts.add(tokens)
@@ -177,3 +183,24 @@ def test_the_rows_have_both_styles_and_every_number_of_pictures(chat_rows):
     assert {pictures(each) for each in said} == {0, 1, 2}
     assert {sum(turn["role"] == "assistant" for turn in each) for each in said} == {1, 2, 3}
     assert {each[0]["role"] for each in said} == {"system", "user"}
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    return functools.cache(lambda name: published_tokenizer(name, tmp_path_factory.mktemp(name)))
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if FAMILIES[name].words.cut in ("", QWEN2)])
+def test_a_model_reads_pictures_with_the_published_tokenizer(name, published, chat_rows, tmp_path):
+    from transformers import AutoModelForImageTextToText
+
+    tokenizer = published("gemma3" if name == "gemma3" else "qwen3")
+    folder = save_chat_model(name, tmp_path, tokenizer=tokenizer)
+    model, processor = AutoModelForImageTextToText.from_pretrained(folder), library_processor(folder)
+    assert len(processor.tokenizer) > 150_000
+    for messages in conversations(chat_rows)[:8]:
+        inputs = library_inputs(processor, messages)
+        tokens = int((inputs["input_ids"] == token_of(model)).sum())
+        with torch.no_grad():
+            assert tokens == (features(model, inputs) if pictures(messages) else 0)
+            assert torch.isfinite(model(**inputs, labels=inputs["input_ids"]).loss)
