@@ -76,6 +76,7 @@ def test_the_files_are_those_of_the_published_folder(chat_model):
         assert sum(file.stat().st_size for file in folder.iterdir()) < 1_000_000
 
 
+@pytest.mark.slow
 def test_a_model_learns_and_answers(opened, chat_rows):
     _, model, processor = opened
     messages = next(each for each in conversations(chat_rows) if pictures(each) == 1)
@@ -90,6 +91,7 @@ def test_a_model_learns_and_answers(opened, chat_rows):
     assert asked["input_ids"].shape[1] < answer.shape[1] <= asked["input_ids"].shape[1] + 3
 
 
+@pytest.mark.slow
 def test_image_tokens_are_as_many_as_features(opened, chat_rows):
     name, model, processor = opened
     counts = set()
@@ -204,3 +206,14 @@ def test_a_model_reads_pictures_with_the_published_tokenizer(name, published, ch
         with torch.no_grad():
             assert tokens == (features(model, inputs) if pictures(messages) else 0)
             assert torch.isfinite(model(**inputs, labels=inputs["input_ids"]).loss)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "idefics3"])
+def test_the_processor_is_autoprocessors_where_that_opens_without_torchvision(name, chat_model, chat_rows):
+    from transformers import AutoProcessor
+
+    ours, theirs = library_processor(chat_model(name)), AutoProcessor.from_pretrained(chat_model(name))
+    for messages in conversations(chat_rows)[:8]:
+        found, wanted = library_inputs(ours, messages), library_inputs(theirs, messages)
+        assert list(found) == list(wanted)
+        assert all(torch.equal(found[key], wanted[key]) for key in wanted)
