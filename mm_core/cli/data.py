@@ -16,7 +16,7 @@ from mm_core.errors import DataError, MMError, plural, printable
 
 if TYPE_CHECKING:
     from mm_core.config.sections import RunConfig
-    from mm_core.contracts import CountingTokenizer, Dataset
+    from mm_core.contracts import CountingTokenizer, Dataset, SupportsRendered
     from mm_core.data.datasets.media_report import Bucketed, Checked, Found
     from mm_core.data.loading.cut_captions import CutCaptions
 
@@ -74,13 +74,13 @@ def _inspect(config: RunConfig, args: argparse.Namespace) -> int:
     from mm_core.contracts import SupportsRendered
     from mm_core.data.datasets.media_report import inspect
 
-    found = [*_datasets(config, args.split)]
-    texts = {name: data for name, data in found if isinstance(data, SupportsRendered)}
-    for name, data in texts.items():
-        _print_rows(name, data, args.rows)
-    if not (found := [(name, data) for name, data in found if name not in texts]):
+    every = [*_datasets(config, args.split)]
+    for name, data in every:
+        if isinstance(data, SupportsRendered):
+            _print_rows(name, data, len(data), args.rows)
+    if not (others := [(name, data) for name, data in every if not isinstance(data, SupportsRendered)]):
         return 0
-    splits = {name: (data, inspect(data)) for name, data in found}
+    splits = {name: (data, inspect(data)) for name, data in others}
     buckets = _buckets(config, {name: data for name, (data, _) in splits.items()})
     if args.page is not None:
         from mm_core.data.datasets.media_page import render
@@ -101,13 +101,13 @@ def _inspect(config: RunConfig, args: argparse.Namespace) -> int:
     return 0
 
 
-def _print_rows(split: str, dataset: Dataset, most: int) -> None:
+def _print_rows(split: str, dataset: SupportsRendered, count: int, most: int) -> None:
     """The first rows of a dataset of texts: what is learnt is green, or, in a file, within `[[` and `]]`."""
     start, end = ("\x1b[32m", "\x1b[0m") if sys.stdout.isatty() else ("[[", "]]")
-    print(f"data.{split}: {plural(len(dataset), 'row')}; learnt: {start}so{end}")
-    for number in range(min(most, len(dataset))):
+    print(f"data.{split}: {plural(count, 'row')}; learnt: {start}so{end}")
+    for number in range(min(most, count)):
         try:
-            pieces = dataset.rendered(number)
+            pieces = [(text.replace("\x1b", "\\x1b"), learnt) for text, learnt in dataset.rendered(number)]
             shown = "".join(f"{start}{text}{end}" if learnt else text for text, learnt in pieces)
         except DataError as fault:
             shown = str(fault)

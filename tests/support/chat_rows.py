@@ -38,9 +38,13 @@ def messages_of(row: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
     found = []
     for turn in row["conversations"]:
         parts: list[dict[str, Any]] = []
-        for number, text in enumerate(turn["value"].split("<image>")):
-            if number:
+        texts = turn["value"].split("<image>")
+        for number, text in enumerate(texts):
+            if number:  # in such data sets a line break ends the placeholder, and templates write their own
                 parts.append({"type": "image", "path": str(folder / next(images))})
+                text = text.removeprefix("\n")
+            if number < len(texts) - 1:
+                text = text.removesuffix("\n")
             if text:
                 parts.append({"type": "text", "text": text})
         found.append({"role": ROLES[turn["from"]], "content": parts})

@@ -160,28 +160,29 @@ class Conversations:
         return TextBatch(keys, weights, ids, inputs=inputs, references=references)
 
     def rendered(self, index: int) -> list[tuple[str, bool]]:
-        """The text of a sample in pieces, each with whether it is learnt; of a token that repeats, as those of
-        images do, the number.
+        """The text of a sample in pieces, each with whether it is learnt.
 
         Raises:
             DataError: the sample cannot be read.
         """
-        tokenizer, found = self.chat.processor.tokenizer, []
+        found = []
         for piece in self[index]["pieces"]:
             pairs = zip(piece.tokens["input_ids"].tolist(), piece.tokens["labels"].tolist(), strict=True)
             for learnt, run in groupby(pairs, key=lambda pair: pair[1] != IGNORED_LABEL):
-                text = ""
-                for many, group in groupby(
-                    _runs([token for token, _ in run]), key=lambda each: each[1] > _MANY
-                ):
-                    each = [*group]
-                    text += (
-                        "".join(f"{tokenizer.decode([token])} x {count}" for token, count in each)
-                        if many
-                        else tokenizer.decode([token for token, count in each for _ in range(count)])
-                    )
-                found.append((text, learnt))
+                found.append((self._shown([token for token, _ in run]), learnt))
         return found
+
+    def _shown(self, tokens: Sequence[int]) -> str:
+        """The text of tokens; of one that repeats, as those of images do, the number."""
+        decode = self.chat.processor.tokenizer.decode
+        runs = [(token, len([*same])) for token, same in groupby(tokens)]
+        text = ""
+        for many, group in groupby(runs, key=lambda run: run[1] > _MANY):
+            if many:
+                text += "".join(f"{decode([token])} x {count} " for token, count in group)
+            else:
+                text += decode([token for token, count in group for _ in range(count)])
+        return text
 
     @classmethod
     def evaluated(cls, options: Mapping[str, object]) -> Mapping[str, object]:
@@ -289,11 +290,6 @@ class Conversations:
 
 _MANY = 3
 """Most times that a token is shown in a row."""
-
-
-def _runs(tokens: Sequence[int]) -> list[tuple[int, int]]:
-    """The tokens with the number of times that each repeats."""
-    return [(token, len([*same])) for token, same in groupby(tokens)]
 
 
 _NO_FACTS = ("sources", "packing", "lengths", "reader", "trust_remote_code")
