@@ -101,9 +101,10 @@ class ChatProcessor:
 
     @cached_property
     def _own_tokens(self) -> tuple[str, ...]:
-        """Special tokens that the processor knows by name, such as those around images."""
+        """Special tokens that processor or tokenizer know by a name of their own, such as those of images."""
         known = {str(token) for token in self.tokenizer.added_tokens_decoder.values()}
-        named = [] if self.processor is None else vars(self.processor).values()
+        named = [] if self.processor is None else [*vars(self.processor).values()]
+        named += [value for key, value in self.tokenizer.special_tokens_map.items() if key not in _USUAL]
         return tuple(dict.fromkeys(value for value in named if isinstance(value, str) and value in known))
 
     @cached_property
@@ -333,6 +334,7 @@ class ChatProcessor:
         return made
 
 
+_USUAL = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
 _TEXT = ("attention_mask", "offset_mapping", "text_replacement_offsets")
 
 
