@@ -108,7 +108,9 @@ def draw_rows(folder: Path, count: int, seed: int, held_out: bool) -> None:
         turns = [("<image>which colour?", COLOURS[colour]), ("where?", "<bbox>")]
         for said in [[turns[0]], [("<image>where?", "<bbox>")]] if held_out else [turns]:
             messages = [
-                {"role": r, "content": t} for turn in said for r, t in zip(("user", "assistant"), turn)
+                {"role": r, "content": t}
+                for turn in said
+                for r, t in zip(("user", "assistant"), turn, strict=True)
             ]
             boxes = {"objects": {"bbox": [box]}} if said[-1][1] == "<bbox>" else {}
             rows.append(json.dumps({"messages": messages, "images": [name], **boxes}) + "\n")
