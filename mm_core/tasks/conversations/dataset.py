@@ -25,7 +25,8 @@ from mm_core.tasks.conversations.chat import Chat, Files
 from mm_core.tasks.conversations.first_rows import some_usable
 from mm_core.tasks.conversations.lengths import Lengths
 from mm_core.tasks.conversations.media import MediaReader
-from mm_core.tasks.conversations.packing import Packs, check_support, positions
+from mm_core.tasks.conversations.opening import check_support
+from mm_core.tasks.conversations.packing import Packs, positions
 from mm_core.tasks.conversations.processor import ChatProcessor, Encoded
 from mm_core.tasks.conversations.questions import QuestionInputs
 from mm_core.tasks.conversations.rows import Conversation, RawRow, conversation, located
