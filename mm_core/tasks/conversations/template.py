@@ -127,7 +127,10 @@ class ChatTemplate:
         marks = Marks(text, [TurnContent.of(text_of(messages[number])) for number in said])
         marked = list(messages)
         for turn, number in enumerate(said):
-            marked[number] = self._with_text(messages[number], marks.content(turn))
+            # A template may render a text otherwise than a list of parts.
+            whole, text_only = marks.content(turn), isinstance(messages[number]["content"], str)
+            content = whole if text_only else [{"type": "text", "text": whole}]
+            marked[number] = {**messages[number], "content": content}
         places = marks.places(self.rendered(marked, tools=tools))
         if places is None:
             raise Fault(
@@ -142,9 +145,6 @@ class ChatTemplate:
                 "end the row with an answer, whose thought the template keeps; or use another template",
             )
         return [found[number] for number in sorted(found) if learnt[number]], text
-
-    def _with_text(self, message: Mapping[str, Any], text: str) -> dict[str, Any]:
-        return {**message, "content": self.plain("assistant", text)["content"]}
 
     def _learnt(self, place: Place) -> tuple[int, int]:
         start = place.start

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import internvl_sets as sets
 import pytest
 import torch
 
 from mm_core.contracts import IGNORED_LABEL
 from mm_core.errors import DataError
+from support import conversation_sets as sets
 
 data, dataset, loaded, place, said = sets.data, sets.dataset, sets.loaded, sets.place, sets.said
 
@@ -15,9 +15,9 @@ data, dataset, loaded, place, said = sets.data, sets.dataset, sets.loaded, sets.
 def test_what_is_too_long_is_cut_but_never_in_an_image(place):
     long = data.asked("what?", "the number", "<image>\nand this?", "a digit", image="b.png")
     whole = dataset(place, [long])[0]["pieces"][0]
-    context = whole["input_ids"] == dataset(place).chat.tokenizer.context_image_token_id
+    context = whole.of("input_ids") == dataset(place).chat.processor.tokenizer.context_image_token_id
     start, end = int(context.nonzero()[0]) - 1, int(context.nonzero()[-1]) + 2
-    for limit in range(8, len(whole["input_ids"]) + 1):
+    for limit in range(8, len(whole.of("input_ids")) + 1):
         found = dataset(place, [long], max_length=limit)
         if start < limit < end:
             with pytest.raises(DataError) as fault:
@@ -25,11 +25,11 @@ def test_what_is_too_long_is_cut_but_never_in_an_image(place):
             assert fault.value.what == (
                 f"the row has {len(context)} tokens, and max_length {limit} would cut through image 1"
             )
-        elif not bool((whole["labels"][:limit] != IGNORED_LABEL).any()):
+        elif not bool((whole.of("labels")[:limit] != IGNORED_LABEL).any()):
             with pytest.raises(DataError, match=f"the first {limit} of .* contain no text of the assist"):
                 found[0]
         else:
             sample = found[0]
-            assert torch.equal(sample["pieces"][0]["input_ids"], whole["input_ids"][:limit])
-            assert torch.equal(sample["pieces"][0]["labels"], whole["labels"][:limit])
-            assert len(sample["pixel_values"]) == (1 if limit >= end else 0)
+            assert torch.equal(sample["pieces"][0].of("input_ids"), whole.of("input_ids")[:limit])
+            assert torch.equal(sample["pieces"][0].of("labels"), whole.of("labels")[:limit])
+            assert len(sets.pixels_of(sample)) == (1 if limit >= end else 0)

@@ -7,16 +7,15 @@ import logging
 import os
 import tracemalloc
 
-import internvl_runs as runs
-import internvl_sets as sets
 import pytest
 import torch
-from mm_internvl.data.config import Source
 from mm_internvl.data.conversations import Conversations, _positions_of, _read
 from mm_internvl.testing import TOKENS, make_tiny_checkpoint
 
+from mm_core.builtin.configs.conversations import ConversationSource as Source
 from mm_core.data.media.images import read_image
 from mm_core.errors import CheckpointError, ConfigError, DataError, RunWarning
+from support import conversation_sets as sets
 
 data, dataset, loaded, place, said = sets.data, sets.dataset, sets.loaded, sets.place, sets.said
 
@@ -36,9 +35,9 @@ def test_images_and_frames_stand_where_their_placeholders_are(place):
     for index, files in ((0, []), (1, ["a.png"]), (2, ["b.png", "c.jpg", "a.png"])):
         tiles = [found.tiling.cut(read_image(place / "files" / name)) for name in files]
         wanted = torch.cat([torch.empty(0, 3, 56, 56), *tiles])
-        assert torch.equal(found[index]["pixel_values"], wanted)
-        context = found.chat.tokenizer.context_image_token_id
-        assert int((found[index]["pieces"][0]["input_ids"] == context).sum()) == TOKENS * len(wanted)
+        assert torch.equal(sets.pixels_of(found[index]), wanted)
+        context = found.chat.processor.tokenizer.context_image_token_id
+        assert int((found[index]["pieces"][0].of("input_ids") == context).sum()) == TOKENS * len(wanted)
 
 
 def test_frames_of_a_video_are_evenly_spread(place):
@@ -77,7 +76,7 @@ def test_system_of_a_row_is_its_system_prompt(place):
     questions = inputs.questions(
         data.write(place / "files" / "q.jsonl", [{**turns, "system": "be brief"}, row])
     )
-    text = found.chat.tokenizer.decode(questions[0]().inputs["input_ids"][0])
+    text = found.chat.processor.tokenizer.decode(questions[0]().inputs["input_ids"][0])
     assert head + behind in text
     with pytest.raises(DataError, match=r"turn 3 contains '<\|im_end\|>'"):
         questions[1]()
@@ -86,13 +85,13 @@ def test_system_of_a_row_is_its_system_prompt(place):
 def test_a_long_text_is_no_warning_of_transformers(place, monkeypatch):
     """max_length cuts what is beyond the tokenizer's own length."""
     found = dataset(place, [data.asked("what?", "number " * 100)], max_length=64)
-    found.chat.tokenizer.model_max_length = 64
+    found.chat.processor.tokenizer.model_max_length = 64
     warned = []
     logger = logging.getLogger("transformers.tokenization_utils_base")
     monkeypatch.setattr(logger, "filters", [lambda record: warned.append(record.getMessage())])
-    assert len(found[0]["pieces"][0]["input_ids"]) == 64
+    assert len(found[0]["pieces"][0].of("input_ids")) == 64
     assert not warned
-    found.chat.tokenizer("number " * 100)
+    found.chat.processor.tokenizer("number " * 100)
     assert len(warned) == 1  # the library's own calls do
 
 
@@ -100,7 +99,7 @@ def test_a_json_list_is_read_as_well(place):
     (place / "files" / "rows.json").write_text(json.dumps(data.ROWS), encoding="utf-8")
     lines, whole = dataset(place), dataset(place, "files/rows.json")
     for index in range(len(data.ROWS)):
-        assert torch.equal(lines[index]["pieces"][0]["labels"], whole[index]["pieces"][0]["labels"])
+        assert torch.equal(lines[index]["pieces"][0].of("labels"), whole[index]["pieces"][0].of("labels"))
 
 
 @pytest.mark.filterwarnings("ignore:max_length 16384 of the dataset")  # the default, and a tiny model
@@ -120,7 +119,7 @@ def test_weights_determine_how_often_an_epoch_contains_a_source(place):
 # -- what is refused -----------------------------------------------------------------------------
 
 SOURCE = {"annotations": "none.jsonl"}
-TRAIN = {"type": "internvl/conversations", "processor": "none"}
+TRAIN = {"type": "conversations", "processor": "none"}
 _USER, _SAID = {"role": "user", "content": "what?"}, {"role": "assistant", "content": "red"}
 
 
@@ -263,7 +262,7 @@ def test_rows_that_wait_for_their_packing_are_not_all_in_memory(place):
 def test_a_weight_has_bounds(tmp_path):
     for weight in (float("inf"), 1.0e12, float("nan"), 0.0):
         with pytest.raises(ConfigError) as fault:
-            runs.config_of(
+            sets.config_of(
                 tmp_path, tmp_path, data={"train": {**TRAIN, "sources": [{**SOURCE, "weight": weight}]}}
             )
         said = str(fault.value)
@@ -360,7 +359,7 @@ def test_a_link_may_not_lead_out_of_the_folder(place, tmp_path):
     within.symlink_to(place / "files" / "a.png")
     rows = [data.asked("<image>?", "red", image=name) for name in ("within.png", "out.png")]
     found = dataset(place, rows)
-    assert len(found[0]["pixel_values"])
+    assert len(sets.pixels_of(found[0]))
     with pytest.raises(DataError) as fault:
         found[1]
     assert fault.value.what == "the path leaves its folder through a symbolic link"
