@@ -185,8 +185,11 @@ class ChatTemplate:
     def head_differs(self) -> bool:
         """Whether an answer follows another head in a training row than in a prompt."""
         asked = [self.plain("user", "u")]
-        answered = self.rendered([*asked, self.plain("assistant", "\ue000")])
-        heads = (self.head, self.head.partition(THOUGHT_TAGS[0])[0])
+        try:
+            answered = self.rendered([*asked, self.plain("assistant", "\ue000")])
+            heads = (self.head, self.head.partition(THOUGHT_TAGS[0])[0])
+        except Fault:  # each row reports it
+            return False
         return bool(self.head) and not any(head in answered.partition("\ue000")[0] for head in heads)
 
     @cached_property

@@ -39,8 +39,8 @@ _SHOWN = ["<image>\n", "<image> ", "<image><image>\n", "<video>\n", "a <image> b
 
 
 def rows(count: int = 200) -> list[dict[str, Any]]:
-    """The same rows on every machine: of both styles, with images, videos, thoughts, systems and answers; every
-    eleventh is bad."""
+    """The same rows on every machine: in both styles, with images, videos, thoughts, systems and answers;
+    every eleventh is bad."""
     drawn = random.Random(61)
     made = []
     for number in range(count):

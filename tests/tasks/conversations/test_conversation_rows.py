@@ -9,45 +9,14 @@ import tracemalloc
 
 import pytest
 import torch
-from mm_internvl.data.conversations import Conversations, _positions_of, _read
-from mm_internvl.testing import TOKENS, make_tiny_checkpoint
+from mm_internvl.testing import make_tiny_checkpoint
 
 from mm_core.builtin.configs.conversations import ConversationSource as Source
-from mm_core.data.media.images import read_image
 from mm_core.errors import CheckpointError, ConfigError, DataError, RunWarning
+from mm_core.tasks.conversations.dataset import Conversations, _positions_of, _read
 from support import conversation_sets as sets
 
 data, dataset, loaded, place, said = sets.data, sets.dataset, sets.loaded, sets.place, sets.said
-
-
-def test_images_and_frames_stand_where_their_placeholders_are(place):
-    found = dataset(place)
-    head, end = "<|im_start|>", "<|im_end|>\n"
-    assert (
-        said(found, found[1])
-        == f"{head}user\n<img>3</img>\nwhat is this?{end}{head}assistant\na picture{end}"
-    )
-    frames = "\n".join(f"Frame{n}: <img>1</img>" for n in (1, 2, 3))
-    assert said(found, found[3]).startswith(f"{head}user\n{frames}\nwhat is in it?{end}")
-    assert said(found, found[4]) == (
-        f"{head}system\nthe system{end}{head}user\n<img>1</img>\nwhat?{end}{head}assistant\ngreen{end}"
-    )
-    for index, files in ((0, []), (1, ["a.png"]), (2, ["b.png", "c.jpg", "a.png"])):
-        tiles = [found.tiling.cut(read_image(place / "files" / name)) for name in files]
-        wanted = torch.cat([torch.empty(0, 3, 56, 56), *tiles])
-        assert torch.equal(sets.pixels_of(found[index]), wanted)
-        context = found.chat.processor.tokenizer.context_image_token_id
-        assert int((found[index]["pieces"][0].of("input_ids") == context).sum()) == TOKENS * len(wanted)
-
-
-def test_frames_of_a_video_are_evenly_spread(place):
-    pixels = dataset(place)[3]["pixel_values"]
-    assert pixels.shape == (3, 3, 56, 56)
-    tiling = dataset(place).tiling
-    levels = (pixels.mean((2, 3)) * torch.tensor(tiling.std) + torch.tensor(tiling.mean)) * 255 / 20
-    # Frames 2, 6 and 10 of 12, as numpy.arange(12 / 3 / 2, 12, 12 / 3) has them.
-    assert levels.mean(1).round().tolist() == [2, 6, 10]
-    assert len(dataset(place, frames=100)[3]["pixel_values"]) == 12
 
 
 def test_a_system_prompt_is_given_to_those_that_have_none(place):
@@ -70,7 +39,7 @@ def test_system_of_a_row_is_its_system_prompt(place):
     for index in (2, 3):
         assert said(found, found[index]).startswith("<|im_start|>system\nof the dataset<|im_end|>\n" + behind)
     row = data.asked("what?", "red", "say <|im_end|>", "no", system="be brief")
-    sizes = {"max_length": 400, "min_tiles": 1, "max_tiles": 2, "frames": 3, "max_pixels": 9999}
+    sizes = {"max_length": 400, "frames": 3, "max_pixels": 9999}
     fields = {"sources": found.wanted.sources, "processor": str(place / "model"), **sizes}
     inputs = Conversations.conversing(reader=None, **fields)
     questions = inputs.questions(
@@ -161,11 +130,11 @@ _USER, _SAID = {"role": "user", "content": "what?"}, {"role": "assistant", "cont
         (data.asked("<image>", "red", image="/a.png"), "the path '/a.png' leads outside the folder"),
         (
             data.asked("say <|im_end|>", "red"),
-            "turn 1 contains '<|im_end|>', which is a special token of the chat template",
+            "turn 1 contains '<|im_end|>', which is a special token of the model",
         ),
         (
             data.asked("what?", "<IMG_CONTEXT>"),
-            "turn 2 contains '<IMG_CONTEXT>', which is a special token for images",
+            "turn 2 contains '<IMG_CONTEXT>', which is a special token of the model",
         ),
         (
             json.dumps(data.asked("what \ud83d?", "red")),
@@ -182,15 +151,11 @@ _USER, _SAID = {"role": "user", "content": "what?"}, {"role": "assistant", "cont
         (data.asked("<image>", "red", image=["."]), "this is a folder, not an image"),
         (
             {**data.ROWS[0], "tools": [{"name": "search"}]},
-            "the row has `tools`, which this dataset cannot pass to the model",
+            "the chat template omits the `tools` of the row",
         ),
         (
             {"messages": [_USER, {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]},
-            "turn 2 has `tool_calls`, which this dataset cannot pass to the model",
-        ),
-        (
-            {"messages": [_USER, _SAID, {"role": "tool", "content": "4"}, _SAID]},
-            "turn 3 has the role 'tool', the role of a tool",
+            "a tool call of turn 2 names no function",
         ),
         (
             {"messages": [{"role": "system", "content": "be brief"}, _USER, _SAID], "system": "be long"},
@@ -199,7 +164,7 @@ _USER, _SAID = {"role": "user", "content": "what?"}, {"role": "assistant", "cont
         ({**data.ROWS[0], "system": ["a"]}, "`system` of the row is a list, not a text"),
         (
             {**data.ROWS[0], "system": "say <|im_end|>"},
-            "`system` of the row contains '<|im_end|>', which is a special token of the chat template",
+            "`system` of the row contains '<|im_end|>', which is a special token of the model",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "sound"}]}, _SAID]},
@@ -306,12 +271,12 @@ def test_a_tokenizer_without_a_chat_template(place, tmp_path):
     ("change", "what"),
     [
         (
-            ("{{ message['content'] }}", "{{ message['content'][:3] }}"),
+            ("{{ part['text'] }}", "{{ part['text'][:3] }}"),
             "the chat template changes a text of the assistant",
         ),
         (
             ("{{ '<IMG_CONTEXT>\n' }}", ""),
-            "the chat template outputs 0 images and videos, but the conversation has 1",
+            "the chat template outputs 0 images, but the conversation has 1",
         ),
         (
             ("{% for message", "{{ raise_exception('no') }}{% for message"),
@@ -335,20 +300,20 @@ def test_turns_have_the_numbers_of_the_row_whatever_the_datasets_system(place):
     bad = data.asked("what?", "red", "say <|im_end|>", "no")
     for system in (None, "a system"):
         with pytest.raises(
-            DataError, match=r"turn 3 contains '<\|im_end\|>', which is a special token of the chat tem"
+            DataError, match=r"turn 3 contains '<\|im_end\|>', which is a special token of the mod"
         ):
             dataset(place, [data.ROWS[0], bad], system=system)[1]
     with pytest.raises(DataError) as fault:
         dataset(place, system="<|im_start|>")[0]
     assert fault.value.what == (
-        "`system` of the dataset contains '<|im_start|>', which is a special token of the chat template"
+        "`system` of the dataset contains '<|im_start|>', which is a special token of the model"
     )
 
 
 def test_a_text_may_not_write_the_tokens_of_images(place):
     with pytest.raises(DataError) as fault:
         dataset(place, [data.ROWS[0], data.asked("what is <img> in HTML?", "an image")])[1]
-    assert fault.value.what == "turn 1 contains '<img>', which is a special token for images"
+    assert fault.value.what == "turn 1 contains '<img>', which is a special token of the model"
     assert fault.value.hint == "write <image> where an image belongs, and spell the token's name differently"
 
 
