@@ -224,9 +224,11 @@ class ChatProcessor:
         return Encoded({"input_ids": ids, "labels": placed.labels(ids, spans)}, placed.blocks())
 
     def _specials(self, text: str) -> dict[str, bool]:
-        """As the library: the tokenizer adds its first token, unless the template has written it."""
+        """As the library's `apply_chat_template`: a tokenizer alone adds nothing to the template's text; a
+        processor adds the first token, unless the template has written it."""
         bos = self.tokenizer.bos_token
-        return {"add_special_tokens": not (bos is not None and text.startswith(bos))}
+        written = self.processor is None or (bos is not None and text.startswith(bos))
+        return {"add_special_tokens": not written}
 
     @cached_property
     def _expansion(self) -> Callable[[Size, int], str]:
