@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -29,7 +30,8 @@ from support import conversation_rows as data
 
 def make(top: Path) -> Path:
     """A folder with a tiny model, pictures, and rows about them."""
-    make_tiny_checkpoint(top / "model")
+    file = make_tiny_checkpoint(top / "model") / "preprocessor_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "max_patches": 2}))  # the library cuts
     data.draw(top / "files")
     data.write(top / "files" / "rows.jsonl", data.ROWS)
     return top

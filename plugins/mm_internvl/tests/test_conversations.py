@@ -36,10 +36,10 @@ def test_images_and_frames_stand_where_their_placeholders_are(place):
 
 
 def test_frames_of_a_video_are_evenly_spread(place):
-    pixels = internvl(place)[3]["pixel_values"]
+    pixels = sets.pixels_of(internvl(place)[3])
     assert pixels.shape == (3, 3, 56, 56)
     tiling = internvl(place).chat.processor.tiling
     levels = (pixels.mean((2, 3)) * torch.tensor(tiling.std) + torch.tensor(tiling.mean)) * 255 / 20
     # Frames 2, 6 and 10 of 12, as numpy.arange(12 / 3 / 2, 12, 12 / 3) has them.
     assert levels.mean(1).round().tolist() == [2, 6, 10]
-    assert len(internvl(place, frames=100)[3]["pixel_values"]) == 12
+    assert len(sets.pixels_of(internvl(place, frames=100)[3])) == 12

@@ -155,10 +155,10 @@ def test_tokens_of_a_tile_are_those_that_the_model_makes(tmp_path):
         assert len(processor_of(folder).blank) == tokens + 2
     (folder / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="the file contains no JSON object"):
-        assert processor_of(folder).blank
+        assert processor_of(folder).template
     (folder / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(CheckpointError, match="does not define the number of tokens per tile: KeyError"):
-        assert processor_of(folder).blank
+        assert processor_of(folder).template
 
 
 def test_a_tokenizer_without_image_tokens(tmp_path):
@@ -167,7 +167,7 @@ def test_a_tokenizer_without_image_tokens(tmp_path):
         text = (folder / name).read_text().replace("<IMG_CONTEXT>", "<other>")
         (folder / name).write_text(text.replace('"context_image_token": "<other>",', ""))
     with pytest.raises(CheckpointError, match="lacks <IMG_CONTEXT>, so it does not belong to an InternVL"):
-        assert processor_of(folder).blank
+        assert processor_of(folder).template
 
 
 def test_a_template_that_shows_no_lists_is_given_tokens_of_images(tmp_path):

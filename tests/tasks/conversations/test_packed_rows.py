@@ -107,7 +107,7 @@ def test_a_packed_epoch_trains_as_an_unpacked_one(place):
 def test_a_blank_tile_stands_in_where_there_is_no_image(place, packing):
     found = dataset(place, [data.ROWS[0], data.ROWS[5]], packing=packing)
     (batch,) = loaded(found, 1 if packing else 2)
-    assert torch.equal(batch.inputs["pixel_values"], found.tiling.blank())
+    assert torch.equal(batch.inputs["pixel_values"], found.chat.processor.blank.vision["pixel_values"])
     context = found.chat.processor.tokenizer.context_image_token_id
     assert int((batch.inputs["input_ids"] == context).sum()) == TOKENS
     total, weight, grads = sets.sums(sets.task_of(place), [batch])
@@ -224,7 +224,7 @@ def run_of(place: Path, folder: Path, rows: list, **sections) -> Path:
 
 
 def packed(place: Path, limit: int, workers: int = 0, **loader) -> dict:
-    train = {"type": "conversations", "processor": str(place / "model"), "max_tiles": 2}
+    train = {"type": "conversations", "processor": str(place / "model")}
     train |= {"sources": [{"annotations": str(place / "files" / "run.jsonl")}], "packing": True}
     return {"train": train | {"max_length": limit}, "loader": {"workers": workers, **loader}}
 
@@ -257,7 +257,7 @@ def test_too_many_damaged_images_end_a_run(place, tmp_path):
     good = data.asked("<image>?", "a colour", image="a.png")
     rows = [row for n in range(20) for row in (good, good, torn(place, n))]
     steps = {"steps": 40, "micro_batch_size": 1, "global_batch_size": 1}
-    length = int(dataset(place, [good], max_tiles=2).lengths()[0])
+    length = int(dataset(place, [good]).lengths()[0])
     with pytest.raises(DataError) as fault:
         run_of(place, tmp_path, rows, data=packed(place, 3 * length), train=steps)
     assert "more than data.loader.max_failed_share=0.1 allows" in fault.value.what

@@ -76,7 +76,7 @@ def chats(tmp_path_factory):
         (folder / "chat_template.jinja").write_text(template)
         made[name] = sets.chat_of(folder, 100_000), AutoTokenizer.from_pretrained(folder)
     data.draw(tmp_path_factory.getbasetemp() / "thoughts")
-    return made, tmp_path_factory.getbasetemp() / "thoughts" / "a.png"
+    return made, tmp_path_factory.getbasetemp() / "thoughts" / "b.png"
 
 
 WORDS = [
