@@ -169,8 +169,12 @@ def test_a_query_follows_its_history():
     row = {"query": "which?", "response": "blue", "history": [["what?", "red"]], "system": "be brief"}
     found = conversation(row, "row").turns
     assert [(turn.role, turn.content) for turn in found] == [
-        ("system", "be brief"), ("user", "what?"), ("assistant", "red"), ("user", "which?"), ("assistant", "blue"),
-    ]  # fmt: skip
+        ("system", "be brief"),
+        ("user", "what?"),
+        ("assistant", "red"),
+        ("user", "which?"),
+        ("assistant", "blue"),
+    ]
     asked = conversation({"query": "which?"}, "row", learnt=False)
     assert [turn.role for turn in asked.turns] == ["user"]
 

@@ -108,10 +108,16 @@ def expected(tokenizer, turns):
     what it makes of it in the whole."""
     messages = []
     for role, text in turns:
-        if "<image>" in text:
-            text = text.replace("<image>", f"<img>{'<IMG_CONTEXT>' * TOKENS}</img>")
-        messages.append({"role": role, "content": text})
-    rendered = lambda *args, **more: tokenizer.apply_chat_template(*args, tokenize=False, **more)  # noqa: E731
+        words = text.removeprefix("<image>\n")
+        parts = [{"type": "image"}] * (words != text)
+        parts += [{"type": "text", "text": words}] * (words == text or bool(words))
+        messages.append({"role": role, "content": parts})
+    picture = f"<img>{'<IMG_CONTEXT>' * TOKENS}</img>"
+
+    def rendered(messages, **more):
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **more)
+        return text.replace("<IMG_CONTEXT>", picture)
+
     whole = rendered(messages)
     text, learnt = "", []
     for number, message in enumerate(messages):
@@ -123,7 +129,7 @@ def expected(tokenizer, turns):
             continue
         asked = rendered(messages[:number], add_generation_prompt=True).rpartition(opening)[2]
         alone = rendered(messages[: number + 1]).split(opening)[-1]
-        before, closed, _ = message["content"].partition("</think>")
+        before, closed, _ = message["content"][0]["text"].partition("</think>")
         thinks = bool(closed and before.removeprefix("\n").removeprefix("<think>").strip())
         if seen != alone and thinks:
             assert "</think>" not in seen  # read, not learnt
