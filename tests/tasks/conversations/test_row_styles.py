@@ -14,7 +14,7 @@ from PIL import Image
 
 from mm_core.builtin.configs.conversations import ConversationSource
 from mm_core.errors import DataError
-from mm_core.tasks.conversations import Conversations
+from mm_core.tasks.conversations import Conversations, data_urls
 from mm_core.tasks.conversations.rows import conversation
 from support import conversation_rows as data
 from support import conversation_sets as sets
@@ -197,6 +197,7 @@ def test_images_of_a_parquet_column_are_those_of_files(place):
         (files / f"shade_{number}.png").write_bytes(png(number))
         rows.append({"messages": said, "images": [f"shade_{number}.png"]})
     held, read = dataset(place, "files/rows.parquet"), dataset(place, rows)
+    assert b"PNG" not in held.rows._bytes.numpy().tobytes(), "the rows in memory hold no image"
     assert held.lengths().equal(read.lengths())
     for number in (5, 0, 3, 1, 4, 2):
         assert torch.equal(sets.pixels_of(held[number]), sets.pixels_of(read[number]))
@@ -218,3 +219,15 @@ def test_null_columns_of_parquet_are_none(place):
         [ConversationSource(str(place / "files/nulls.parquet"))], str(place / "model"), max_length=400
     )
     assert [bool(found[n]["pieces"][0].vision) for n in range(2)] == [False, True]
+
+
+def test_a_parquet_file_that_changed_since_is_a_bad_row(place):
+    file = place / "files" / "gone.parquet"
+    turns = [[{"role": "user", "content": "<image>what"}, ANSWER]]
+    pq.write_table(pa.table({"messages": turns, "image": [{"bytes": png(0), "path": "a.png"}]}), file)
+    found = dataset(place, "files/gone.parquet")
+    assert found[0]["pieces"][0].vision
+    data_urls._column.cache_clear()
+    file.unlink()
+    with pytest.raises(DataError, match="`image` of the row cannot be read again"):
+        found[0]
