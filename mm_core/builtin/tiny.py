@@ -121,9 +121,9 @@ def conversations(folder: Path) -> Mapping[str, object]:
     """Writes conversations of text alone, and a tokenizer with a chat template."""
     processor, file = folder / "processor", folder / "rows.jsonl"
     write_tokenizer(processor)
-    said = "{% for turn in messages %}{{ turn['role'] + ': ' + turn['content'] + '</s>' }}{% endfor %}"
+    answered = "{% for turn in messages %}{{ turn['role'] + ': ' + turn['content'] + '</s>' }}{% endfor %}"
     asked = "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-    (processor / "chat_template.jinja").write_text(said + asked, encoding="utf-8")
+    (processor / "chat_template.jinja").write_text(answered + asked, encoding="utf-8")
     rows = [{"query": "What?", "response": caption} for caption in CAPTIONS]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return {"sources": [{"annotations": str(file)}], "processor": str(processor), "max_length": 64}

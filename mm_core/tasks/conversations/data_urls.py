@@ -79,7 +79,7 @@ def held_columns(file: str, columns: Sequence[str]) -> list[str]:
 
         schema = parquet.read_schema(file)
     except (ImportError, ArrowException, OSError):
-        return []  # reading the rows says why
+        return []  # reading the rows reports it
     return [name for name in columns if name in schema.names and _has_bytes(schema.field(name).type)]
 
 

@@ -258,7 +258,7 @@ class ChatProcessor:
             raise Fault(f"the processor refuses the conversation: {first_line(fault)}") from fault
         if "text_replacement_offsets" not in made or "offset_mapping" not in made:
             raise CheckpointError(
-                f"{type(self.processor).__name__} does not say where it puts images in a text",
+                f"{type(self.processor).__name__} does not show where it puts images in a text",
                 where=self.folder,
                 accepted="a processor with a fast tokenizer that replaces `image_token`",
             )

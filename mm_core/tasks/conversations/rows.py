@@ -174,9 +174,9 @@ def _turns_of(row: Mapping[str, object]) -> tuple[str, Sequence[object]]:
         history = row.get("history") or []
         if not isinstance(history, list) or not all(isinstance(h, list) and len(h) == 2 for h in history):
             raise RowFault("`history` is no list of [question, answer]", '[["question", "answer"], ..]')
-        said = [*(text for pair in history for text in pair), given]
-        said += [row["response"]] if row.get("response") is not None else []
-        given = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(said)]
+        spoken = [*(text for pair in history for text in pair), given]
+        spoken += [row["response"]] if row.get("response") is not None else []
+        given = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(spoken)]
     if not isinstance(given, Sequence) or isinstance(given, str) or not given:
         raise RowFault(f"`{styles[0]}` is not a list of turns, or is empty", ACCEPTED)
     return styles[0], given

@@ -123,10 +123,10 @@ class ChatTemplate:
         learnt = learnt or [True] * len(messages)
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         calls = [number for number in turns if messages[number].get("tool_calls")]
-        said = [number for number in turns if number not in calls]
-        marks = Marks(text, [TurnContent.of(text_of(messages[number])) for number in said])
+        spoken = [number for number in turns if number not in calls]
+        marks = Marks(text, [TurnContent.of(text_of(messages[number])) for number in spoken])
         marked = list(messages)
-        for turn, number in enumerate(said):
+        for turn, number in enumerate(spoken):
             # A template may render a text otherwise than a list of parts.
             whole, text_only = marks.content(turn), isinstance(messages[number]["content"], str)
             content = whole if text_only else [{"type": "text", "text": whole}]
@@ -137,7 +137,7 @@ class ChatTemplate:
                 "the chat template changes a text of the assistant, omits it or repeats it",
                 "put a thought before its answer, between <think> and </think>; or use another template",
             )
-        found = {n: self._learnt(place) for n, place in zip(said, places, strict=True) if place is not None}
+        found = {n: self._learnt(place) for n, place in zip(spoken, places, strict=True) if place is not None}
         found |= {number: self._called(messages, number, text, tools) for number in calls}
         if turns and not found:
             raise Fault(

@@ -47,7 +47,7 @@ _PATHS = ("path", "url", "image", "video")
 """Fields in which a part of a turn may name its file."""
 
 _LEARNT = ("weight", "loss", "train")
-"""Fields of a turn that say whether it is learnt: 0, 1, false or true."""
+"""Fields of a turn that show whether it is learnt: 0, 1, false or true."""
 
 _CALLS = '[{"type": "function", "function": {"name": "..", "arguments": {..}}}]'
 
