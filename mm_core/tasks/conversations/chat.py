@@ -78,6 +78,7 @@ class Chat:
             messages = self.processor.messages(begun, shown)
             text = self.processor.template.rendered([*messages.values()], prompt=True, tools=asked.tools)
             self._check(begun, messages, text, shown)
+            self._check_tools(messages, text, tools, prompt=True)
             found = self.processor.encode(text, (), shown, [file for _, file in files])
         except Fault as fault:
             raise DataError(str(fault), where=where, hint=fault.hint) from None
@@ -135,6 +136,7 @@ class Chat:
             [*messages.values()], conversation.tools, [turn.learnt for turn in begun.values()]
         )
         self._check(begun, messages, text, shown)
+        self._check_tools(messages, text, conversation.tools)
         return text, spans
 
     def _cut(
@@ -165,7 +167,7 @@ class Chat:
         """Raises Fault if the template omits a turn or a picture, or a turn has tokens of the template."""
         template = self.processor.template
         for name, turn in turns.items():
-            words = "".join(PLACEHOLDER.sub("", said) for said in turn.texts)
+            words = "".join(PLACEHOLDER.sub("", spoken) for spoken in turn.texts)
             if own := next((token for token in template.structure if token in words), None):
                 raise Fault(
                     f"{name} contains {own!r}, which is a special token of the model",
@@ -185,3 +187,25 @@ class Chat:
                     f"the chat template omits or rewrites {name}, a turn of the {role}",
                     "use another template, or remove the turn",
                 )
+
+    def _check_tools(
+        self,
+        messages: Mapping[str, Mapping[str, Any]],
+        text: str,
+        tools: Sequence[Any],
+        prompt: bool = False,
+    ) -> None:
+        """Raises Fault if the template omits the tools of the row or a call of one."""
+        omitted = next(
+            (
+                f"the tool calls of {name}"
+                for name, message in messages.items()
+                if any(call["function"]["name"] not in text for call in message.get("tool_calls", ()))
+            ),
+            "",
+        )
+        if not omitted and tools:
+            same = self.processor.template.rendered([*messages.values()], prompt) == text
+            omitted = "the `tools` of the row" if same else ""
+        if omitted:
+            raise Fault(f"the chat template omits {omitted}", "use a template with tools, or remove the row")

@@ -33,7 +33,7 @@ def open_processor(folder: str, trust_remote_code: RemoteCode = False) -> Any | 
         return None
     if int(transformers.__version__.partition(".")[0]) < 5:
         raise CheckpointError(
-            f"Transformers {transformers.__version__} does not say where a processor puts images in a text",
+            f"Transformers {transformers.__version__} does not show where a processor puts images in a text",
             where=folder,
             accepted="transformers>=5.0",
             hint="pip install -U transformers",

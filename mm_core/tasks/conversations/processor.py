@@ -225,9 +225,11 @@ class ChatProcessor:
         return Encoded({"input_ids": ids, "labels": placed.labels(ids, spans)}, placed.blocks())
 
     def _specials(self, text: str) -> dict[str, bool]:
-        """As the library: the tokenizer adds its first token, unless the template has written it."""
+        """As the library's `apply_chat_template`: a tokenizer alone adds nothing to the template's text; a
+        processor adds the first token, unless the template has written it."""
         bos = self.tokenizer.bos_token
-        return {"add_special_tokens": not (bos is not None and text.startswith(bos))}
+        written = self.processor is None or (bos is not None and text.startswith(bos))
+        return {"add_special_tokens": not written}
 
     @cached_property
     def _probed(self) -> Callable[[Size, int], tuple[str, Size | None]]:
@@ -277,7 +279,7 @@ class ChatProcessor:
             raise Fault(f"the processor refuses the conversation: {first_line(fault)}") from fault
         if "text_replacement_offsets" not in made or "offset_mapping" not in made:
             raise CheckpointError(
-                f"{type(self.processor).__name__} does not say where it puts images in a text",
+                f"{type(self.processor).__name__} does not show where it puts images in a text",
                 where=self.folder,
                 accepted="a processor with a fast tokenizer that replaces `image_token`",
             )

@@ -19,6 +19,7 @@ from mm_core.data.rows.json_rows import RowFile, kind_of
 from mm_core.data.rows.tables import read_table
 from mm_core.errors import DataError, plural
 from mm_core.tasks.conversations.boxes import Box, read_boxes
+from mm_core.tasks.conversations.data_urls import Held, held_columns
 from mm_core.tasks.conversations.turns import (
     ACCEPTED,
     VALID,
@@ -33,9 +34,10 @@ from mm_core.tasks.conversations.turns import (
     read_turn,
 )
 
+MEDIA_COLUMNS = ("image", "images", "video", "videos")
 _COLUMNS = (
-    *("conversations", "messages", "query", "response", "history", "image", "images", "video", "videos"),
-    *("system", "tools", "answers", "objects"),
+    *("conversations", "messages", "query", "response", "history", "system", "tools", "answers", "objects"),
+    *MEDIA_COLUMNS,
 )
 """Columns of a Parquet file that are read, where it has them."""
 
@@ -92,9 +94,14 @@ def read_rows(file: Path, source: int) -> Iterator[RawRow]:
         DataError: the file is none of these.
     """
     if file.suffix.lower() == ".parquet":
-        for cells in read_table(file, _COLUMNS, optional=_COLUMNS):
-            named = zip(_COLUMNS, cells.values, strict=True)
-            yield RawRow(source, cells.place, {name: value for name, value in named if value is not None})
+        held = held_columns(str(file), MEDIA_COLUMNS)
+        columns = [name for name in _COLUMNS if name not in held]
+        for number, cells in enumerate(read_table(file, columns, optional=columns)):
+            named = zip(columns, cells.values, strict=False)
+            row: dict[str, object] = {name: value for name, value in named if value is not None}
+            row |= {name: Held(str(file), name, number) for name in held}
+            fault = cells.fault and DataError(cells.fault, where=f"{file}, {cells.place}")
+            yield RawRow(source, cells.place, fault or row)
         return
     for place, value in RowFile(file, "file of conversations", ACCEPTED).json_values():
         yield RawRow(source, place, value)
@@ -172,9 +179,9 @@ def _turns_of(row: Mapping[str, object]) -> tuple[str, Sequence[object]]:
         history = row.get("history") or []
         if not isinstance(history, list) or not all(isinstance(h, list) and len(h) == 2 for h in history):
             raise RowFault("`history` is no list of [question, answer]", '[["question", "answer"], ..]')
-        said = [*(text for pair in history for text in pair), given]
-        said += [row["response"]] if row.get("response") is not None else []
-        given = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(said)]
+        spoken = [*(text for pair in history for text in pair), given]
+        spoken += [row["response"]] if row.get("response") is not None else []
+        given = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(spoken)]
     if not isinstance(given, Sequence) or isinstance(given, str) or not given:
         raise RowFault(f"`{styles[0]}` is not a list of turns, or is empty", ACCEPTED)
     return styles[0], given
@@ -212,9 +219,10 @@ def _media(
 ) -> tuple[tuple[Medium, Named], ...]:
     """The file of each placeholder, in order."""
     shown = [found for turn in turns for found in turn.shown()]
-    files = {kind: read_files(row, kind) for kind in ("image", "video")}
-    for kind, given in files.items():
+    files = {}
+    for kind in ("image", "video"):
         wanted = sum(found == kind and not named for found, named in shown)
+        files[kind] = given = read_files(row, kind, wanted)
         if wanted != len(given):
             raise RowFault(
                 f"the conversation has placeholders for {plural(wanted, kind)}, "

@@ -123,18 +123,21 @@ class ChatTemplate:
         learnt = learnt or [True] * len(messages)
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         calls = [number for number in turns if messages[number].get("tool_calls")]
-        said = [number for number in turns if number not in calls]
-        marks = Marks(text, [TurnContent.of(text_of(messages[number])) for number in said])
+        spoken = [number for number in turns if number not in calls]
+        marks = Marks(text, [TurnContent.of(text_of(messages[number])) for number in spoken])
         marked = list(messages)
-        for turn, number in enumerate(said):
-            marked[number] = self._with_text(messages[number], marks.content(turn))
+        for turn, number in enumerate(spoken):
+            # A template may render a text otherwise than a list of parts.
+            whole, text_only = marks.content(turn), isinstance(messages[number]["content"], str)
+            content = whole if text_only else [{"type": "text", "text": whole}]
+            marked[number] = {**messages[number], "content": content}
         places = marks.places(self.rendered(marked, tools=tools))
         if places is None:
             raise Fault(
                 "the chat template changes a text of the assistant, omits it or repeats it",
                 "put a thought before its answer, between <think> and </think>; or use another template",
             )
-        found = {n: self._learnt(place) for n, place in zip(said, places, strict=True) if place is not None}
+        found = {n: self._learnt(place) for n, place in zip(spoken, places, strict=True) if place is not None}
         found |= {number: self._called(messages, number, text, tools) for number in calls}
         if turns and not found:
             raise Fault(
@@ -142,9 +145,6 @@ class ChatTemplate:
                 "end the row with an answer, whose thought the template keeps; or use another template",
             )
         return [found[number] for number in sorted(found) if learnt[number]], text
-
-    def _with_text(self, message: Mapping[str, Any], text: str) -> dict[str, Any]:
-        return {**message, "content": self.plain("assistant", text)["content"]}
 
     def _learnt(self, place: Place) -> tuple[int, int]:
         start = place.start
@@ -185,8 +185,11 @@ class ChatTemplate:
     def head_differs(self) -> bool:
         """Whether an answer follows another head in a training row than in a prompt."""
         asked = [self.plain("user", "u")]
-        answered = self.rendered([*asked, self.plain("assistant", "\ue000")])
-        heads = (self.head, self.head.partition(THOUGHT_TAGS[0])[0])
+        try:
+            answered = self.rendered([*asked, self.plain("assistant", "\ue000")])
+            heads = (self.head, self.head.partition(THOUGHT_TAGS[0])[0])
+        except Fault:  # each row reports it
+            return False
         return bool(self.head) and not any(head in answered.partition("\ue000")[0] for head in heads)
 
     @cached_property

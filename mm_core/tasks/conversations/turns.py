@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from mm_core.data.media.image_headers import InMemory
 from mm_core.data.rows.json_rows import kind_of
-from mm_core.tasks.conversations.data_urls import decoded
+from mm_core.tasks.conversations.data_urls import Held, decoded
 
 Medium = Literal["image", "video"]
 Picture = Path | InMemory
@@ -47,7 +47,7 @@ _PATHS = ("path", "url", "image", "video")
 """Fields in which a part of a turn may name its file."""
 
 _LEARNT = ("weight", "loss", "train")
-"""Fields of a turn that say whether it is learnt: 0, 1, false or true."""
+"""Fields of a turn that show whether it is learnt: 0, 1, false or true."""
 
 _CALLS = '[{"type": "function", "function": {"name": "..", "arguments": {..}}}]'
 
@@ -209,11 +209,18 @@ def _part(part: object, number: int, own: list[tuple[Medium, Named]]) -> Mapping
     return {"type": kind, "named": "yes" if path is not None else ""}
 
 
-def read_files(row: Mapping[str, object], kind: str) -> list[Named]:
-    """The files of a kind that a row lists, as `image` or `images`: a path or a list. RowFault if not."""
+def read_files(row: Mapping[str, object], kind: str, wanted: int) -> list[Named]:
+    """The files of a kind that a row lists, as `image` or `images`: a path or a list. RowFault if not.
+
+    Without placeholders, bytes that a file holds are not read."""
     found: list[Named] = []
     for key in (kind, f"{kind}s"):
         value = row.get(key)
+        if isinstance(value, Held):
+            try:
+                value = value.value() if wanted else None
+            except ValueError as fault:
+                raise RowFault(f"`{key}` of the row cannot be read again: {fault}") from None
         if value not in NOTHING:
             paths: Sequence[object] = value if isinstance(value, list) else [value]
             found += [read_file(kind, path) for path in paths if path not in NOTHING]

@@ -80,7 +80,8 @@ class InternVLProcessor(ChatProcessor):
 
     @cached_property
     def template(self) -> ChatTemplate:
-        """The folder's chat template."""
+        """The folder's chat template; numbers that only its other files hold are checked with it."""
+        _ = self._tile, self.tiling
         around = [self._names[name] for name in NEEDED]
         found = ChatTemplate(self.tokenizer, self.folder, None, around)
         if missing := [self._names[n] for n in NEEDED if self._ids[n] in (None, self.tokenizer.unk_token_id)]:

@@ -9,23 +9,30 @@ import unicodedata
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mm_internvl.data.chat import Chat, Shown
-from mm_internvl.data.rows import conversation
 from mm_internvl.testing import CHAT_TEMPLATE, SPECIALS, TOKENS, make_tiny_checkpoint
 from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer
 
 from mm_core.contracts import IGNORED_LABEL
 from mm_core.errors import DataError
+from mm_core.tasks.conversations.rows import conversation
+from support import conversation_rows as data
+from support import conversation_sets as sets
 
 EMPTY = "<think>\n\n</think>\n\n"
 THINKING = """
+{%- macro said(content) -%}
+  {%- if content is string %}{{ content }}{% else %}{% for part in content -%}
+    {{- '<IMG_CONTEXT>\\n' if part.type == 'image' else part.text -}}
+  {%- endfor %}{% endif -%}
+{%- endmacro -%}
 {%- set asked = namespace(at=messages|length) -%}
 {%- for one in messages %}{% if one.role == 'user' %}{% set asked.at = loop.index0 %}{% endif %}{% endfor -%}
 {%- for one in messages -%}
-  {%- set parts = one.content.split('</think>') if one.role == 'assistant' else [one.content] -%}
+  {%- set content = said(one.content) -%}
+  {%- set parts = content.split('</think>') if one.role == 'assistant' else [content] -%}
   {%- set thought = parts[0].split('<think>')[-1].strip('\\n') if parts|length > 1 else '' -%}
-  {%- set words = parts[-1].lstrip('\\n') if parts|length > 1 else one.content -%}
+  {%- set words = parts[-1].lstrip('\\n') if parts|length > 1 else content -%}
   {{- '<|im_start|>' + one.role + '\\n' -}}
   {%- if one.role == 'assistant' and loop.index0 > asked.at and (loop.last or thought) -%}
     {{- '<think>\\n' + thought + '\\n</think>\\n\\n' + words.lstrip('\\n') -}}
@@ -42,7 +49,11 @@ begins with an empty one where it has none."""
 
 def shows(change: str) -> str:
     """A template that shows of every turn what this expression makes of it."""
-    return CHAT_TEMPLATE.replace("{{ message['content'] }}", f"{{{{ message['content']{change} }}}}")
+    texts = ("message['content']", "part['text']")
+    whole = CHAT_TEMPLATE
+    for text in texts:
+        whole = whole.replace(f"{{{{ {text} }}}}", f"{{{{ {text}{change} }}}}")
+    return whole
 
 
 ASKS = "{{ '<|im_start|>assistant\\n' }}"
@@ -63,8 +74,9 @@ def chats(tmp_path_factory):
     for name, template in TEMPLATES.items():
         folder = make_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
         (folder / "chat_template.jinja").write_text(template)
-        made[name] = Chat(str(folder), 100_000), AutoTokenizer.from_pretrained(folder)
-    return made
+        made[name] = sets.chat_of(folder, 100_000), AutoTokenizer.from_pretrained(folder)
+    data.draw(tmp_path_factory.getbasetemp() / "thoughts")
+    return made, tmp_path_factory.getbasetemp() / "thoughts" / "b.png"
 
 
 WORDS = [
@@ -82,26 +94,30 @@ thoughts = st.sampled_from(
 
 @st.composite
 def conversations(draw):
-    """(roles and texts, tiles of each image)."""
+    """(roles and texts, number of images)."""
     turns = [("system", draw(words))] if draw(st.booleans()) else []
     for _ in range(draw(st.integers(1, 3))):
         turns += [("user", draw(st.sampled_from(["", "<image>\n"])) + draw(words))]
         for _ in range(draw(st.sampled_from([1, 1, 1, 2]))):
             turns += [("assistant", draw(thoughts).replace("{t}", draw(words)).replace("{a}", draw(words)))]
-    images = sum("<image>" in text for _, text in turns)
-    return turns, draw(st.lists(st.integers(1, 3), min_size=images, max_size=images))
+    return turns, sum("<image>" in text for _, text in turns)
 
 
-def expected(tokenizer, turns, tiles):
+def expected(tokenizer, turns):
     """(ids, labels): for each turn of the assistant, what the template alone makes of it as the last one, and
     what it makes of it in the whole."""
-    counts = iter(tiles)
     messages = []
     for role, text in turns:
-        if "<image>" in text:
-            text = text.replace("<image>", f"<img>{'<IMG_CONTEXT>' * TOKENS * next(counts)}</img>")
-        messages.append({"role": role, "content": text})
-    rendered = lambda *args, **more: tokenizer.apply_chat_template(*args, tokenize=False, **more)  # noqa: E731
+        words = text.removeprefix("<image>\n")
+        parts = [{"type": "image"}] * (words != text)
+        parts += [{"type": "text", "text": words}] * (words == text or bool(words))
+        messages.append({"role": role, "content": parts})
+    picture = f"<img>{'<IMG_CONTEXT>' * TOKENS}</img>"
+
+    def rendered(messages, **more):
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **more)
+        return text.replace("<IMG_CONTEXT>", picture)
+
     whole = rendered(messages)
     text, learnt = "", []
     for number, message in enumerate(messages):
@@ -113,7 +129,7 @@ def expected(tokenizer, turns, tiles):
             continue
         asked = rendered(messages[:number], add_generation_prompt=True).rpartition(opening)[2]
         alone = rendered(messages[: number + 1]).split(opening)[-1]
-        before, closed, _ = message["content"].partition("</think>")
+        before, closed, _ = message["content"][0]["text"].partition("</think>")
         thinks = bool(closed and before.removeprefix("\n").removeprefix("<think>").strip())
         if seen != alone and thinks:
             assert "</think>" not in seen  # read, not learnt
@@ -141,19 +157,18 @@ def in_bytes(text: str) -> bytes:
 @settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(made=conversations(), name=st.sampled_from(list(TEMPLATES)))
 def test_every_label_is_right(chats, made, name):
-    turns, tiles = made
-    chat, tokenizer = chats[name]
+    turns, images = made
+    (chat, tokenizer), file = chats[0][name], chats[1]
     row = {"messages": [{"role": role, "content": text} for role, text in turns]}
-    row["images"] = [f"{n}.png" for n in range(len(tiles))]
-    ids, labels = expected(tokenizer, turns, tiles)
-    shown = [Shown("image", (count,)) for count in tiles]
+    row["images"] = ["a.png"] * images
+    ids, labels = expected(tokenizer, turns)
     if all(label == IGNORED_LABEL for label in labels):
-        with pytest.raises(DataError, match="leaves out the thought of everything"):
-            chat.tokens(conversation(row, "row"), shown, "row")
+        with pytest.raises(DataError, match="omits the thoughts of all assistant turns"):
+            sets.read_by(chat, row, [file] * images)
         return
-    tokens = chat.tokens(conversation(row, "row"), shown, "row")
-    assert tokens.ids.tolist() == ids
-    assert tokens.labels.tolist() == labels
+    tokens = sets.read_by(chat, row, [file] * images)
+    assert tokens.of("input_ids").tolist() == ids
+    assert tokens.of("labels").tolist() == labels
 
 
 # -- what is read, and what is not -----------------------------------------------------------------
@@ -166,12 +181,9 @@ def said(tmp_path):
 
     def read(template, *turns):
         (folder / "chat_template.jinja").write_text(template)
-        chat = Chat(str(folder), 400)
         roles = ("user", "assistant") * len(turns)
         row = {"messages": [{"role": r, "content": c} for r, c in zip(roles, turns, strict=False)]}
-        found = chat.tokens(conversation(row, "row"), [], "row")
-        learnt = [token for token in found.labels.tolist() if token != IGNORED_LABEL]
-        return chat.tokenizer.decode(found.ids.tolist()), chat.tokenizer.decode(learnt)
+        return sets.learnt_by(sets.chat_of(folder), row)
 
     return read
 
@@ -204,7 +216,7 @@ def test_a_template_without_a_prompt_learns_the_thought_too(said):
         (shows(" | upper"), "red"),
         (shows("[:12]"), "<think>a</think>red"),
         (shows(" * 2"), "red"),
-        (CHAT_TEMPLATE + "{% if messages[-1]['content'] == 'red' %}blue{% endif %}", "red"),
+        (CHAT_TEMPLATE + "{% if messages[-1]['content'][0]['text'] == 'red' %}blue{% endif %}", "red"),
         (shows(".split('</think>')[0]"),
          "<think>a</think>red"),
     ],
@@ -269,14 +281,14 @@ def test_tags_that_are_tokens_are_learnt_as_such(tmp_path, special):
         named["additional_special_tokens"] += ["<think>", "</think>"]
         (folder / "tokenizer_config.json").write_text(json.dumps(named))
     (folder / "chat_template.jinja").write_text(THINKING)
-    chat = Chat(str(folder), 200)
+    chat = sets.chat_of(folder)
     row = {
         "messages": [
             {"role": "user", "content": "what"},
             {"role": "assistant", "content": "<think>a</think>red"},
         ]
     }
-    found = chat.tokens(conversation(row, "row"), [], "row")
-    learnt = [token for token in found.labels.tolist() if token != IGNORED_LABEL]
+    labels = sets.read_by(chat, row).of("labels").tolist()
+    learnt = [token for token in labels if token != IGNORED_LABEL]
     said = ["<think>", "Ċ", "a", "Ċ", "</think>", "ĊĊ", "red", "<|im_end|>"]
-    assert chat.tokenizer.convert_ids_to_tokens(learnt) == said
+    assert chat.processor.tokenizer.convert_ids_to_tokens(learnt) == said

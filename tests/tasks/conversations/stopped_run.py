@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from mm_internvl.data import token_counts
-
 from mm_core.cli.main import main
+from mm_core.tasks.conversations import token_counts
 
 if __name__ == "__main__":
     token_counts.SECONDS = 0.0

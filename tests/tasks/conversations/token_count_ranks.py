@@ -11,13 +11,13 @@ import json
 import sys
 
 import torch.distributed as dist
-from mm_internvl.data import lengths
-from mm_internvl.data.config import Source
-from mm_internvl.data.conversations import Conversations
 
+from mm_core.builtin.configs.conversations import ConversationSource as Source
 from mm_core.errors import DataError
 from mm_core.runtime.groups import start_process_group
 from mm_core.runtime.launch.rank_process import leave
+from mm_core.tasks.conversations import lengths
+from mm_core.tasks.conversations.dataset import Conversations
 
 
 def main() -> None:

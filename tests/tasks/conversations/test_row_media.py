@@ -5,13 +5,13 @@ from __future__ import annotations
 import base64
 from io import BytesIO
 
-import internvl_sets as sets
 import pytest
 import torch
-from mm_internvl.data.rows import conversation
 from PIL import Image
 
 from mm_core.errors import DataError
+from mm_core.tasks.conversations.rows import conversation
+from support import conversation_sets as sets
 
 dataset, place = sets.dataset, sets.place
 
@@ -69,8 +69,8 @@ def test_an_image_in_a_data_url_is_that_of_the_file(place, folded):
     found = dataset(place, [row(part) for part in [*parts, {"type": "image", "image": url}]])
     first, *others = (found[index] for index in range(4))
     for other in others:
-        assert torch.equal(other["pixel_values"], first["pixel_values"]) and len(first["pixel_values"])
-        assert torch.equal(other["pieces"][0]["input_ids"], first["pieces"][0]["input_ids"])
+        assert torch.equal(sets.pixels_of(other), sets.pixels_of(first)) and len(sets.pixels_of(first))
+        assert torch.equal(other["pieces"][0].of("input_ids"), first["pieces"][0].of("input_ids"))
     assert found.lengths().unique().numel() == 1
 
 

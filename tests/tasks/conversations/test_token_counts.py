@@ -9,17 +9,16 @@ import signal
 import time
 from pathlib import Path
 
-import internvl_runs as runs
-import internvl_sets as sets
 import pytest
 import torch
-from mm_internvl.data import token_counts
-from mm_internvl.data.conversations import Conversations
 from PIL import Image
 
 from mm_core.data.loading.stopping import StopRequested, stop_on
 from mm_core.data.loading.workers import StartWorker
 from mm_core.errors import DataError
+from mm_core.tasks.conversations import token_counts
+from mm_core.tasks.conversations.dataset import Conversations
+from support import conversation_sets as sets
 from support import warm
 from support.ranks import free_port, run_ranks
 
@@ -40,11 +39,11 @@ def test_rows_measured_with_random_draws_have_the_same_length_on_every_rank():
 def test_lengths_group_batches_and_are_kept_in_a_file(place, tmp_path, monkeypatch):
     file = tmp_path / "kept" / "lengths.json"
     found = dataset(place, lengths=str(file))
-    wanted = [len(found[index]["pieces"][0]["input_ids"]) for index in range(len(found))]
+    wanted = [len(found[index]["pieces"][0].of("input_ids")) for index in range(len(found))]
     assert found.lengths().tolist() == wanted
     packed = dataset(place, packing=True)
     assert packed.lengths().tolist() == [
-        sum(len(piece["input_ids"]) for piece in packed[index]["pieces"]) for index in range(len(packed))
+        sum(len(piece.of("input_ids")) for piece in packed[index]["pieces"]) for index in range(len(packed))
     ]
 
     def measured(self, row):
@@ -158,10 +157,10 @@ def test_a_signal_to_one_rank_ends_a_run_that_measures(place, tmp_path, world):
     rows = data.write(
         tmp_path / "rows.jsonl", [data.asked("what is it?", f"number {n}") for n in range(count)]
     )
-    train = {"type": "internvl/conversations", "processor": str(place / "model"), "packing": True}
+    train = {"type": "conversations", "processor": str(place / "model"), "packing": True}
     train |= {"sources": [{"annotations": str(rows)}], "max_length": 128}
     sections = {"data": {"train": train}, "train": {"micro_batch_size": 1, "global_batch_size": 2}}
-    runs.config_of(tmp_path, place / "model", **sections)
+    sets.config_of(tmp_path, place / "model", **sections)
     port = free_port()
     started = []
     for rank in range(world):

@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mm_internvl.packing import Packs, best_fit_decreasing, positions
 from mm_internvl.testing import make_tiny_checkpoint
 from transformers import AutoModelForImageTextToText
 
 from mm_core.contracts import Randomness
 from mm_core.data.loading.sampler import BatchPlan
+from mm_core.tasks.conversations.packing import Packs, best_fit_decreasing, positions
 from mm_core.tasks.pretrained import packed_attention
 
 CAPACITY = 4096

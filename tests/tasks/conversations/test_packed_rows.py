@@ -7,11 +7,8 @@ import pickle
 import re
 from pathlib import Path
 
-import internvl_runs as runs
-import internvl_sets as sets
 import pytest
 import torch
-from mm_internvl.data.conversations import Conversations
 from mm_internvl.testing import TOKENS
 
 import mm_core
@@ -20,6 +17,8 @@ from mm_core.data.datasets.media_report import check
 from mm_core.data.loading.skipped import SkipLedger
 from mm_core.errors import ContractError, DataError, PartsError
 from mm_core.plan import make_plan
+from mm_core.tasks.conversations.dataset import Conversations
+from support import conversation_sets as sets
 
 pytestmark = pytest.mark.filterwarnings("ignore:rows are packed, but sdpa")  # test_attention.py expects it
 
@@ -38,7 +37,7 @@ def test_larger_packed_batches_are_refused_before_rows_are_read(place, tmp_path,
     at |= {name: {**at["train"], "packing": name == split} for name in ("train", "validation")}
     batches = {"steps": 2, "micro_batch_size": 2, "global_batch_size": 2}
     sections = {"data": at, "validation": {"every": 2}}
-    config = runs.config_of(tmp_path, place / "model", **sections, train=batches)
+    config = sets.config_of(tmp_path, place / "model", **sections, train=batches)
 
     def opened(self, *args, **options):
         raise AssertionError("opened")
@@ -49,7 +48,7 @@ def test_larger_packed_batches_are_refused_before_rows_are_read(place, tmp_path,
             beginning()
         assert fault.value.where == "train.micro_batch_size"
     batches["micro_batch_size"] = 1
-    single = runs.config_of(tmp_path, place / "model", **sections, train=batches)
+    single = sets.config_of(tmp_path, place / "model", **sections, train=batches)
     assert make_plan(single, 1, train=range(9)).accumulation == 2
 
 
@@ -57,7 +56,7 @@ def test_it_pickles_without_its_tokenizer(place):
     found = dataset(place, packing=True)
     copied = pickle.dumps(found)
     assert b"TokenizersBackend" not in copied
-    assert torch.equal(pickle.loads(copied)[0]["pixel_values"], found[0]["pixel_values"])
+    assert torch.equal(sets.pixels_of(pickle.loads(copied)[0]), sets.pixels_of(found[0]))
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -108,15 +107,15 @@ def test_a_packed_epoch_trains_as_an_unpacked_one(place):
 def test_a_blank_tile_stands_in_where_there_is_no_image(place, packing):
     found = dataset(place, [data.ROWS[0], data.ROWS[5]], packing=packing)
     (batch,) = loaded(found, 1 if packing else 2)
-    assert torch.equal(batch.inputs["pixel_values"], found.tiling.blank())
-    context = found.chat.tokenizer.context_image_token_id
+    assert torch.equal(batch.inputs["pixel_values"], found.chat.processor.blank.vision["pixel_values"])
+    context = found.chat.processor.tokenizer.context_image_token_id
     assert int((batch.inputs["input_ids"] == context).sum()) == TOKENS
     total, weight, grads = sets.sums(sets.task_of(place), [batch])
     plain = sets.task_of(place)
     logits_loss, count = torch.zeros(()), 0
     for piece in (dataset(place, [row])[0]["pieces"][0] for row in (data.ROWS[0], data.ROWS[5])):
-        logits = plain.model(input_ids=piece["input_ids"][None]).logits[0, :-1]
-        labels = piece["labels"][1:]
+        logits = plain.model(input_ids=piece.of("input_ids")[None]).logits[0, :-1]
+        labels = piece.of("labels")[1:]
         logits_loss = logits_loss + torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
         count += int((labels != IGNORED_LABEL).sum())
     logits_loss.backward()
@@ -164,11 +163,11 @@ def test_a_damaged_image_costs_its_own_conversation(place):
         samples = [found.sample_at(row, rng) for row in range(len(found))]
         (missing,) = [sample["missing"] for sample in samples if "missing" in sample]
         assert list(missing.faults) == [4] and missing.of > 1
-        pieces = [piece["input_ids"].tolist() for sample in samples for piece in sample["pieces"]]
-        alone = [wanted[name]["pieces"][0]["input_ids"].tolist() for name in wanted]
+        pieces = [piece.of("input_ids").tolist() for sample in samples for piece in sample["pieces"]]
+        alone = [wanted[name]["pieces"][0].of("input_ids").tolist() for name in wanted]
         assert sorted(pieces) == sorted(alone)
-        tiles = sum(len(sample["pixel_values"]) for sample in samples)
-        assert tiles == sum(len(sample["pixel_values"]) for sample in wanted.values())
+        tiles = sum(len(sets.pixels_of(sample)) for sample in samples)
+        assert tiles == sum(len(sets.pixels_of(sample)) for sample in wanted.values())
 
 
 def test_a_damaged_image_is_counted_once_as_its_share_and_listed_once(place, tmp_path):
@@ -218,14 +217,14 @@ def run_of(place: Path, folder: Path, rows: list, **sections) -> Path:
     """A run over packed rows; its folder."""
     file = data.write(place / "files" / "run.jsonl", rows)
     folder.mkdir(exist_ok=True)
-    config = runs.config_of(folder, place / "model", file, **sections)
+    config = sets.config_of(folder, place / "model", file, **sections)
     folder = Path(config.run.dir) / config.run.name
     mm_core.train(config)
     return folder
 
 
 def packed(place: Path, limit: int, workers: int = 0, **loader) -> dict:
-    train = {"type": "internvl/conversations", "processor": str(place / "model"), "max_tiles": 2}
+    train = {"type": "conversations", "processor": str(place / "model")}
     train |= {"sources": [{"annotations": str(place / "files" / "run.jsonl")}], "packing": True}
     return {"train": train | {"max_length": limit}, "loader": {"workers": workers, **loader}}
 
@@ -258,7 +257,7 @@ def test_too_many_damaged_images_end_a_run(place, tmp_path):
     good = data.asked("<image>?", "a colour", image="a.png")
     rows = [row for n in range(20) for row in (good, good, torn(place, n))]
     steps = {"steps": 40, "micro_batch_size": 1, "global_batch_size": 1}
-    length = int(dataset(place, [good], max_tiles=2).lengths()[0])
+    length = int(dataset(place, [good]).lengths()[0])
     with pytest.raises(DataError) as fault:
         run_of(place, tmp_path, rows, data=packed(place, 3 * length), train=steps)
     assert "more than data.loader.max_failed_share=0.1 allows" in fault.value.what
