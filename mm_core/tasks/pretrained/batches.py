@@ -6,7 +6,7 @@ Most of what is refused here would otherwise crash an accelerator without a usef
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -170,7 +170,7 @@ class CountLabels:
     shifted: bool
     accepted: tuple[str, ...] | None
     limits: Limits
-    packed: PackedInputs = PackedInputs()
+    packed: PackedInputs = field(default_factory=PackedInputs)
 
     def __call__(self, batch: Batch) -> Batch:
         """The batch with the number of its labels (`counts`) and of its `tokens`.
