@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from packed_chats import batch_of, chats, made, task_of
 
 from mm_core.contracts import IGNORED_LABEL, Randomness
 from mm_core.errors import ContractError
@@ -19,6 +18,9 @@ from mm_core.tasks.pretrained import task as task_module
 from mm_core.tasks.pretrained.own_positions import PackedInputs
 from mm_core.tasks.pretrained.packed_attention import blocks_in_pieces, register
 from support.chat_families import FAMILIES
+from support.packed_chats import batch_of, chats, made, task_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:rows are packed")  # plain sdpa is tried too
 
 RNG = Randomness(0)
 SEPARATE = [name for name in FAMILIES if name != "qwen3_5"]

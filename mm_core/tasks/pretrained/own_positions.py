@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ _BY_POSITION = {"full_attention", "sliding_attention", "chunked_attention"}
 
 def apart(row: Tensor, pieces: Sequence[int], value: int = 0) -> Tensor:
     """The pieces of a packed row [1,L] as padded rows [P,M]."""
-    return pad_sequence([*row[0].split(list(pieces))], batch_first=True, padding_value=value)
+    return pad_sequence([*row[0].split_with_sizes(list(pieces))], batch_first=True, padding_value=value)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class PackedInputs:
         """[1+n,1,L]: restarting positions, by which the mask is made, and the model's n own ones. It computes
         these for a batch of padded rows, one for each conversation, whose pictures follow each other."""
         assert self.kind is not None
-        model = self.kind.__new__(self.kind)  # neither weights nor sub-modules are needed
+        model: Any = object.__new__(self.kind)  # neither weights nor sub-modules are needed
         nn.Module.__init__(model)
         model.config = self.config
         rows = {name: apart(inputs[name], pieces) for name in _TOKENS if name in inputs}

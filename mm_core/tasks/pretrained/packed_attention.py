@@ -17,7 +17,7 @@ this in the same way. With a version that does not, the dense mask is used.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType
@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 
 NAME = "packed_sdpa"
 _DENSE = {"sdpa", "eager"}
+
+
+_MaskFunction = Any
+"""Transformers' mask functions: of batch, head, query and key, whether the query sees the key."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +168,7 @@ def blocks_in_pieces(model: PreTrainedModel) -> Iterator[None]:
         return
     make = known[name]
 
-    def corrected(*sizes: object, mask_function: Callable[..., Any], **asked: object) -> object:
+    def corrected(*sizes: object, mask_function: _MaskFunction, **asked: object) -> object:
         return make(*sizes, mask_function=_by_row(mask_function), **asked)
 
     known[name] = corrected  # an override of this one instance, which all models use
@@ -174,7 +178,7 @@ def blocks_in_pieces(model: PreTrainedModel) -> Iterator[None]:
         del known[name]
 
 
-def _by_row(mask_function: Callable[..., Any]) -> Callable[..., Any]:
+def _by_row(mask_function: _MaskFunction) -> _MaskFunction:
     """A mask function whose blocks, if it has any, are those of the row, each within its piece."""
     from transformers import masking_utils
 
@@ -183,7 +187,7 @@ def _by_row(mask_function: Callable[..., Any]) -> Callable[..., Any]:
     if not pieces or not any(_held(part, "blockwise_overlay") for part in parts):
         return mask_function
 
-    def changed(part: Callable[..., Any], positions: Tensor | None) -> Callable[..., Any]:
+    def changed(part: _MaskFunction, positions: Tensor | None) -> _MaskFunction:
         if found := _held(part, "remap_positions_for_packed_sequence"):
             return changed(found["mask_function"], found["position_ids"])
         for factory in ("and_masks", "or_masks"):

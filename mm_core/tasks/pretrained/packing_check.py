@@ -164,7 +164,7 @@ class _Tried:
         ids, labels = inputs["input_ids"], inputs["labels"]
         filler = int(labels[labels != IGNORED_LABEL][0])
         tokens = {
-            name: [value[0].split(lengths)[n] for n in chosen]
+            name: [value[0].split_with_sizes(lengths)[n] for n in chosen]
             for name, value in inputs.items()
             if value.shape == ids.shape and name not in (*_MADE, *batch.sections)
         }
@@ -178,7 +178,7 @@ class _Tried:
             for each in tokens["input_ids"]
         ]
         pictures = {
-            name: (axis, [inputs[name].split(sizes, axis)[n] for n in chosen])
+            name: (axis, [inputs[name].split_with_sizes(sizes, axis)[n] for n in chosen])
             for name, (axis, sizes) in batch.sections.items()
         }
         return cls(tokens, pictures, filler)
@@ -212,7 +212,9 @@ class _Tried:
     def change(self, found: Tensor, wanted: Tensor) -> float:
         """The largest of the conversations' changes of a token's loss, on average."""
         counts = [int((labels != IGNORED_LABEL).sum()) for labels in self.tokens["labels"]]
-        return max(float(each.mean()) for each in (found - wanted).abs().split(counts) if len(each))
+        return max(
+            float(each.mean()) for each in (found - wanted).abs().split_with_sizes(counts) if len(each)
+        )
 
 
 _MADE = ("position_ids", "seq_idx")
