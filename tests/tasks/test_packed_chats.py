@@ -5,11 +5,13 @@ from __future__ import annotations
 import pickle
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
+import yaml
 
 from mm_core.contracts import IGNORED_LABEL, Randomness
 from mm_core.errors import ContractError
@@ -18,11 +20,12 @@ from mm_core.tasks.pretrained import task as task_module
 from mm_core.tasks.pretrained.own_positions import PackedInputs
 from mm_core.tasks.pretrained.packed_attention import blocks_in_pieces, register
 from support.chat_families import FAMILIES
-from support.packed_chats import batch_of, chats, made, task_of
+from support.packed_chats import AUTO, batch_of, chats, made, task_of
+from support.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:rows are packed")  # plain sdpa is tried too
 
-RNG = Randomness(0)
+HERE, RNG = Path(__file__).parent, Randomness(0)
 SEPARATE = [name for name in FAMILIES if name != "qwen3_5"]
 
 
@@ -246,3 +249,44 @@ def test_the_tried_conversations_have_every_kind_of_picture_and_are_the_shortest
     assert alone["pixel_values"].shape[0] == 2 and together["pixel_values"].shape[0] == 1
     assert alone["input_ids"].shape == (2, max(tried.lengths) + 5)
     assert int((alone["labels"] != IGNORED_LABEL).sum()) == int((together["labels"] != IGNORED_LABEL).sum())
+
+
+# -- ranks ---------------------------------------------------------------------------------------------------
+
+
+def on_ranks(world, model, folder, mode):
+    """Output of the ranks, and loss and gradients of two packed rows."""
+    document = {
+        "run": {"name": "packed", "dir": str(folder / "runs")},
+        "task": {"type": "pretrained", "from_pretrained": str(model), "auto_class": AUTO},
+        "data": {"train": {"type": "conversations", "max_length": 600, "packing": True}},
+        "optimizer": {"type": "adamw", "lr": 1e-3},
+        "train": {"steps": 1, "micro_batch_size": 1, "global_batch_size": 2},
+    }
+    document["data"]["train"]["sources"] = [{"annotations": str(model.parent / "rows" / "chat.jsonl")}]
+    (config := folder / f"{model.name}.yaml").write_text(yaml.safe_dump(document), encoding="utf-8")
+    out = folder / f"{model.name}_{world}_{mode}.pt"
+    said = run_ranks(HERE / "packed_ranks.py", world, out, config, mode)
+    return said, torch.load(out) if out.exists() else None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
+def test_packed_rows_on_two_ranks_are_those_on_one(name, folder):
+    model = made(folder, name)
+    _, one = on_ranks(1, model, folder, "checked")
+    _, two = on_ranks(2, model, folder, "checked")
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
+    assert two["gradients"].keys() == one["gradients"].keys()
+    whole, wanted = (torch.cat([g.flatten() for g in found["gradients"].values()]) for found in (two, one))
+    assert float((whole - wanted).norm() / wanted.norm()) <= 1e-6
+    _, unchecked = on_ranks(2, model, folder, "unchecked")
+    assert unchecked["loss"] == two["loss"]
+    assert all(torch.equal(unchecked["gradients"][path], two["gradients"][path]) for path in two["gradients"])
+
+
+@pytest.mark.slow
+def test_a_fault_that_one_rank_sees_ends_all_of_them(folder):
+    said, found = on_ranks(2, made(folder, "qwen2_5_vl"), folder, "planted")
+    assert found is None
+    assert all("refused: data.train.packing" in each and "change each other" in each for each in said)
