@@ -74,14 +74,13 @@ def check_packing(
         assert record.each is not None
         return record.each
 
-    refused: str | None = None
-    change = allowed = 0.0
+    refused, change = None, 0.0
     with _trying(model):
+        alone = losses(tried.alone())  # its errors are not those of packing
+        with _last_bits(model):
+            allowed = _ABOVE * tried.change(losses(tried.alone(_OTHER)), alone)
         try:
-            alone, together = losses(tried.alone()), losses(packed(tried.together(), tried.lengths))
-            with _last_bits(model):
-                other = losses(tried.alone(_OTHER))
-            change, allowed = tried.change(together, alone), _ABOVE * tried.change(other, alone)
+            change = tried.change(losses(packed(tried.together(), tried.lengths)), alone)
         except MMError as fault:
             refused = fault.what
     if refused is None and not change <= allowed and bool(alone.isfinite().all()):
