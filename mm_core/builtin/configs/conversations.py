@@ -34,6 +34,9 @@ class ConversationsConfig:
     max_length: Annotated[int, Range(ge=8)] = 16384  # largest number of tokens in a row, images included
     system: str | None = None  # system prompt for conversations without one
     reasoning: Literal["keep", "drop"] = "keep"  # drop: thoughts of the assistant are left out
+    boxes: Literal["pixels", "relative_1000"] | None = (
+        None  # numbers of boxes as the model writes them: of the image that it sees, or 0 to 1000
+    )
     packing: bool = False  # joins conversations into rows of up to max_length tokens
     lengths: str | None = None  # file that stores measured lengths for later runs; null: measure in each run
     frames: Annotated[int, Range(ge=1)] = 8  # most frames of a video, evenly spread, each shown as an image

@@ -8,6 +8,7 @@ from typing import Any
 
 from mm_core.contracts import IGNORED_LABEL
 from mm_core.errors import DataError, plural
+from mm_core.tasks.conversations.boxes import Numbers, boxes_in, with_boxes
 from mm_core.tasks.conversations.media import Shown
 from mm_core.tasks.conversations.processor import ChatProcessor, Encoded
 from mm_core.tasks.conversations.rows import Conversation
@@ -26,11 +27,13 @@ class Chat:
         processor: of the model.
         max_length: largest number of tokens in a conversation; longer ones are cut.
         system: system prompt for conversations without one.
+        boxes: how the model writes the numbers of boxes; None: rows have none.
     """
 
     processor: ChatProcessor
     max_length: int
     system: str | None = None
+    boxes: Numbers | None = None
 
     def row(self, conversation: Conversation, files: Files, where: str, pixels: bool) -> tuple[Encoded, bool]:
         """A conversation of training, up to `max_length`, and whether nothing was cut off.
@@ -63,9 +66,7 @@ class Chat:
             )
         return found, whole
 
-    def prompt(
-        self, turns: Sequence[RowTurn], files: Files, where: str, tools: Sequence[Any] = ()
-    ) -> Encoded:
+    def prompt(self, asked: Conversation, files: Files, where: str) -> Encoded:
         """A conversation up to the assistant's next answer.
 
         Raises:
@@ -73,9 +74,9 @@ class Chat:
         """
         try:
             shown = self.processor.shown(files)
-            begun = self._begun(turns)
+            begun = self._begun(self.filled(asked, shown).turns)
             messages = self.processor.messages(begun, shown)
-            text = self.processor.template.rendered([*messages.values()], prompt=True, tools=tools)
+            text = self.processor.template.rendered([*messages.values()], prompt=True, tools=asked.tools)
             self._check(begun, messages, text, shown)
             found = self.processor.encode(text, (), shown, [file for _, file in files])
         except Fault as fault:
@@ -88,6 +89,32 @@ class Chat:
                 hint="raise max_length of the dataset, use smaller images, or start a new chat",
             )
         return found
+
+    def filled(self, conversation: Conversation, shown: Sequence[Shown]) -> Conversation:
+        """A conversation with the numbers of its boxes in its texts. Fault if the config names no kind."""
+        if not conversation.boxes:
+            return conversation
+        if self.boxes is None:
+            raise Fault(
+                "the row has boxes, but the config does not say how the model writes them",
+                "set boxes of the dataset: pixels (of the image that the model sees), or relative_1000",
+            )
+        sizes = [each.sizes[0] for each in shown if each.kind == "image"]
+        seen = sizes if self.boxes != "pixels" else [self.processor.seen(size, len(sizes)) for size in sizes]
+        turns = with_boxes(conversation.turns, conversation.boxes, sizes, seen, self.boxes)
+        return replace(conversation, turns=turns, boxes=())
+
+    def boxes_in(self, text: str, files: Files) -> list[list[tuple[float, ...]]]:
+        """The boxes and points in an answer, for each image, in pixels of its file.
+
+        An answer does not name their image: they are on the last one.
+        """
+        images = [(kind, file) for kind, file in files if kind == "image"]
+        if self.boxes is None or not images:
+            return []
+        sizes = [each.sizes[0] for each in self.processor.shown(images)]
+        seen = self.processor.seen(sizes[-1], len(sizes)) if self.boxes == "pixels" else sizes[-1]
+        return [*([] for _ in images[:-1]), boxes_in(text, sizes[-1], seen, self.boxes)]
 
     def _begun(self, turns: Sequence[RowTurn]) -> dict[str, RowTurn]:
         """The turns by their names in messages, with the system prompt of the row or the dataset."""
@@ -102,7 +129,7 @@ class Chat:
         self, conversation: Conversation, shown: Sequence[Shown]
     ) -> tuple[str, list[tuple[int, int]]]:
         """The template's text, and the spans to learn."""
-        begun = self._begun(conversation.turns)
+        begun = self._begun(self.filled(conversation, shown).turns)
         messages = self.processor.messages(begun, shown)
         spans, text = self.processor.template.spans(
             [*messages.values()], conversation.tools, [turn.learnt for turn in begun.values()]

@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from mm_core.tasks.conversations.chat import Chat, Files
 from mm_core.tasks.conversations.first_rows import some_usable
 from mm_core.tasks.conversations.lengths import Lengths
 from mm_core.tasks.conversations.media import MediaReader
-from mm_core.tasks.conversations.packing import Packs, check_support, positions
+from mm_core.tasks.conversations.opening import check_support
+from mm_core.tasks.conversations.packing import Packs, positions
 from mm_core.tasks.conversations.processor import ChatProcessor, Encoded
 from mm_core.tasks.conversations.questions import QuestionInputs
 from mm_core.tasks.conversations.rows import Conversation, RawRow, conversation, located
@@ -96,6 +98,7 @@ class Conversations:
             cls.make_processor(wanted, MediaReader(wanted.frames, wanted.max_pixels, reader)),
             wanted.max_length,
             wanted.system,
+            wanted.boxes,
         )
         if chat.processor.template.head_differs:
             _logger.warning(
@@ -158,10 +161,36 @@ class Conversations:
         batch = TextBatch(keys, weights, ids, inputs=inputs)
         if self.packs is None:
             return replace(batch, references=[sample["answers"] for sample in samples])
-        lengths_of = {
-            name: _section(value, [p.vision.get(name) for p in rows[0]]) for name, value in vision.items()
+        (row,) = rows
+        sections = {
+            name: _section(value, [p.vision.get(name) for p in row]) for name, value in vision.items()
         }
-        return replace(batch, pieces=[[len(piece) for piece in rows[0]]], sections=lengths_of)
+        return replace(batch, pieces=[[len(piece) for piece in row]], sections=sections)
+
+    def rendered(self, index: int) -> list[tuple[str, bool]]:
+        """The text of a sample in pieces, each with whether it is learnt.
+
+        Raises:
+            DataError: the sample cannot be read.
+        """
+        found = []
+        for piece in self[index]["pieces"]:
+            pairs = zip(piece.tokens["input_ids"].tolist(), piece.tokens["labels"].tolist(), strict=True)
+            for learnt, run in groupby(pairs, key=lambda pair: pair[1] != IGNORED_LABEL):
+                found.append((self._shown([token for token, _ in run]), learnt))
+        return found
+
+    def _shown(self, tokens: Sequence[int]) -> str:
+        """The text of tokens; of one that repeats, as those of images do, the number."""
+        decode = self.chat.processor.tokenizer.decode
+        runs = [(token, len([*same])) for token, same in groupby(tokens)]
+        text = ""
+        for many, group in groupby(runs, key=lambda run: run[1] > _MANY):
+            if many:
+                text += "".join(f"{decode([token])} x {count} " for token, count in group)
+            else:
+                text += decode([token for token, count in group for _ in range(count)])
+        return text
 
     @classmethod
     def evaluated(cls, options: Mapping[str, object]) -> Mapping[str, object]:
@@ -274,6 +303,10 @@ def _section(joined: Tensor, parts: Sequence[Tensor | None]) -> tuple[int, list[
         if sum(lengths) == whole:
             return axis, lengths
     raise AssertionError("a tensor of pictures is joined from those of conversations")
+
+
+_MANY = 3
+"""Most times that a token is shown in a row."""
 
 
 _NO_FACTS = ("sources", "packing", "lengths", "reader", "trust_remote_code")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mm_core.errors import CheckpointError, TrustError, first_line
+from mm_core.errors import CheckpointError, PluginError, TrustError, first_line
 from mm_core.plugin.trust.remote_code import RemoteCode, code_folder
 from mm_core.weights import read_mapping
 
@@ -57,6 +57,23 @@ def open_processor(folder: str, trust_remote_code: RemoteCode = False) -> Any | 
             accepted="a folder that Transformers' AutoProcessor can open",
             hint="its image processor needs torchvision: pip install torchvision" if vision else None,
         ) from fault
+
+
+def check_support() -> None:
+    """Checks that the installed Transformers separates packed conversations.
+
+    Raises:
+        PluginError: packed conversations would attend to each other.
+    """
+    from transformers import __version__, masking_utils
+
+    if not hasattr(masking_utils, "find_packed_sequence_indices"):
+        raise PluginError(
+            f"Transformers {__version__} does not separate packed conversations",
+            where="data.packing",
+            accepted="transformers>=4.54",
+            hint="pip install -U transformers, or set packing: false",
+        )
 
 
 def _class_of(folder: Path) -> type[Any]:

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from mm_core.contracts import Randomness
-from mm_core.errors import PluginError
 
 
 class Packs:
@@ -121,20 +120,3 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[int]:
 def positions(lengths: Sequence[int]) -> Tensor:
     """Position ids [sum of lengths] int64 of a packed row: each token's place in its own conversation."""
     return torch.cat([torch.arange(length) for length in lengths])
-
-
-def check_support() -> None:
-    """Checks that the installed Transformers separates packed conversations.
-
-    Raises:
-        PluginError: packed conversations would attend to each other.
-    """
-    from transformers import __version__, masking_utils
-
-    if not hasattr(masking_utils, "find_packed_sequence_indices"):
-        raise PluginError(
-            f"Transformers {__version__} does not separate packed conversations",
-            where="data.packing",
-            accepted="transformers>=4.54",
-            hint="pip install -U transformers, or set packing: false",
-        )

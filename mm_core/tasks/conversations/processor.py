@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from mm_core.contracts import IGNORED_LABEL
 from mm_core.errors import CheckpointError, first_line
@@ -20,6 +19,7 @@ from mm_core.tasks.conversations.opening import open_processor
 from mm_core.tasks.conversations.spans import TurnContent
 from mm_core.tasks.conversations.template import ChatTemplate, Fault
 from mm_core.tasks.conversations.turns import PLACEHOLDER, Medium, Picture, RowTurn
+from mm_core.tasks.pretrained.answer_tokens import padded_cat
 from mm_core.tokenizer import open_tokenizer
 
 if TYPE_CHECKING:
@@ -101,9 +101,10 @@ class ChatProcessor:
 
     @cached_property
     def _own_tokens(self) -> tuple[str, ...]:
-        """Special tokens that the processor knows by name, such as those around images."""
+        """Special tokens that processor or tokenizer know by a name of their own, such as those of images."""
         known = {str(token) for token in self.tokenizer.added_tokens_decoder.values()}
-        named = [] if self.processor is None else vars(self.processor).values()
+        named = [] if self.processor is None else [*vars(self.processor).values()]
+        named += [value for key, value in self.tokenizer.special_tokens_map.items() if key not in _USUAL]
         return tuple(dict.fromkeys(value for value in named if isinstance(value, str) and value in known))
 
     @cached_property
@@ -210,7 +211,7 @@ class ChatProcessor:
         moves: list[Mapping[str, Any]] = []
         place = 0
         for match, size in zip(_found(self._image_token, text), sizes, strict=True):
-            put = self._expansion(size, len(sizes))
+            put = self._probed(size, len(sizes))[0]
             start = sum(map(len, whole)) + match.start() - place
             moves.append({"span": match.span(), "new_span": (start, start + len(put))})
             whole += [text[place : match.start()], put]
@@ -229,15 +230,37 @@ class ChatProcessor:
         return {"add_special_tokens": not (bos is not None and text.startswith(bos))}
 
     @cached_property
-    def _expansion(self) -> Callable[[Size, int], str]:
+    def _probed(self) -> Callable[[Size, int], tuple[str, Size | None]]:
         @lru_cache(maxsize=100_000)
-        def expansion(size: Size, count: int) -> str:
-            """What the processor puts in the place of the first of several pictures."""
+        def probed(size: Size, count: int) -> tuple[str, Size | None]:
+            """What the processor puts in the place of the first of several pictures, and the height and width
+            at which the model sees it; None if it is cut into tiles."""
             pictures = [_black(size), *[_black(_SMALL)] * (count - 1)]
             made = self._called((self._image_token or "") * count, pictures)
-            return str(made["text_replacement_offsets"][0][0]["replacement"])
+            put = str(made["text_replacement_offsets"][0][0]["replacement"])
+            patch = getattr(getattr(self.processor, "image_processor", None), "patch_size", None)
+            if (grid := made.get("image_grid_thw")) is not None and isinstance(patch, int):
+                return put, (int(grid[0, 1]) * patch, int(grid[0, 2]) * patch)
+            pixels = made.get("pixel_values")
+            if not isinstance(pixels, Tensor) or pixels.dim() != 4 or len(pixels) != count:
+                return put, None
+            return put, (int(pixels.shape[-2]), int(pixels.shape[-1]))
 
-        return expansion
+        return probed
+
+    def seen(self, size: Size, count: int = 1) -> Size:
+        """Height and width at which the model sees an image of a size, one of several in its conversation.
+
+        Raises:
+            Fault: the processor does not tell: it cuts images into tiles.
+        """
+        found = self._probed(size, count)[1]
+        if found is None:
+            raise Fault(
+                "the model sees an image in several tiles, so that its pixels have no places of their own",
+                "set boxes: relative_1000",
+            )
+        return found
 
     def _called(self, text: str, pictures: Sequence[Any]) -> Mapping[str, Any]:
         if self.processor is None:
@@ -247,10 +270,8 @@ class ChatProcessor:
                 images=[[*pictures]] if pictures else None,
                 text=[text],
                 return_tensors="pt",
-                text_kwargs={
-                    **{"return_offsets_mapping": True, "return_text_replacement_offsets": True},
-                    **self._specials(text),
-                },
+                return_text_replacement_offsets=True,
+                text_kwargs={"return_offsets_mapping": True, **self._specials(text)},
             )
         except ValueError as fault:
             raise Fault(f"the processor refuses the conversation: {first_line(fault)}") from fault
@@ -305,14 +326,15 @@ class ChatProcessor:
         for name in names:
             parts = [[vision[name] for vision in row if name in vision] for row in rows]
             if self._axes.get(name, 0) == 0:
-                made[name] = _padded([part for row in parts for part in row], 0)
+                made[name] = padded_cat([part for row in parts for part in row], 0)
                 continue
             some = next(part for row in parts for part in row)
             none = some[:, :0]
-            made[name] = _padded([_padded(row, 1) if row else none for row in parts], 0)
+            made[name] = padded_cat([padded_cat(row, 1) if row else none for row in parts], 0)
         return made
 
 
+_USUAL = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
 _TEXT = ("attention_mask", "offset_mapping", "text_replacement_offsets")
 
 
@@ -338,20 +360,6 @@ def _split(text: str) -> Iterator[dict[str, str]]:
         place = match.end()
     if rest := text[place:].removeprefix("\n" if place else ""):
         yield {"type": "text", "text": rest}
-
-
-def _padded(parts: Sequence[Tensor], axis: int) -> Tensor:
-    """Tensors joined along an axis, with zeros where one is shorter than others in another."""
-    shape = [max(part.shape[n] for part in parts) for n in range(parts[0].dim())]
-    for place, part in enumerate(parts):
-        short = [
-            0 if n == axis else most - have
-            for n, (have, most) in enumerate(zip(part.shape, shape, strict=True))
-        ]
-        if any(short):
-            widths = [width for missing in reversed(short) for width in (0, missing)]
-            parts = [*parts[:place], pad(part, widths), *parts[place + 1 :]]
-    return torch.cat([*parts], axis)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,8 @@ from mm_core.contracts import Question, Turn
 from mm_core.errors import DataError, plural
 from mm_core.tasks.conversations.chat import Chat, Files
 from mm_core.tasks.conversations.processor import Encoded
-from mm_core.tasks.conversations.rows import RawRow, conversation, located, read_rows
+from mm_core.tasks.conversations.rows import Conversation, RawRow, conversation, located, read_rows
+from mm_core.tasks.conversations.template import Fault
 from mm_core.tasks.conversations.turns import PLACEHOLDER, RowTurn
 
 
@@ -41,7 +41,14 @@ class QuestionInputs:
         media: Files = [("image", path) for turn in turns for path in turn.images]
         if not turns[-1].text.strip() and not turns[-1].images:
             raise DataError("the prompt has no text and no image", accepted="a text, an image, or both")
-        return self._inputs([_placed(turn) for turn in turns], media, "the conversation")
+        asked = Conversation(tuple(_placed(turn) for turn in turns), ())
+        return self._inputs(asked, media, "the conversation")
+
+    def boxes(self, turns: Sequence[Turn], answer: str) -> Mapping[Path, Sequence[tuple[float, ...]]]:
+        """The boxes and points in an answer, by image file, in its pixels."""
+        files = [path for turn in turns for path in turn.images]
+        found = self.chat.boxes_in(answer, [("image", path) for path in files])
+        return {path: boxes for path, boxes in zip(files, found, strict=False) if boxes}
 
     def questions(self, file: Path) -> Sequence[Callable[[], Question]]:
         """Questions from a file with rows in the dataset's format; paths are relative to the file's
@@ -50,8 +57,12 @@ class QuestionInputs:
 
     def _question(self, file: Path, row: RawRow) -> Question:
         name = f"{file.name}, {row.place}"
-        asked = conversation(row.value, name, learnt=False).asked()
-        media = located(asked.media, file.parent)
+        read = conversation(row.value, name, learnt=False)
+        media = located(read.media, file.parent)
+        try:
+            asked = self.chat.filled(read, self.chat.processor.shown(media)).asked()
+        except Fault as fault:
+            raise DataError(str(fault), where=name, hint=fault.hint) from None
         question = next("".join(turn.texts) for turn in reversed(asked.turns) if turn.role == "user")
         if not question.strip() and not asked.media:
             raise DataError(
@@ -59,12 +70,10 @@ class QuestionInputs:
                 where=name,
                 accepted="a text of the user, an image, or both",
             )
-        return Question(name, question, self._inputs(asked.turns, media, name, asked.tools), asked.answers)
+        return Question(name, question, self._inputs(asked, media, name), asked.answers)
 
-    def _inputs(
-        self, turns: Sequence[RowTurn], media: Files, where: str, tools: Sequence[Any] = ()
-    ) -> Mapping[str, Tensor]:
-        found = self.chat.prompt(turns, media, where, tools)
+    def _inputs(self, asked: Conversation, media: Files, where: str) -> Mapping[str, Tensor]:
+        found = self.chat.prompt(asked, media, where)
         parts: list[Encoded] = [found]
         if not found.vision and (blank := self.chat.processor.blank) is not None:
             parts = [blank, found]

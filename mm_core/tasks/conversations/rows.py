@@ -18,6 +18,7 @@ from mm_core.data.rows.annotations import inside
 from mm_core.data.rows.json_rows import RowFile, kind_of
 from mm_core.data.rows.tables import read_table
 from mm_core.errors import DataError, plural
+from mm_core.tasks.conversations.boxes import Box, read_boxes
 from mm_core.tasks.conversations.turns import (
     ACCEPTED,
     VALID,
@@ -34,7 +35,7 @@ from mm_core.tasks.conversations.turns import (
 
 _COLUMNS = (
     *("conversations", "messages", "query", "response", "history", "image", "images", "video", "videos"),
-    *("system", "tools", "answers"),
+    *("system", "tools", "answers", "objects"),
 )
 """Columns of a Parquet file that are read, where it has them."""
 
@@ -63,12 +64,14 @@ class Conversation:
         media: paths of images and videos, or images in the row itself, in the order of their placeholders.
         answers: reference answers for evaluation; () if the row has none.
         tools: declarations of the tools that the assistant may call.
+        boxes: those of the marks in the texts, in order.
     """
 
     turns: tuple[RowTurn, ...]
     media: tuple[tuple[Medium, Named], ...]
     answers: tuple[str, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
+    boxes: tuple[Box, ...] = ()
 
     def asked(self) -> Conversation:
         """The conversation up to the assistant's next answer. The assistant's last turn, if any, becomes a
@@ -150,7 +153,9 @@ def _conversation(value: object, learnt: bool) -> Conversation:
         )
     if not learnt and not any(turn.role == "user" for turn in turns):
         raise RowFault("no turn has the role user, so there is nothing to answer", "a turn of the user")
-    return Conversation(turns, _media(value, turns, own), answers, read_tools(value.get("tools")))
+    media = _media(value, turns, own)
+    turns, boxes = read_boxes(value.get("objects"), turns, sum(kind == "image" for kind, _ in media))
+    return Conversation(turns, media, answers, read_tools(value.get("tools")), boxes)
 
 
 def _turns_of(row: Mapping[str, object]) -> tuple[str, Sequence[object]]:

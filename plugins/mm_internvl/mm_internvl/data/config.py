@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from mm_core.builtin.configs.conversations import ConversationSource
 from mm_core.plugin import ComponentConfig, InputPath, Kind, Range
@@ -29,6 +29,7 @@ class ConversationsConfig:
         8  # frames per video, evenly spread, one tile each; short videos: fewer
     )
     system: str | None = None  # system prompt for conversations without one
+    boxes: Literal["relative_1000"] | None = None  # numbers of boxes: 0 to 1000, as InternVL writes them
     packing: bool = False  # joins conversations into rows of up to max_length tokens
     lengths: str | None = None  # file that stores measured lengths for later runs; null: measure in each run
     max_pixels: Annotated[int, Range(ge=1)] = 8192 * 8192  # larger images are refused before they are decoded
