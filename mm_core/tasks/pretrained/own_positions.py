@@ -25,7 +25,7 @@ _BY_POSITION = {"full_attention", "sliding_attention", "chunked_attention"}
 """Kinds of layers for which Transformers separates conversations by their positions."""
 
 
-def apart(row: Tensor, pieces: Sequence[int], value: int = 0) -> Tensor:
+def _apart(row: Tensor, pieces: Sequence[int], value: int = 0) -> Tensor:
     """The pieces of a packed row [1,L] as padded rows [P,M]."""
     return pad_sequence([*row[0].split_with_sizes(list(pieces))], batch_first=True, padding_value=value)
 
@@ -78,8 +78,8 @@ class PackedInputs:
         model: Any = object.__new__(self.kind)  # neither weights nor sub-modules are needed
         nn.Module.__init__(model)
         model.config = self.config
-        rows = {name: apart(inputs[name], pieces) for name in _TOKENS if name in inputs}
-        mask = apart(torch.ones_like(inputs["input_ids"]), pieces)
+        rows = {name: _apart(inputs[name], pieces) for name in _TOKENS if name in inputs}
+        mask = _apart(torch.ones_like(inputs["input_ids"]), pieces)
         given = {**inputs, **rows, "attention_mask": mask}
         asked = inspect.signature(self.kind.get_rope_index).parameters
         own = model.get_rope_index(**{name: value for name, value in given.items() if name in asked})[0]
