@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -150,15 +150,22 @@ class Conversations:
             )
             for name in names
         }
-        inputs |= processor.joined([[piece.vision for piece in row if piece.vision] for row in rows])
+        vision = processor.joined([[piece.vision for piece in row if piece.vision] for row in rows])
+        inputs |= vision
         if self.packs is None:
             inputs["attention_mask"] = pad_sequence(seen, batch_first=True)
         else:
             inputs["position_ids"] = positions([len(piece) for piece in rows[0]])[None]
         weights = torch.tensor([sample["weight"] for sample in samples], dtype=torch.float32)
         keys, ids = [sample["key"] for sample in samples], [sample["id"] for sample in samples]
-        references = None if self.packs is not None else [sample["answers"] for sample in samples]
-        return TextBatch(keys, weights, ids, inputs=inputs, references=references)
+        batch = TextBatch(keys, weights, ids, inputs=inputs)
+        if self.packs is None:
+            return replace(batch, references=[sample["answers"] for sample in samples])
+        (row,) = rows
+        sections = {
+            name: _section(value, [p.vision.get(name) for p in row]) for name, value in vision.items()
+        }
+        return replace(batch, pieces=[[len(piece) for piece in row]], sections=sections)
 
     def rendered(self, index: int) -> list[tuple[str, bool]]:
         """The text of a sample in pieces, each with whether it is learnt.
@@ -287,6 +294,15 @@ class Conversations:
     def _length(self, row: RawRow) -> int:
         name, found, files = self._checked(row)
         return len(self.chat.row(found, files, name, pixels=False)[0])
+
+
+def _section(joined: Tensor, parts: Sequence[Tensor | None]) -> tuple[int, list[int]]:
+    """The dimension along which the parts of a tensor were joined, and the length of each."""
+    for axis, whole in enumerate(joined.shape):
+        lengths = [0 if part is None else part.shape[axis] for part in parts]
+        if sum(lengths) == whole:
+            return axis, lengths
+    raise AssertionError("a tensor of pictures is joined from those of conversations")
 
 
 _MANY = 3
