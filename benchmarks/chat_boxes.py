@@ -25,7 +25,7 @@ from internvl_digits import SIDE, _in_small_tiles, call, shards
 from mm_internvl.testing import make_tiny_checkpoint
 from PIL import Image, ImageDraw
 
-from mm_core.tasks.conversations.boxes import boxes_in
+from mm_core.tasks.conversations.rows.boxes import boxes_in
 
 COLOURS = ("red", "green", "blue", "yellow", "white")
 GRID, SIZES = 4, (8, 12, 16)
@@ -106,13 +106,13 @@ def draw_rows(folder: Path, count: int, seed: int, held_out: bool) -> None:
         name = f"{len(rows)}.png"
         picture(COLOURS[colour], box, draw.random() < 0.5, noise).save(folder / name, compress_level=1)
         turns = [("<image>which colour?", COLOURS[colour]), ("where?", "<bbox>")]
-        for said in [[turns[0]], [("<image>where?", "<bbox>")]] if held_out else [turns]:
+        for asked in [[turns[0]], [("<image>where?", "<bbox>")]] if held_out else [turns]:
             messages = [
                 {"role": r, "content": t}
-                for turn in said
+                for turn in asked
                 for r, t in zip(("user", "assistant"), turn, strict=True)
             ]
-            boxes = {"objects": {"bbox": [box]}} if said[-1][1] == "<bbox>" else {}
+            boxes = {"objects": {"bbox": [box]}} if asked[-1][1] == "<bbox>" else {}
             rows.append(json.dumps({"messages": messages, "images": [name], **boxes}) + "\n")
     (folder / "rows.jsonl").write_text("".join(rows), encoding="utf-8")
 

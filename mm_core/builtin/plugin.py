@@ -185,7 +185,7 @@ def mm_datasets() -> list[Component]:
             "tasks.conversations.dataset:Conversations",
             "conversations:ConversationsConfig",
             tiny="conversations",
-            check="tasks.conversations.first_rows:faults",
+            check="tasks.conversations.rows.first_rows:faults",
             expected_failures={
                 "new_samples_each_epoch": "only with packing the epoch decides which rows share a sample"
             },

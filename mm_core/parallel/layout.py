@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -353,15 +354,14 @@ def check_callable(task: TaskModule, paths: Sequence[str], key: str) -> None:
 def like_blocks(module: nn.Module, prefix: str, least: int = 2) -> list[str]:
     """The paths of a module's repeated blocks, its units for sharding and recomputation.
 
-    These are the modules in `_no_split_modules`, or the items of lists that they are in (some models name the
-    attention of a block); else lists of at least `least` modules of one class; for lists within lists (a
-    block's experts), the outer ones.
+    These are the modules in `_no_split_modules`, or the list items that they are in (some models name a block's
+    attention); else lists of at least `least` modules of one class; of lists within lists, the outer ones.
     """
     # Models in this field have the list by convention; it is not an attribute of nn.Module.
     names: set[str] = set(getattr(module, "_no_split_modules", None) or ())
     if names:
         named = [n for n, m in module.named_modules() if n and type(m).__name__ in names]
-        return [f"{prefix}.{n}" for n in dict.fromkeys(_item_of(module, n) for n in named)]
+        return [f"{prefix}.{n}" for n in dict.fromkeys(re.sub(r"(.+\.\d+)\..+", r"\1", n) for n in named)]
     lists: dict[str, int] = {}
     for name, child in module.named_modules():  # a module before what is in it
         if any(name.startswith(f"{outer}.") for outer in lists):
@@ -369,16 +369,6 @@ def like_blocks(module: nn.Module, prefix: str, least: int = 2) -> list[str]:
         if isinstance(child, nn.ModuleList) and len(child) >= least and len({type(m) for m in child}) == 1:
             lists[name] = len(child)
     return [f"{prefix}.{name}.{index}" for name, length in lists.items() for index in range(length)]
-
-
-def _item_of(module: nn.Module, path: str) -> str:
-    """The path of the list item that a module is or is in; its own path outside of lists."""
-    item = path
-    while above := item.rpartition(".")[0]:
-        if isinstance(module.get_submodule(above), nn.ModuleList):
-            return item
-        item = above
-    return item if isinstance(module, nn.ModuleList) else path
 
 
 def mesh_shape(world: int, sharding_size: Size, context: int = 1, preset: bool = False) -> tuple[int, int]:

@@ -20,10 +20,10 @@ from mm_core.data.loading.loader import MicroBatchLoader
 from mm_core.data.loading.sampler import BatchPlan
 from mm_core.data.media.readers import PyAVReader
 from mm_core.modules.initialise import initialise
-from mm_core.tasks.conversations import Conversations, Encoded, MediaReader
+from mm_core.tasks import Conversations, Encoded, MediaReader
 from mm_core.tasks.conversations.chat import Chat
 from mm_core.tasks.conversations.processor import ChatProcessor
-from mm_core.tasks.conversations.rows import conversation
+from mm_core.tasks.conversations.rows.reading import conversation
 from mm_core.tasks.pretrained.task import PretrainedTask
 from support import conversation_rows as data
 

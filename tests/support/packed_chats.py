@@ -9,7 +9,7 @@ import transformers
 
 from mm_core.builtin.configs.conversations import ConversationSource
 from mm_core.contracts import SampleKey, TextBatch
-from mm_core.tasks.conversations import Conversations
+from mm_core.tasks import Conversations
 from mm_core.tasks.pretrained.task import PretrainedTask
 from support.chat_models import save_chat_model
 from support.chat_rows import make_chat_rows

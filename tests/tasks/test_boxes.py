@@ -11,7 +11,7 @@ from mm_core.builtin.configs.conversations import ConversationSource
 from mm_core.contracts import SupportsBoxes, Turn
 from mm_core.errors import DataError
 from mm_core.inference.boxes import draw_boxes
-from mm_core.tasks.conversations import Conversations
+from mm_core.tasks import Conversations
 
 ROW = {
     "messages": [
@@ -99,7 +99,7 @@ def test_boxes_that_do_not_match_are_a_bad_row(changed, sentence, chat_model, pl
 
 
 def test_a_model_must_have_a_way_to_write_boxes(chat_model, place):
-    with pytest.raises(DataError, match="does not say how the model writes them") as fault:
+    with pytest.raises(DataError, match="does not name how the model writes them") as fault:
         dataset(chat_model("qwen3_vl"), place)[0]
     assert "set boxes of the dataset" in fault.value.hint
     with pytest.raises(DataError, match="sees an image in several tiles"):

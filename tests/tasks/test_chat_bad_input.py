@@ -10,7 +10,7 @@ from PIL import Image
 
 from mm_core.builtin.configs.conversations import ConversationSource
 from mm_core.errors import CheckpointError, ContractError, DataError
-from mm_core.tasks.conversations import Conversations
+from mm_core.tasks import Conversations
 from support.chat_families import FAMILIES
 
 USER, SAID = {"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "A cat."}

@@ -10,7 +10,7 @@ import torch
 
 from mm_core.builtin.configs.conversations import ConversationSource
 from mm_core.contracts import IGNORED_LABEL, TextBatch
-from mm_core.tasks.conversations import Conversations
+from mm_core.tasks import Conversations
 from support.chat_families import FAMILIES
 from support.chat_rows import library_inputs, library_processor, messages_of
 

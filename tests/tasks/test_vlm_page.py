@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from mm_core.cli.main import main
-from mm_core.tasks.conversations.rows import conversation
+from mm_core.tasks.conversations.rows.reading import conversation
 from support.logs import losses
 from support.pages import ROOT, blocks
 

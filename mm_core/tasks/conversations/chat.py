@@ -8,12 +8,12 @@ from typing import Any
 
 from mm_core.contracts import IGNORED_LABEL
 from mm_core.errors import DataError, plural
-from mm_core.tasks.conversations.boxes import Numbers, boxes_in, with_boxes
 from mm_core.tasks.conversations.media import Shown
 from mm_core.tasks.conversations.processor import ChatProcessor, Encoded
-from mm_core.tasks.conversations.rows import Conversation
+from mm_core.tasks.conversations.rows.boxes import Numbers, boxes_in, with_boxes
+from mm_core.tasks.conversations.rows.reading import Conversation
+from mm_core.tasks.conversations.rows.turns import PLACEHOLDER, Medium, Picture, RowTurn
 from mm_core.tasks.conversations.template import Fault
-from mm_core.tasks.conversations.turns import PLACEHOLDER, Medium, Picture, RowTurn
 
 Files = Sequence[tuple[Medium, Picture]]
 """Images and videos of a conversation."""
@@ -78,7 +78,7 @@ class Chat:
             messages = self.processor.messages(begun, shown)
             text = self.processor.template.rendered([*messages.values()], prompt=True, tools=asked.tools)
             self._check(begun, messages, text, shown)
-            self._check_tools(messages, text, tools, prompt=True)
+            self._check_tools(messages, text, asked.tools, prompt=True)
             found = self.processor.encode(text, (), shown, [file for _, file in files])
         except Fault as fault:
             raise DataError(str(fault), where=where, hint=fault.hint) from None
@@ -97,7 +97,7 @@ class Chat:
             return conversation
         if self.boxes is None:
             raise Fault(
-                "the row has boxes, but the config does not say how the model writes them",
+                "the row has boxes, but the config does not name how the model writes them",
                 "set boxes of the dataset: pixels (of the image that the model sees), or relative_1000",
             )
         sizes = [each.sizes[0] for each in shown if each.kind == "image"]

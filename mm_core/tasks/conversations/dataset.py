@@ -22,14 +22,14 @@ from mm_core.data.rows.packed_rows import PackedRows
 from mm_core.data.rows.paths import check_folder
 from mm_core.errors import ContractError, DataError, PartsError, RunWarning, plural
 from mm_core.tasks.conversations.chat import Chat, Files
-from mm_core.tasks.conversations.first_rows import some_usable
 from mm_core.tasks.conversations.lengths import Lengths
 from mm_core.tasks.conversations.media import MediaReader
 from mm_core.tasks.conversations.opening import check_support
 from mm_core.tasks.conversations.packing import Packs, positions
 from mm_core.tasks.conversations.processor import ChatProcessor, Encoded
 from mm_core.tasks.conversations.questions import QuestionInputs
-from mm_core.tasks.conversations.rows import Conversation, RawRow, conversation, located
+from mm_core.tasks.conversations.rows.first_rows import some_usable
+from mm_core.tasks.conversations.rows.reading import Conversation, RawRow, conversation, located
 from mm_core.weights import read_mapping
 
 _logger = logging.getLogger(__name__)

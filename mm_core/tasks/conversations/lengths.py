@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mm_core.errors import DataError, plural
 from mm_core.runtime.ranks import Ranks
-from mm_core.tasks.conversations.rows import RawRow
+from mm_core.tasks.conversations.rows.reading import RawRow
 from mm_core.tasks.conversations.token_counts import lengths_of
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from mm_core.data.media.image_headers import opened_image, upright_size
 from mm_core.data.media.images import read_image
 from mm_core.data.media.limits import decoding
 from mm_core.errors import DataError, plural
-from mm_core.tasks.conversations.turns import Medium, Picture
+from mm_core.tasks.conversations.rows.turns import Medium, Picture
 
 Size = tuple[int, int]
 """Height and width in pixels."""

@@ -16,9 +16,9 @@ from mm_core.errors import CheckpointError, first_line
 from mm_core.plugin.trust.remote_code import RemoteCode
 from mm_core.tasks.conversations.media import MediaReader, Shown, Size, pictures_of
 from mm_core.tasks.conversations.opening import open_processor
+from mm_core.tasks.conversations.rows.turns import PLACEHOLDER, Medium, Picture, RowTurn
 from mm_core.tasks.conversations.spans import TurnContent
 from mm_core.tasks.conversations.template import ChatTemplate, Fault
-from mm_core.tasks.conversations.turns import PLACEHOLDER, Medium, Picture, RowTurn
 from mm_core.tasks.pretrained.answer_tokens import padded_cat
 from mm_core.tokenizer import open_tokenizer
 
@@ -254,7 +254,7 @@ class ChatProcessor:
         """Height and width at which the model sees an image of a size, one of several in its conversation.
 
         Raises:
-            Fault: the processor does not tell: it cuts images into tiles.
+            Fault: it cuts images into tiles.
         """
         found = self._probed(size, count)[1]
         if found is None:

@@ -14,9 +14,9 @@ from mm_core.contracts import Question, Turn
 from mm_core.errors import DataError, plural
 from mm_core.tasks.conversations.chat import Chat, Files
 from mm_core.tasks.conversations.processor import Encoded
-from mm_core.tasks.conversations.rows import Conversation, RawRow, conversation, located, read_rows
+from mm_core.tasks.conversations.rows.reading import Conversation, RawRow, conversation, located, read_rows
+from mm_core.tasks.conversations.rows.turns import PLACEHOLDER, RowTurn
 from mm_core.tasks.conversations.template import Fault
-from mm_core.tasks.conversations.turns import PLACEHOLDER, RowTurn
 
 
 @dataclass(frozen=True)

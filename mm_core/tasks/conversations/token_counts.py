@@ -20,7 +20,7 @@ from mm_core.data.loading.stopping import check_stop
 from mm_core.data.loading.workers import StartWorker, read_by_workers, start_server
 from mm_core.errors import DataError, plural
 from mm_core.runtime.ranks import Ranks
-from mm_core.tasks.conversations.rows import RawRow
+from mm_core.tasks.conversations.rows.reading import RawRow
 
 T = TypeVar("T")
 
@@ -58,12 +58,11 @@ def lengths_of(rows: Sequence[RawRow], measure: Callable[[RawRow], int]) -> Tens
         StopRequested: a stop of the run was requested; nothing is stored.
     """
     ranks = Ranks.current()
-    rank, world = ranks.rank, ranks.count
     # Ranks take rows in turn: slow rows are often neighbours, from one file.
-    own = range(rank, len(rows), world)
+    own, world = ranks.share(len(rows)), ranks.count
     lengths, first, place = torch.zeros(len(own), dtype=torch.int64), None, 0
     with closing(measured(rows, measure, own)) as chunks:
-        parts = _with_progress(chunks, len(own), rank, world)
+        parts = _with_progress(chunks, len(own), ranks.rank == 0, world)
         for _ in range(math.ceil(len(rows) / (world * CHUNK))):  # the same number on every rank
             check_stop()
             for one in next(parts, []):
@@ -89,14 +88,14 @@ def lengths_of(rows: Sequence[RawRow], measure: Callable[[RawRow], int]) -> Tens
 
 
 def _with_progress(
-    parts: Iterator[list[Measured]], count: int, rank: int, world: int
+    parts: Iterator[list[Measured]], count: int, shown: bool, world: int
 ) -> Iterator[list[Measured]]:
-    """Yields the parts unchanged; the first rank logs its progress from time to time."""
+    """Yields the parts unchanged, and logs the progress from time to time if it is shown."""
     begun = reported = time.monotonic()
     share, done = "" if world == 1 else f" (a share of 1/{world})", 0
     for part in parts:
         done, now = done + len(part), time.monotonic()
-        if rank == 0 and now - reported >= SECONDS:
+        if shown and now - reported >= SECONDS:
             reported = now
             # Without any setup of logging, Python shows no level below warning.
             _logger.warning(

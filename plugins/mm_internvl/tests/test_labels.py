@@ -17,9 +17,9 @@ from transformers.models.internvl.processing_internvl import InternVLProcessor
 from mm_core.contracts import IGNORED_LABEL
 from mm_core.data.media.readers import PyAVReader
 from mm_core.errors import CheckpointError
-from mm_core.tasks.conversations import MediaReader
+from mm_core.tasks import MediaReader
 from mm_core.tasks.conversations.chat import Chat
-from mm_core.tasks.conversations.rows import conversation
+from mm_core.tasks.conversations.rows.reading import conversation
 
 MARKED = CHAT_TEMPLATE.replace(
     "{{ '<|im_start|>' + message['role'] + '\n' }}",

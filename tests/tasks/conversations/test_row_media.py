@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from mm_core.errors import DataError
-from mm_core.tasks.conversations.rows import conversation
+from mm_core.tasks.conversations.rows.reading import conversation
 from support import conversation_sets as sets
 
 dataset, place = sets.dataset, sets.place

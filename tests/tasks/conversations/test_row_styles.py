@@ -14,8 +14,9 @@ from PIL import Image
 
 from mm_core.builtin.configs.conversations import ConversationSource
 from mm_core.errors import DataError
-from mm_core.tasks.conversations import Conversations, data_urls
-from mm_core.tasks.conversations.rows import conversation
+from mm_core.tasks import Conversations
+from mm_core.tasks.conversations.rows import data_urls
+from mm_core.tasks.conversations.rows.reading import conversation
 from support import conversation_rows as data
 from support import conversation_sets as sets
 

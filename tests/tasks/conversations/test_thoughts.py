@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from mm_core.contracts import IGNORED_LABEL
 from mm_core.errors import DataError
-from mm_core.tasks.conversations.rows import conversation
+from mm_core.tasks.conversations.rows.reading import conversation
 from support import conversation_rows as data
 from support import conversation_sets as sets
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from mm_core.builtin.configs.conversations import ConversationSource
 from mm_core.plugin import ComponentConfig, InputPath, Kind, Range
+from mm_core.tasks import ConversationSource
 
 _PYAV = ComponentConfig("video_reader", "core/pyav")
 

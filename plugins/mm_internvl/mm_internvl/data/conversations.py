@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mm_core.builtin.configs.conversations import ConversationSource
 from mm_core.contracts import VideoReader
-from mm_core.tasks.conversations import Conversations as Base
-from mm_core.tasks.conversations import MediaReader
+from mm_core.tasks import Conversations as Base
+from mm_core.tasks import ConversationSource, MediaReader
 from mm_internvl.data.config import ConversationsConfig
 from mm_internvl.data.processor import InternVLProcessor
 

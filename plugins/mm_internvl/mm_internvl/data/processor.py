@@ -18,16 +18,7 @@ from torch import Tensor
 
 from mm_core.contracts import IGNORED_LABEL
 from mm_core.errors import CheckpointError
-from mm_core.tasks.conversations import (
-    PLACEHOLDER,
-    ChatProcessor,
-    ChatTemplate,
-    Encoded,
-    Medium,
-    Picture,
-    RowTurn,
-    Shown,
-)
+from mm_core.tasks import PLACEHOLDER, ChatProcessor, ChatTemplate, Encoded, Medium, Picture, RowTurn, Shown
 from mm_internvl.data.tiling import Tiling, read_tiling, tokens_of_tile
 
 _PICTURE_TOKENS = {

@@ -10,8 +10,8 @@ from typing import Any
 from mm_core.data.rows.json_rows import checkable
 from mm_core.data.rows.paths import check_folder
 from mm_core.errors import DataError, MMError, plural
-from mm_core.tasks.conversations.rows import RawRow, conversation, read_rows
-from mm_core.tasks.conversations.turns import ACCEPTED
+from mm_core.tasks.conversations.rows.reading import RawRow, conversation, read_rows
+from mm_core.tasks.conversations.rows.turns import ACCEPTED
 
 _HEAD = 100
 """Rows of a file that are read to check a config."""

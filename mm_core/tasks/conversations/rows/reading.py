@@ -18,9 +18,9 @@ from mm_core.data.rows.annotations import inside
 from mm_core.data.rows.json_rows import RowFile, kind_of
 from mm_core.data.rows.tables import read_table
 from mm_core.errors import DataError, plural
-from mm_core.tasks.conversations.boxes import Box, read_boxes
-from mm_core.tasks.conversations.data_urls import Held, held_columns
-from mm_core.tasks.conversations.turns import (
+from mm_core.tasks.conversations.rows.boxes import Box, read_boxes
+from mm_core.tasks.conversations.rows.data_urls import Held, held_columns
+from mm_core.tasks.conversations.rows.turns import (
     ACCEPTED,
     VALID,
     Medium,

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from mm_core.tasks.conversations.turns import NOTHING, RowFault, RowTurn
+from mm_core.tasks.conversations.rows.turns import NOTHING, RowFault, RowTurn
 
 Numbers = Literal["pixels", "relative_1000"]
 Size = tuple[int, int]

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from mm_core.data.media.image_headers import InMemory
 from mm_core.data.rows.json_rows import kind_of
-from mm_core.tasks.conversations.data_urls import Held, decoded
+from mm_core.tasks.conversations.rows.data_urls import Held, decoded
 
 Medium = Literal["image", "video"]
 Picture = Path | InMemory
