@@ -354,7 +354,7 @@ def check_callable(task: TaskModule, paths: Sequence[str], key: str) -> None:
 def like_blocks(module: nn.Module, prefix: str, least: int = 2) -> list[str]:
     """The paths of a module's repeated blocks, its units for sharding and recomputation.
 
-    These are the modules in `_no_split_modules`, or the list items that they are in (some models name a block's
+    These are the modules in `_no_split_modules`, or the list items that they are in (some name a block's
     attention); else lists of at least `least` modules of one class; of lists within lists, the outer ones.
     """
     # Models in this field have the list by convention; it is not an attribute of nn.Module.
