@@ -23,12 +23,12 @@ from functools import cache
 
 import torch
 from chunked_loss import Peak
-from mm_internvl.packing import Packs, positions
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from mm_core.contracts import Randomness
+from mm_core.tasks.conversations.packing import Packs, positions
 from mm_core.tasks.pretrained import packed_attention
 
 KINDS = ("sdpa", "packed_sdpa")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -80,6 +81,27 @@ def tiny(tmp_path_factory, shapes) -> Path:
     path = tmp_path_factory.mktemp("configs") / "tiny.yaml"
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
     return path
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory) -> Callable[[str], Path]:
+    """The folder of a tiny vision-language model, written once per session."""
+    import transformers
+
+    from support.chat_models import save_chat_model
+
+    if int(transformers.__version__.split(".")[0]) < 5:
+        pytest.skip("processors of Transformers before 5.0 have no offsets of replaced text")
+    folder = tmp_path_factory.mktemp("chat_models")
+    return functools.cache(lambda name: save_chat_model(name, folder))
+
+
+@pytest.fixture(scope="session")
+def chat_rows(tmp_path_factory) -> Path:
+    """The file of 60 conversations about drawn pictures, in a folder with the pictures."""
+    from support.chat_rows import make_chat_rows
+
+    return make_chat_rows(tmp_path_factory.mktemp("chat_rows"))
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,7 @@ _SUMMARIES = {
     "video_text": "clips and captions from a JSON or JSONL annotation file",
     "media_text": "captioned images and clips: tables, folders with .txt captions and WebDataset tars, mixed",
     "shapes": "captioned clips of moving shapes, drawn in memory: to try a model without any file",
+    "conversations": "chats about images, by the model's own processor and chat template, optionally packed",
     "text_rows": "texts of a JSON, CSV, TSV or Parquet table with labels, for Transformers models",
     "pyav": "FFmpeg through PyAV; detects corrupt frames, honours rotation and variable frame rates",
     "decord": "decord 0.6 on x86_64 Linux, decord2 on aarch64 (does not detect corrupt frames)",
@@ -178,6 +179,16 @@ def mm_datasets() -> list[Component]:
             f"{rows}.shapes:ShapesDataset",
             "data:ShapesConfig",
             tiny={"num_frames": 4, "height": 8, "width": 16, "clips": 5},
+        ),
+        _core(
+            "conversations",
+            "tasks.conversations.dataset:Conversations",
+            "conversations:ConversationsConfig",
+            tiny="conversations",
+            check="tasks.conversations.rows.first_rows:faults",
+            expected_failures={
+                "new_samples_each_epoch": "only with packing the epoch decides which rows share a sample"
+            },
         ),
         _core(
             "text_rows",

@@ -117,6 +117,18 @@ def text_rows(folder: Path) -> Mapping[str, object]:
     }
 
 
+def conversations(folder: Path) -> Mapping[str, object]:
+    """Writes conversations of text alone, and a tokenizer with a chat template."""
+    processor, file = folder / "processor", folder / "rows.jsonl"
+    write_tokenizer(processor)
+    answered = "{% for turn in messages %}{{ turn['role'] + ': ' + turn['content'] + '</s>' }}{% endfor %}"
+    asked = "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    (processor / "chat_template.jinja").write_text(answered + asked, encoding="utf-8")
+    rows = [{"query": "What?", "response": caption} for caption in CAPTIONS]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return {"sources": [{"annotations": str(file)}], "processor": str(processor), "max_length": 64}
+
+
 def video_text(folder: Path) -> Mapping[str, object]:
     """Writes short clips with captions, listed in an annotation file."""
     rows = []

@@ -16,7 +16,7 @@ from mm_core.errors import DataError, MMError, plural, printable
 
 if TYPE_CHECKING:
     from mm_core.config.sections import RunConfig
-    from mm_core.contracts import CountingTokenizer, Dataset
+    from mm_core.contracts import CountingTokenizer, Dataset, SupportsRendered
     from mm_core.data.datasets.media_report import Bucketed, Checked, Found
     from mm_core.data.loading.cut_captions import CutCaptions
 
@@ -42,6 +42,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action.add_argument("--split", metavar="SPLIT", help="only train, validation or test")
         action.add_argument("--json", action="store_true", help="print JSON")
         add_allow_code(action)
+    inspect.add_argument(
+        "--rows", type=count, default=3, metavar="N", help="rows of texts that are shown (default 3)"
+    )
     inspect.add_argument("--page", metavar="FILE", help="write an HTML page with contact sheets too")
     check.add_argument(
         "--workers", type=count, default=4, metavar="N", help="threads that decode (default 4)"
@@ -68,9 +71,16 @@ def _datasets(config: RunConfig, split: str | None) -> Iterator[tuple[str, Datas
 
 
 def _inspect(config: RunConfig, args: argparse.Namespace) -> int:
+    from mm_core.contracts import SupportsRendered
     from mm_core.data.datasets.media_report import inspect
 
-    splits = {name: (data, inspect(data)) for name, data in _datasets(config, args.split)}
+    every = [*_datasets(config, args.split)]
+    for name, data in every:
+        if isinstance(data, SupportsRendered):
+            _print_rows(name, data, len(data), args.rows)
+    if not (others := [(name, data) for name, data in every if not isinstance(data, SupportsRendered)]):
+        return 0
+    splits = {name: (data, inspect(data)) for name, data in others}
     buckets = _buckets(config, {name: data for name, (data, _) in splits.items()})
     if args.page is not None:
         from mm_core.data.datasets.media_page import render
@@ -89,6 +99,19 @@ def _inspect(config: RunConfig, args: argparse.Namespace) -> int:
     if args.page is not None:
         print(f"contact sheets: {args.page}")
     return 0
+
+
+def _print_rows(split: str, dataset: SupportsRendered, count: int, most: int) -> None:
+    """The first rows of a dataset of texts: what is learnt is green, or, in a file, within `[[` and `]]`."""
+    start, end = ("\x1b[32m", "\x1b[0m") if sys.stdout.isatty() else ("[[", "]]")
+    print(f"data.{split}: {plural(count, 'row')}; learnt: {start}so{end}")
+    for number in range(min(most, count)):
+        try:
+            pieces = [(text.replace("\x1b", "\\x1b"), learnt) for text, learnt in dataset.rendered(number)]
+            shown = "".join(f"{start}{text}{end}" if learnt else text for text, learnt in pieces)
+        except DataError as fault:
+            shown = str(fault)
+        print(f"\n-- {number + 1}\n{shown}")
 
 
 def _buckets(config: RunConfig, datasets: Mapping[str, Dataset]) -> dict[str, Bucketed]:

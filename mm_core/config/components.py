@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
@@ -11,7 +11,7 @@ from mm_core.errors import ContractError, MMError
 from mm_core.files import absent
 from mm_core.plugin.checks.inspection import component_faults, file_fault
 from mm_core.schema.annotations import annotations_of
-from mm_core.schema.fields import ComponentConfig, Reads, Resume, yaml_key
+from mm_core.schema.fields import ComponentConfig, FromTask, Reads, Resume, yaml_key
 from mm_core.schema.nodes import inside
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mm_core.plugin.registry import Registry
 
 
-Mark = TypeVar("Mark", Resume, Reads)
+Mark = TypeVar("Mark", Resume, Reads, FromTask)
 
 
 def walk_components(value: object, key: str = "") -> list[tuple[str, ComponentConfig]]:
@@ -45,6 +45,20 @@ def inputs_of(config: RunConfig) -> dict[str, list[str]]:
         for split, section in config.data.splits.items()
     }
     return {split: paths for split, paths in found.items() if paths}
+
+
+def with_task_values(config: RunConfig) -> RunConfig:
+    """The config with datasets whose fields with a mark `FromTask`, where left out, have the task's value."""
+    splits: dict[str, Any] = {}
+    for split, dataset in config.data.splits.items():
+        found = {
+            key: config.task.options[mark.key]
+            for key, mark, value in _marks(dataset, config.registry, "", FromTask)
+            if value is None and mark.key in config.task.options
+        }
+        derived = (*dataset.derived, *found)
+        splits[split] = replace(dataset, options={**dataset.options, **found}, derived=derived)
+    return replace(config, data=replace(config.data, **splits))
 
 
 def _texts(value: object) -> list[str]:

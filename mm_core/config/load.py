@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from mm_core.config.components import with_task_values
 from mm_core.config.former import without_former_values
 from mm_core.config.interpolation import resolve
 from mm_core.config.overrides import apply_overrides, merge
@@ -104,7 +105,7 @@ def load_with_places(
         allow_code=sources.allow_code,
         unknown_commands=unknown_commands(config, root, sources),
     )
-    return config, root
+    return with_task_values(config), root
 
 
 class _ConfigReader:

@@ -252,12 +252,17 @@ class TextBatch(Batch):
         tokens: number of tokens in all rows, without padding; set like `counts`.
         references: for each row, the texts that an evaluation accepts as right answers; () or None: the text
             of the row's last labels.
+        pieces: tokens of each conversation that shares a row, of every row; None: rows are not packed.
+        sections: of a packed row, by the names of its tensors without a value for each token (of pictures):
+            the dimension along which those of its pieces follow each other, and the length of each there.
     """
 
     inputs: dict[str, Tensor]
     counts: list[int] | None = None
     tokens: int = 0
     references: list[tuple[str, ...]] | None = None
+    pieces: list[list[int]] | None = None
+    sections: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
 
 
 @dataclass

@@ -78,6 +78,19 @@ class Conversing(Protocol):
 
 
 @runtime_checkable
+class SupportsBoxes(Protocol):
+    """Capability of a `Conversing` whose model writes boxes and points on images."""
+
+    def boxes(self, turns: Sequence[Turn], answer: str) -> Mapping[Path, Sequence[tuple[float, ...]]]:
+        """The boxes (x1, y1, x2, y2) and points (x, y) in an answer, by image file, in its pixels.
+
+        Args:
+            turns: the conversation before the answer.
+            answer: the text that the model wrote.
+        """
+
+
+@runtime_checkable
 class SupportsConversing(Protocol):
     """Capability of a dataset class that lays out questions for its model, without reading its rows."""
 

@@ -261,6 +261,18 @@ class SupportsSources(Protocol):
 
 
 @runtime_checkable
+class SupportsRendered(Protocol):
+    """Capability of a dataset of texts: it shows what the model reads and learns, for `mm data inspect`."""
+
+    def rendered(self, index: int) -> Sequence[tuple[str, bool]]:
+        """The text of a sample in pieces, each with whether it is learnt.
+
+        Raises:
+            DataError: the sample cannot be read.
+        """
+
+
+@runtime_checkable
 class SupportsEvaluated(Protocol):
     """Capability of a dataset class with options that are only for training."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -353,13 +354,14 @@ def check_callable(task: TaskModule, paths: Sequence[str], key: str) -> None:
 def like_blocks(module: nn.Module, prefix: str, least: int = 2) -> list[str]:
     """The paths of a module's repeated blocks, its units for sharding and recomputation.
 
-    These are the modules in `_no_split_modules`, else lists of at least `least` modules of one class; for
-    lists within lists (a block's experts), the outer ones.
+    These are the modules in `_no_split_modules`, or the list items that they are in (some name a block's
+    attention); else lists of at least `least` modules of one class; of lists within lists, the outer ones.
     """
     # Models in this field have the list by convention; it is not an attribute of nn.Module.
     names: set[str] = set(getattr(module, "_no_split_modules", None) or ())
     if names:
-        return [f"{prefix}.{n}" for n, m in module.named_modules() if n and type(m).__name__ in names]
+        named = [n for n, m in module.named_modules() if n and type(m).__name__ in names]
+        return [f"{prefix}.{n}" for n in dict.fromkeys(re.sub(r"(.+\.\d+)\..+", r"\1", n) for n in named)]
     lists: dict[str, int] = {}
     for name, child in module.named_modules():  # a module before what is in it
         if any(name.startswith(f"{outer}.") for outer in lists):

@@ -120,7 +120,7 @@ def mm_schedulers() -> Iterable[Component]:
     optional=_capabilities(
         *("SupportsSampleAt", "SupportsLengths", "SupportsClassNames", "SupportsCheckMicroBatch"),
         *("SupportsEvaluated", "SupportsConversing", "SupportsBatchSpecs", "SupportsRowSizes"),
-        "SupportsSources",
+        *("SupportsSources", "SupportsRendered"),
     ),
     kit="mm_core.testing.data.datasets:KIT",
     target="Stripes",

@@ -49,6 +49,10 @@ class Ranks:
         ranks = cls.current()
         return ranks if ranks.alone else cls(ranks.rank, ranks.count, False, cpu_group())
 
+    def share(self, count: int) -> range:
+        """This rank's share of a number of equal pieces of work, which ranks take in turn."""
+        return range(self.rank, count, self.count)
+
     def gather(self, item: T) -> list[T]:
         """Collects an item from every rank, in rank order, on every rank."""
         if self.alone:

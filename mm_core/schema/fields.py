@@ -106,6 +106,17 @@ class Reads:
     """The mark of an `InputPath`."""
 
 
+@dataclass(frozen=True)
+class FromTask:
+    """The mark of a dataset's field that is the value of a key of the task where the config leaves it out.
+
+    Attributes:
+        key: of the task's options.
+    """
+
+    key: str
+
+
 InputPath = Annotated[str, Reads()]
 """The type of a field with the path of a file or folder that the run reads. While nothing is there,
 `mm validate` and `--dry-run` list it as missing."""

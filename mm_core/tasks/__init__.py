@@ -10,9 +10,30 @@ from typing import TYPE_CHECKING
 from mm_core.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from mm_core.builtin.configs.conversations import ConversationSource
     from mm_core.builtin.configs.text_to_video import SampleConfig, TextToVideoConfig
+    from mm_core.tasks.conversations.dataset import Conversations
+    from mm_core.tasks.conversations.media import MediaReader, Shown
+    from mm_core.tasks.conversations.processor import ChatProcessor, Encoded
+    from mm_core.tasks.conversations.rows.turns import PLACEHOLDER, Medium, Picture, RowTurn
+    from mm_core.tasks.conversations.template import ChatTemplate
     from mm_core.tasks.text_to_video.task import TextToVideo
 
-__all__ = ["SampleConfig", "TextToVideo", "TextToVideoConfig"]
+__all__ = [
+    "PLACEHOLDER",
+    "ChatProcessor",
+    "ChatTemplate",
+    "ConversationSource",
+    "Conversations",
+    "Encoded",
+    "MediaReader",
+    "Medium",
+    "Picture",
+    "RowTurn",
+    "SampleConfig",
+    "Shown",
+    "TextToVideo",
+    "TextToVideoConfig",
+]
 
 __getattr__ = lazy_names(__name__)

@@ -243,6 +243,7 @@ ELSEWHERE = {
     "docs/cache.md": "tests/data/test_cache_page.py",
     "docs/ranks.md": "tests/repo/test_ranks_page.py",
     "docs/transformers.md": "tests/tasks/test_pretrained_page.py",
+    "docs/vlm.md": "tests/tasks/test_vlm_page.py",
     "docs/wan.md": "plugins/mm_wan/tests/test_docs.py",
     "docs/wrapping-diffusers.md": "tests/repo/test_diffusers_models.py",
     "docs/writing-a-task.md": "tests/contracts/test_task_page.py",

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -166,8 +166,20 @@ class Chat:
             write("\n")
             if stopped():
                 raise KeyboardInterrupt
+        self._draw(asked, answer, write)
         self.answers += 1
         self.turns = [*asked, Turn("assistant", answer)]
+
+    def _draw(self, asked: Sequence[Turn], answer: str, write: Callable[[str], None]) -> None:
+        """Draws the boxes of an answer on copies of their images, in the working directory."""
+        from mm_core.contracts import SupportsBoxes
+        from mm_core.inference.boxes import draw_boxes
+
+        if isinstance(self.session.conversing, SupportsBoxes):
+            for image, boxes in self.session.conversing.boxes(asked, answer).items():
+                file = Path(f"{image.stem}_answer_{self.answers + 1}.png")
+                draw_boxes(image, boxes, file)
+                write(f"boxes: {file}\n")
 
     def _begin(self) -> None:
         from mm_core.contracts import Turn

@@ -13,7 +13,11 @@ from mm_core.contracts import Decoding, Randomness
 
 
 def joined(rows: Sequence[Mapping[str, Tensor]], pad: int, left: bool = True) -> dict[str, Tensor]:
-    """Joins prompts of one row each into a batch: tokens [1,L] are padded to [B,L], images concatenated.
+    """Joins prompts of one row each into a batch: tokens [1,L] are padded to [B,L], tensors of images
+    concatenated, with zeros where one is shorter in another dimension.
+
+    A row that begins with masked tokens has a blank image. It is left out where another row has an image: a
+    model that counts images by the tokens it sees would take the blank for that one.
 
     Args:
         rows: the model inputs of each prompt.
@@ -24,14 +28,36 @@ def joined(rows: Sequence[Mapping[str, Tensor]], pad: int, left: bool = True) ->
         return dict(rows[0])
     # Without a mask, the model would attend to padding.
     rows = [{"attention_mask": torch.ones_like(row["input_ids"]), **row} for row in rows]
+    of_tokens = [n for n in rows[0] if all(row[n].shape == row["input_ids"].shape for row in rows)]
+    blank = [not bool(row["attention_mask"][0, 0]) for row in rows]
+    if any(blank) and not all(blank):
+        rows = [
+            {n: row[n][:, row["attention_mask"][0] > 0] for n in of_tokens} if alone else row
+            for row, alone in zip(rows, blank, strict=True)
+        ]
     batch, side = {}, "left" if left else "right"
-    for name in rows[0]:
-        if all(row[name].shape == row["input_ids"].shape for row in rows):
+    for name in dict.fromkeys(name for row in rows for name in row):
+        if name in of_tokens:
             value = pad if name == "input_ids" else 0
             batch[name] = pad_sequence([row[name][0] for row in rows], True, value, side)
         else:
-            batch[name] = torch.cat([row[name] for row in rows])
+            batch[name] = padded_cat([row[name] for row in rows if name in row])
     return batch
+
+
+def padded_cat(parts: Sequence[Tensor], axis: int = 0) -> Tensor:
+    """Tensors joined along an axis, with zeros where one is shorter than others in another."""
+    shape = [max(part.shape[n] for part in parts) for n in range(parts[0].dim())]
+    full = [
+        part.new_zeros([part.shape[n] if n == axis else most for n, most in enumerate(shape)])
+        if [*part.shape[:axis], *part.shape[axis + 1 :]] != [*shape[:axis], *shape[axis + 1 :]]
+        else part
+        for part in parts
+    ]
+    for place, part in zip(full, parts, strict=True):
+        if place is not part:
+            place[tuple(slice(size) for size in part.shape)] = part
+    return torch.cat(full, axis)
 
 
 class SeededTokenSampler:

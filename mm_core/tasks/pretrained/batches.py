@@ -6,7 +6,7 @@ Most of what is refused here would otherwise crash an accelerator without a usef
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mm_core.contracts import IGNORED_LABEL, Batch, DictBatch, TextBatch
 from mm_core.errors import ContractError, plural
 from mm_core.runtime.ranks import Ranks
+from mm_core.tasks.pretrained.own_positions import PackedInputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -163,11 +164,13 @@ class CountLabels:
         shifted: a token's label is the next token, so the first label of a row does not count.
         accepted: argument names of the model's forward; None if it takes any name.
         limits: the model's limits on batches.
+        packed: adds what the model needs for packed rows.
     """
 
     shifted: bool
     accepted: tuple[str, ...] | None
     limits: Limits
+    packed: PackedInputs = field(default_factory=PackedInputs)
 
     def __call__(self, batch: Batch) -> Batch:
         """The batch with the number of its labels (`counts`) and of its `tokens`.
@@ -195,6 +198,8 @@ class CountLabels:
                 accepted=", ".join(self.accepted or ()),
             )
         inputs = self.limits.checked(batch.inputs)
+        if batch.pieces is not None:
+            inputs = self.packed(inputs, batch.pieces[0])
         return replace(batch, inputs=inputs, counts=self.counts(inputs["labels"]), tokens=_tokens(inputs))
 
     def counts(self, labels: Tensor) -> list[int]:

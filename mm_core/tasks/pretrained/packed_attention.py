@@ -17,7 +17,8 @@ this in the same way. With a version that does not, the dense mask is used.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
 
 NAME = "packed_sdpa"
 _DENSE = {"sdpa", "eager"}
+
+
+_MaskFunction = Any
+"""Transformers' mask functions: of batch, head, query and key, whether the query sees the key."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +134,9 @@ def packed_attention(
 def warn_of_dense(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> None:
     """Warns once if a batch's rows are packed and the model computes attention over complete rows."""
     positions = inputs.get("position_ids")
-    if positions is None or positions.dim() != 2 or "attention_mask" in inputs:
+    if positions is None or "attention_mask" in inputs:
         return
+    positions = positions[0] if positions.dim() == 3 else positions
     chosen = model.config.get_text_config()._attn_implementation
     packed = chosen in _DENSE and bool((positions[:, 1:] != positions[:, :-1] + 1).any())
     if packed and _own_attention(model) is None:
@@ -141,6 +147,68 @@ def warn_of_dense(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> None:
             RunWarning,
             stacklevel=2,
         )
+
+
+# -- blocks of tokens that attend to each other both ways -------------------------------------------
+
+
+@contextmanager
+def blocks_in_pieces(model: PreTrainedModel) -> Iterator[None]:
+    """Corrects a model's masks of packed rows with blocks, such as images, whose tokens attend both ways.
+
+    Transformers looks up such blocks by places in a conversation where their table has places in the row, and
+    lets blocks of the same number in several conversations see each other. Other masks stay as they are.
+    """
+    from transformers import masking_utils
+
+    name = model.config.get_text_config()._attn_implementation
+    known = getattr(masking_utils, "ALL_MASK_ATTENTION_FUNCTIONS", {})
+    if name not in known:
+        yield
+        return
+    make = known[name]
+
+    def corrected(*sizes: object, mask_function: _MaskFunction, **asked: object) -> object:
+        return make(*sizes, mask_function=_by_row(mask_function), **asked)
+
+    known[name] = corrected  # an override of this one instance, which all models use
+    try:
+        yield
+    finally:
+        del known[name]
+
+
+def _by_row(mask_function: _MaskFunction) -> _MaskFunction:
+    """A mask function whose blocks, if it has any, are those of the row, each within its piece."""
+    from transformers import masking_utils
+
+    parts = [*_parts(mask_function)]
+    pieces = [part for part in parts if _held(part, "packed_sequence_mask_function")]
+    if not pieces or not any(_held(part, "blockwise_overlay") for part in parts):
+        return mask_function
+
+    def changed(part: _MaskFunction, positions: Tensor | None) -> _MaskFunction:
+        if found := _held(part, "remap_positions_for_packed_sequence"):
+            return changed(found["mask_function"], found["position_ids"])
+        for factory in ("and_masks", "or_masks"):
+            if found := _held(part, factory):
+                joined = [changed(each, positions) for each in found["mask_functions"]]
+                return getattr(masking_utils, factory)(*joined)
+        if positions is None or _held(part, "blockwise_overlay"):
+            return part
+        return masking_utils.remap_positions_for_packed_sequence(part, positions)
+
+    return masking_utils.and_masks(pieces[0], changed(mask_function, None))
+
+
+def _parts(mask_function: object) -> Iterator[object]:
+    """A mask function, and those that it is made of."""
+    yield mask_function
+    for factory in ("and_masks", "or_masks"):
+        for part in _held(mask_function, factory).get("mask_functions", ()):
+            yield from _parts(part)
+    if found := _held(mask_function, "remap_positions_for_packed_sequence"):
+        yield from _parts(found["mask_function"])
 
 
 # -- the parts of a Transformers mask function -----------------------------------------------------

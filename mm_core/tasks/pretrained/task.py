@@ -29,7 +29,9 @@ from mm_core.tasks.pretrained.chunk_probe import obstacle
 from mm_core.tasks.pretrained.chunked_loss import defer_logits
 from mm_core.tasks.pretrained.loss import RowLosses, check_returned, follow
 from mm_core.tasks.pretrained.model import build_model, forward_names
-from mm_core.tasks.pretrained.packed_attention import warn_of_dense
+from mm_core.tasks.pretrained.own_positions import PackedInputs
+from mm_core.tasks.pretrained.packed_attention import blocks_in_pieces, warn_of_dense
+from mm_core.tasks.pretrained.packing_check import check_packing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -89,6 +91,7 @@ class PretrainedTask(TaskModule):
             shifted=not composite and getattr(self.model, "loss_type", None) in _SHIFTED,
             accepted=None if others_too else tuple(names),
             limits=limits_of(self.model),
+            packed=PackedInputs.of(self.model, others_too),
         )
         self._notes: list[str] = list(_memory_notes(self.model, wanted))
         # A tuple: as an attribute it would be a second sub-module, and its weights would have two names.
@@ -168,6 +171,8 @@ class PretrainedTask(TaskModule):
         self._schemas[self.model.training].agree(batch.inputs)
         if self.model.training and True not in self._checked:
             warn_of_dense(self.model, batch.inputs)
+            if batch.pieces is not None:
+                check_packing(self.model, batch, self._labels.packed, self._run)
         counts = self._counts(batch)
         weights = batch.sample_weights.to(next(iter(batch.inputs.values())).device, non_blocking=True)
         return PretrainedInputs(batch.inputs, weights, counts, _weight(batch, counts), batch.tokens)
@@ -178,17 +183,23 @@ class PretrainedTask(TaskModule):
         return Loss(returned.loss, inputs.weight, tokens=inputs.tokens)
 
     def _forward(self, inputs: PretrainedInputs, record: RowLosses) -> ModelOutput:
-        given = dict(inputs.inputs)
-        given["labels"] = follow(given["labels"], record)
+        returned = self._run(inputs.inputs, record)
+        if self.model.training not in self._checked:
+            _check_counts(record, inputs.counts)
+            self._checked.add(self.model.training)
+        return returned
+
+    def _run(self, inputs: Mapping[str, Tensor], record: RowLosses) -> ModelOutput:
+        given = {**inputs, "labels": follow(inputs["labels"], record)}
         self._record = record
         self.notes()  # again: adapters were added after the model was built
         try:
-            with self._holding():
-                returned = self.model(**given, **self._options)
+            with self._holding(), blocks_in_pieces(self.model):
+                return self.model(**given, **self._options)
         except MMError:
             raise
         except (ValueError, IndexError) as fault:
-            shapes = ", ".join(f"{name} {[*tensor.shape]}" for name, tensor in inputs.inputs.items())
+            shapes = ", ".join(f"{name} {[*tensor.shape]}" for name, tensor in inputs.items())
             raise ContractError(
                 f"{type(self.model).__name__} cannot take the batch: {first_line(fault)}",
                 where="data",
@@ -197,10 +208,6 @@ class PretrainedTask(TaskModule):
             ) from fault
         finally:
             self._record = None
-        if self.model.training not in self._checked:
-            _check_counts(record, inputs.counts)
-            self._checked.add(self.model.training)
-        return returned
 
     def _look(self, model: nn.Module, args: object, returned: object) -> ModelOutput | None:
         """Checks that the first forward returns the recorded sum as its loss. Keeps only loss and logits of

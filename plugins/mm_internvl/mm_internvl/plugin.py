@@ -11,7 +11,7 @@ def mm_datasets() -> list[Component]:
             target="mm_internvl.data.conversations:Conversations",
             config="mm_internvl.data.config:ConversationsConfig",
             tiny="mm_internvl.testing:tiny_rows",
-            check="mm_internvl.data.first_rows:faults",
+            check="mm_core.tasks.conversations.rows.first_rows:faults",
             expected_failures={
                 "new_samples_each_epoch": "only with packing the epoch decides which rows share a sample"
             },

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import internvl_data as data
 import internvl_runs as runs
 import pytest
 from mm_internvl.testing import make_tiny_checkpoint
 
 import mm_core
 from mm_core.cli.main import main
+from support import conversation_rows as data
 
 QUESTIONS = [
     data.asked("what is red?", "a colour"),

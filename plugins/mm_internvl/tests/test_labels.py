@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
-import re
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mm_internvl.data.chat import Chat, Shown
-from mm_internvl.data.rows import conversation
+from mm_internvl.data.processor import InternVLProcessor as Processor
+from mm_internvl.data.processor import Tiled
 from mm_internvl.testing import CHAT_TEMPLATE, TOKENS, make_tiny_checkpoint
 from transformers import AutoTokenizer
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 
 from mm_core.contracts import IGNORED_LABEL
-from mm_core.errors import CheckpointError, DataError
+from mm_core.data.media.readers import PyAVReader
+from mm_core.errors import CheckpointError
+from mm_core.tasks import MediaReader
+from mm_core.tasks.conversations.chat import Chat
+from mm_core.tasks.conversations.rows.reading import conversation
 
 MARKED = CHAT_TEMPLATE.replace(
     "{{ '<|im_start|>' + message['role'] + '\n' }}",
@@ -63,7 +66,7 @@ def rows(draw):
         turns.append(("assistant", draw(words)))
     kinds = [m for role, text in turns if role == "user" for m in _kinds(text)]
     shown = [
-        Shown(kind, (draw(st.integers(1, 3)),) if kind == "image" else (1,) * draw(st.integers(1, 3)))
+        Tiled(kind, (), (draw(st.integers(1, 3)),) if kind == "image" else (1,) * draw(st.integers(1, 3)))
         for kind in kinds
     ]
     files = {kind: [f"{kind}_{n}" for n in range(kinds.count(kind))] for kind in ("image", "video")}
@@ -120,15 +123,20 @@ def expected(tokenizer, turns, shown):
 @given(made=rows())
 def test_every_label_is_right(folder, tokenizer, made):
     row, turns, shown = made
-    chat = CHATS.setdefault(folder, Chat(str(folder), 100_000))
-    tokens = chat.tokens(conversation(row, "row"), shown, "row")
+    chat = CHATS.setdefault(folder, Chat(processor_of(folder), 100_000))
+    chat.processor.shown = lambda files: shown
+    tokens, whole = chat.row(conversation(row, "row"), [], "row", pixels=False)
     ids, labels = expected(tokenizer, turns, shown)
-    assert tokens.ids.tolist() == ids
-    assert tokens.labels.tolist() == labels
-    assert tokens.shown == len(shown)
+    assert tokens.of("input_ids").tolist() == ids
+    assert tokens.of("labels").tolist() == labels
+    assert whole and len(tokens.blocks) == len(shown)
 
 
 CHATS: dict = {}
+
+
+def processor_of(folder) -> Processor:
+    return Processor(str(folder), MediaReader(3, 10**6, PyAVReader()))
 
 
 def test_tokens_of_a_tile_are_those_that_the_model_makes(tmp_path):
@@ -144,13 +152,13 @@ def test_tokens_of_a_tile_are_those_that_the_model_makes(tmp_path):
         ({**published, "downsample_ratio": 0.5}, 256),
     ):
         (folder / "config.json").write_text(json.dumps({**config, **change}))
-        assert len(Chat(str(folder), 100).tokens_of_blank) == tokens + 2
+        assert len(processor_of(folder).blank) == tokens + 2
     (folder / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="the file contains no JSON object"):
-        Chat(str(folder), 100).check()
+        assert processor_of(folder).template
     (folder / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(CheckpointError, match="does not define the number of tokens per tile: KeyError"):
-        Chat(str(folder), 100).check()
+        assert processor_of(folder).template
 
 
 def test_a_tokenizer_without_image_tokens(tmp_path):
@@ -159,86 +167,19 @@ def test_a_tokenizer_without_image_tokens(tmp_path):
         text = (folder / name).read_text().replace("<IMG_CONTEXT>", "<other>")
         (folder / name).write_text(text.replace('"context_image_token": "<other>",', ""))
     with pytest.raises(CheckpointError, match="lacks <IMG_CONTEXT>, so it does not belong to an InternVL"):
-        Chat(str(folder), 100).check()
+        assert processor_of(folder).template
 
 
-def test_turns_that_a_template_opens_with_a_thought(tmp_path):
-    """Qwen3's template puts an empty thought before the last answer only, which the model writes too."""
-    folder = make_tiny_checkpoint(tmp_path)
-    thought = (
-        "{% if message['role'] == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
-    )
-    head = "{{ '<|im_start|>' + message['role'] + '\n' }}"
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace(head, head + thought))
-    chat = Chat(str(folder), 200)
-    said = {"messages": [{"role": r, "content": c} for r, c in (("user", "u"), ("assistant", "a"))] * 2}
-    tokens = chat.tokens(conversation(said, "row"), [], "row")
-    learnt = [token for token in tokens.labels.tolist() if token != IGNORED_LABEL]
-    assert chat.tokenizer.decode(learnt) == "a<|im_end|><think>\n\n</think>\n\na<|im_end|>"
-
-
-def learnt_of(folder, template, *turns):
-    """(all that the model reads, all that it learns), as text."""
-    (folder / "chat_template.jinja").write_text(template)
-    chat = Chat(str(folder), 200)
-    said = {"messages": [{"role": role, "content": content} for role, content in turns]}
-    found = chat.tokens(conversation(said, "row"), [], "row")
-    learnt = [token for token in found.labels.tolist() if token != IGNORED_LABEL]
-    return chat.tokenizer.decode(found.ids.tolist()), chat.tokenizer.decode(learnt)
-
-
-def test_an_end_behind_white_space_is_learnt_with_it(tmp_path):
-    folder = make_tiny_checkpoint(tmp_path)
-    template = CHAT_TEMPLATE.replace("{{ '<|im_end|>", "{{ ' \n<|im_end|>")
-    assert learnt_of(folder, template, ("user", "u"), ("assistant", "a"))[1] == "a \n<|im_end|>"
-
-
-def test_a_template_that_shows_no_lists_is_given_text(tmp_path):
-    """Qwen3's own, which stands in OpenGVLab's folders, makes nothing of a list."""
+def test_a_template_that_shows_no_lists_is_given_tokens_of_images(tmp_path):
+    """Qwen3's own, which stands in OpenGVLab's folders, renders nothing of a list."""
     folder = make_tiny_checkpoint(tmp_path)
     first, last = CHAT_TEMPLATE.index("{% else %}"), CHAT_TEMPLATE.index("{% endif %}{{ '<|im_end|>")
-    template = CHAT_TEMPLATE[:first] + CHAT_TEMPLATE[last:]
-    parts = [{"type": "text", "text": "what "}, {"type": "text", "text": "colour"}]
-    read, _ = learnt_of(folder, template, ("user", parts), ("assistant", "red"))
-    assert read == "<|im_start|>user\nwhat colour<|im_end|>\n<|im_start|>assistant\nred<|im_end|>\n"
-    shown = {"role": "user", "content": [{"type": "image", "path": "a.png"}, parts[0]]}
-    row = conversation({"messages": [shown, {"role": "assistant", "content": "red"}]}, "row")
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    wanted = Chat(str(folder), 200).tokens(row, [Shown("image", (2,))], "row")
-    (folder / "chat_template.jinja").write_text(template)
-    assert Chat(str(folder), 200).tokens(row, [Shown("image", (2,))], "row").ids.equal(wanted.ids)
-
-
-@pytest.mark.parametrize("role", ["system", "user"])
-def test_words_that_a_template_leaves_out_are_a_readable_error(tmp_path, role):
-    folder = make_tiny_checkpoint(tmp_path)
-    kept = f"{{% for message in messages if message['role'] != '{role}' %}}"
-    template = CHAT_TEMPLATE.replace("{% for message in messages %}", kept)
-    with pytest.raises(DataError, match=f"omits or rewrites turn ., a turn of the {role}"):
-        learnt_of(folder, template, ("system", "the system"), ("user", "what"), ("assistant", "red"))
-
-
-def test_an_answer_of_nothing_is_learnt_as_such_and_nobody_has_to_ask(tmp_path):
-    folder = make_tiny_checkpoint(tmp_path)
-    assert learnt_of(folder, CHAT_TEMPLATE, ("user", "u"), ("assistant", ""))[1] == "<|im_end|>"
-    assert learnt_of(folder, CHAT_TEMPLATE, ("system", "s"), ("assistant", "a"))[1] == "a<|im_end|>"
-
-
-@pytest.mark.parametrize("role", ["user", "assistant"])
-@pytest.mark.parametrize("token", ["<|endoftext|>", "<|im_end|>"])
-def test_tokens_that_end_a_text_cannot_be_written(tmp_path, role, token):
-    """The template does not show <|endoftext|>; it would end an answer all the same."""
-    folder = make_tiny_checkpoint(tmp_path)
-    said = {"user": "what", "assistant": "red"}
-    said[role] += f" {token} and"
-    with pytest.raises(
-        DataError, match=f"turn {1 + (role == 'assistant')} contains '{re.escape(token)}', which is"
-    ):
-        learnt_of(folder, CHAT_TEMPLATE, *said.items())
-
-
-def test_a_template_that_turns_the_order_is_a_readable_error(tmp_path):
-    folder = make_tiny_checkpoint(tmp_path)
-    template = CHAT_TEMPLATE.replace("in messages %}", "in messages | reverse %}", 1)
-    with pytest.raises(DataError, match="changes a text of the assistant, omits it or repeats it"):
-        learnt_of(folder, template, ("user", "u"), ("assistant", "a"), ("user", "v"), ("assistant", "b"))
+    parts = [{"type": "image", "path": "a.png"}, {"type": "text", "text": "what"}]
+    asked = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "red"}]}
+    found = []
+    for template in (CHAT_TEMPLATE, CHAT_TEMPLATE[:first] + CHAT_TEMPLATE[last:]):
+        (folder / "chat_template.jinja").write_text(template)
+        chat = Chat(processor_of(folder), 200)
+        chat.processor.shown = lambda files: [Tiled("image", (), (2,))]
+        found.append(chat.row(conversation(asked, "row"), [], "row", pixels=False)[0].of("input_ids"))
+    assert found[0].equal(found[1])

@@ -11,16 +11,18 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from mm_internvl.data.config import ConversationsConfig, Source
+from mm_internvl.data.config import ConversationsConfig
 from mm_internvl.data.conversations import Conversations
-from mm_internvl.data.tiling import Tiling, image_size, read_tiling
+from mm_internvl.data.tiling import Tiling, read_tiling
 from mm_internvl.testing import make_tiny_checkpoint
 from PIL import Image
 from transformers.models.internvl import processing_internvl
 
+from mm_core.builtin.configs.conversations import ConversationSource
 from mm_core.data.media.images import read_image
 from mm_core.data.media.readers import PyAVReader
 from mm_core.errors import CheckpointError, DataError
+from mm_core.tasks.conversations.media import image_size
 
 Processor = getattr(transformers, "GotOcr2ImageProcessorPil", None)
 fifth = pytest.mark.skipif(Processor is None, reason="before 5.0 the class fails on the smallest images")
@@ -267,11 +269,13 @@ def test_shared_tiles_are_the_same_in_training_and_asking(tmp_path):
         ],
     }
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    options = ConversationsConfig((Source(str(tmp_path / "rows.jsonl")),), str(folder), 400, max_tiles=6)
+    options = ConversationsConfig(
+        (ConversationSource(str(tmp_path / "rows.jsonl")),), str(folder), 400, max_tiles=6
+    )
     read = {}
     for share in (False, True):
         fields = {**vars(options), "share_tiles": share, "reader": PyAVReader()}
-        pixels = Conversations(**fields)[0]["pixel_values"]
+        pixels = Conversations(**fields)[0]["pieces"][0].vision["pixel_values"]
         asked = Conversations.conversing(**fields).questions(tmp_path / "rows.jsonl")[0]()
         assert torch.equal(asked.inputs["pixel_values"], pixels)
         read[share] = pixels

@@ -7,13 +7,13 @@ import os
 import re
 from pathlib import Path
 
-import internvl_data as data
 import pytest
 import yaml
 from mm_internvl.testing import make_tiny_checkpoint
 
 import mm_core
 from mm_core.errors import ConfigError
+from support import conversation_rows as data
 from support import warm
 
 

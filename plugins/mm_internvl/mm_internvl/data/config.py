@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from mm_core.plugin import ComponentConfig, InputPath, Kind, Range
+from mm_core.tasks import ConversationSource
 
 _PYAV = ComponentConfig("video_reader", "core/pyav")
-
-
-@dataclass(frozen=True)
-class Source:
-    """One file of conversations, and how often an epoch uses it."""
-
-    annotations: InputPath  # JSON list or JSONL file of rows with `conversations` or `messages`
-    folder: InputPath | None = (
-        None  # folder for relative paths of images and videos; null: the annotation file's
-    )
-    weight: Annotated[float, Range(gt=0, le=1000)] = (
-        1.0  # uses per epoch: 2 is each row twice, 0.5 half of them
-    )
 
 
 @dataclass(frozen=True)
 class ConversationsConfig:
     """Conversations about images and videos, for InternVL in the Transformers layout."""
 
-    sources: tuple[Source, ...]  # files of conversations; an epoch uses all of them
+    sources: tuple[ConversationSource, ...]  # files of conversations; an epoch uses all of them
     processor: InputPath  # the model's folder: tokenizer, chat template and processor files
     max_length: Annotated[int, Range(ge=8)] = 16384  # largest number of tokens in a row, images included
     min_tiles: Annotated[int, Range(ge=1)] | None = (
@@ -41,6 +29,7 @@ class ConversationsConfig:
         8  # frames per video, evenly spread, one tile each; short videos: fewer
     )
     system: str | None = None  # system prompt for conversations without one
+    boxes: Literal["relative_1000"] | None = None  # numbers of boxes: 0 to 1000, as InternVL writes them
     packing: bool = False  # joins conversations into rows of up to max_length tokens
     lengths: str | None = None  # file that stores measured lengths for later runs; null: measure in each run
     max_pixels: Annotated[int, Range(ge=1)] = 8192 * 8192  # larger images are refused before they are decoded

@@ -20,8 +20,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from mm_core.data import InMemory, opened_image, upright_size
-from mm_core.errors import CheckpointError, DataError, plural
+from mm_core.errors import CheckpointError
 from mm_core.weights import read_mapping
 
 _FILES = ("preprocessor_config.json", "processor_config.json")
@@ -209,39 +208,6 @@ def read_object(file: Path) -> Mapping[str, Any]:
             hint="download the file again",
         )
     return found
-
-
-def image_size(path: Path | InMemory, max_pixels: int) -> tuple[int, int]:
-    """Height and width of an upright image, from its file header alone.
-
-    Args:
-        path: the image file, or its bytes.
-        max_pixels: largest accepted number of pixels.
-
-    Raises:
-        DataError: the file is not an image, or has more than `max_pixels` pixels.
-    """
-    try:
-        with opened_image(path) as image:
-            width, height = image.size
-            if height * width > max_pixels:
-                raise DataError(
-                    f"an image of {width}x{height} pixels exceeds max_pixels",
-                    where=str(path),
-                    accepted=f"up to {plural(max_pixels, 'pixel')}",
-                    hint="raise max_pixels of the dataset if memory is sufficient to decode the image",
-                )
-            return upright_size(image)
-    except DataError as fault:
-        if not isinstance(fault.__cause__, Image.DecompressionBombError):
-            raise
-        most = 2 * (Image.MAX_IMAGE_PIXELS or 0)  # Pillow refuses larger images
-        raise DataError(
-            f"the image has more than the {plural(most, 'pixel')} that Pillow opens",
-            where=str(path),
-            accepted=f"up to {plural(min(max_pixels, most), 'pixel')}",
-            hint="shrink the image, or remove its row: max_pixels of the dataset cannot raise this limit",
-        ) from None
 
 
 def tokens_of_tile(folder: Path) -> int:

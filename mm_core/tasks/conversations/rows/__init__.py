@@ -1,0 +1,1 @@
+"""Rows of conversations: reading files, turns, files of images, boxes."""
