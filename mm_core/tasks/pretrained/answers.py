@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 
 Words = tuple[list[str], list[tuple[str, ...]]]
 """(the model's text for each row, the reference texts of each row)."""
+
+
+_MEDIA = re.compile("^(image|video|audio).*(_token_id|_token_index)$")
+"""Keys of config.json with the tokens that a model replaces by features."""
 
 
 class Answers:
@@ -62,6 +67,8 @@ class Answers:
         self._ends = sorted(_ends(model, self.tokenizer))
         self._gathers = False
         self._positions = limits_of(model).positions
+        named = [(key, value) for key, value in model.config.to_dict().items() if isinstance(value, int)]
+        self._media = {v for key, v in named if _MEDIA.search(key)}
         self._settings = _settings(model)
         self._settings.eos_token_id, self._settings.pad_token_id = self._ends, self.tokenizer.pad_token_id
 
@@ -69,7 +76,8 @@ class Answers:
         """The model's answers to the rows of a batch, with their references; called by all ranks together."""
         given = {name: tensor for name, tensor in batch.inputs.items() if name != "labels"}
         labels = batch.inputs["labels"]
-        given = given if self._composite else prompts(given, labels, self.tokenizer.pad_token_id)
+        if not self._composite:
+            given = prompts(given, labels, self.tokenizer.pad_token_id, self._media)
         found = self._after(given)
         answered = labels != IGNORED_LABEL if self._composite else _last_labels(labels)
         given_answers = batch.references or [()] * len(labels)
@@ -254,11 +262,19 @@ def class_names(config: ModelConfig, predictions: Tensor, labels: Tensor, batch:
     return found, batch.references or [(name,) for name in wanted]
 
 
-def prompts(inputs: Mapping[str, Tensor], labels: Tensor, pad: int) -> dict[str, Tensor]:
+def prompts(
+    inputs: Mapping[str, Tensor], labels: Tensor, pad: int, media: Collection[int] = ()
+) -> dict[str, Tensor]:
     """The prompts of a causal model's batch: its inputs up to each row's last run of labels, padded left.
 
-    In a batch with images all tokens stay, since some are placeholders of images: tokens after the prompt are
-    masked, and moved before the prompt's last token, from which generation continues.
+    In a batch with images their placeholders stay: those after the prompt are masked, and moved before the
+    prompt's last token, from which generation continues, or to the front of a prompt without images.
+
+    Args:
+        inputs: of the batch.
+        labels: [B,L].
+        pad: the padding token.
+        media: tokens that are placeholders; (): not known, so that all tokens stay.
 
     Raises:
         ContractError: rows are packed, or a row has nothing before its last labels.
@@ -282,8 +298,8 @@ def prompts(inputs: Mapping[str, Tensor], labels: Tensor, pad: int) -> dict[str,
     cut = {**inputs, "attention_mask": torch.where(asked, mask, 0)}
     cut.pop("position_ids", None)  # the model counts those that the mask shows
     others = any(tensor.shape != ids.shape for tensor in cut.values())
-    hidden = (ids != pad) & ~asked & others
-    orders = [_order(*rows) for rows in zip(asked, hidden, strict=True)]
+    places = torch.isin(ids, ids.new_tensor(sorted(media))) if media else ids != pad
+    orders = [_order(*rows) for rows in zip(asked, places & ~asked & others, places, strict=True)]
     tokens = {name: tensor for name, tensor in cut.items() if tensor.shape == ids.shape}
     rows = [{name: t[row, order][None] for name, t in tokens.items()} for row, order in enumerate(orders)]
     return {**cut, **joined(rows, pad)}
@@ -298,10 +314,13 @@ def _begin_anew(inputs: Mapping[str, Tensor], mask: Tensor) -> bool:
     return bool((both & (positions[:, 1:] <= positions[:, :-1])).any())
 
 
-def _order(asked: Tensor, hidden: Tensor) -> Tensor:
-    """Order of a row's tokens: the prompt, with the hidden tokens before its last one."""
-    shown = asked.nonzero().flatten()
-    return torch.cat([shown[:-1], hidden.nonzero().flatten(), shown[-1:]])
+def _order(asked: Tensor, hidden: Tensor, places: Tensor) -> Tensor:
+    """Order of a row's tokens: the prompt, with the hidden ones before its last, or in front of a prompt
+    without placeholders, where they take no room of a sliding window."""
+    shown, masked = asked.nonzero().flatten(), hidden.nonzero().flatten()
+    if not bool((asked & places).any()):
+        return torch.cat([masked, shown])
+    return torch.cat([shown[:-1], masked, shown[-1:]])
 
 
 def _last_labels(labels: Tensor) -> Tensor:

@@ -1,0 +1,109 @@
+"""Runs of vision-language models on conversations: over ranks, exported, asked and evaluated."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers
+import yaml
+
+from mm_core.builtin.configs.conversations import ConversationSource
+from mm_core.tasks import Conversations
+from support.chat_families import FAMILIES
+from support.chat_rows import library_inputs, library_processor, messages_of
+from support.logs import losses
+
+pytestmark = pytest.mark.slow
+MOST = pytest.mark.nightly
+CASES = [name if name in ("qwen3_vl", "gemma3") else pytest.param(name, marks=MOST) for name in FAMILIES]
+
+
+def config(folder, file, **sections):
+    data = {"type": "conversations", "sources": [{"annotations": str(file)}], "max_length": 2048}
+    wanted = {
+        "run": {"name": "chat", "dir": "runs"},
+        "task": {
+            "type": "pretrained",
+            "from_pretrained": str(folder),
+            "auto_class": "AutoModelForImageTextToText",
+        },
+        "data": {"train": data, "loader": {"workers": 0}},
+        "engine": {"type": "fsdp2", "sub_modules_to_wrap": "auto"},
+        "optimizer": {"type": "adamw", "lr": 1e-3},
+        "train": {"steps": 3, "micro_batch_size": 1, "global_batch_size": 6},
+        "checkpoint": {"every": 10**6},
+        "log": {"every": 1, "trackers": []},
+    }
+    for name, section in sections.items():
+        wanted[name] = {**wanted.get(name, {}), **section}
+    return wanted
+
+
+def trained(name, wanted, mm, tmp_path, *options):
+    path = tmp_path / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(wanted))
+    done = mm("train", "--config", path, f"run.dir={tmp_path}", f"run.name={name}", *options)
+    assert done.code == 0, done.err
+    return tmp_path / name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_and_micro_batches_do_not_change_the_losses(name, chat_model, chat_rows, tmp_path, mm):
+    """Rows with and without images on different ranks, in micro-batches of one, two and six."""
+    wanted = config(chat_model(name), chat_rows)
+    found = [
+        losses(
+            trained(
+                f"r{ranks}_{micro}", wanted, mm, tmp_path, "--nproc", ranks, f"train.micro_batch_size={micro}"
+            )
+        )
+        for ranks, micro in ((1, 6), (1, 2), (2, 1), (3, 2))
+    ]
+    for other in found[1:]:
+        assert other == pytest.approx(found[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_exported_folder_has_the_tokens_of_training_and_answers_alike(
+    name, chat_model, chat_rows, tmp_path, mm
+):
+    rows = chat_rows.parent / f"asked_{name}.jsonl"  # beside the pictures
+    rows.write_text("".join(chat_rows.read_text().splitlines(keepends=True)[:8]))
+    held = {"type": "conversations", "sources": [{"annotations": str(rows)}], "max_length": 2048}
+    base = config(chat_model(name), chat_rows)
+    wanted = config(
+        chat_model(name),
+        chat_rows,
+        task={**base["task"], "max_new_tokens": 6},
+        data={**base["data"], "validation": held},
+        validation={"every": 100},
+    )
+    run = trained("chat", wanted, mm, tmp_path)
+    out = tmp_path / "out"
+    done = mm("export", "--run", run, "--to", "transformers", "--out", out)
+    assert done.code == 0, done.err
+    assert (
+        type(transformers.AutoModelForImageTextToText.from_pretrained(out)).__name__ == FAMILIES[name].model
+    )
+    library, found = (
+        library_processor(out),
+        Conversations([ConversationSource(str(chat_rows))], str(chat_model(name)), max_length=2048),
+    )
+    for index, line in enumerate(chat_rows.read_text().splitlines()):
+        made = library_inputs(library, messages_of(json.loads(line), chat_rows.parent))
+        assert torch.equal(made["input_ids"][0], found[index]["pieces"][0].tokens["input_ids"]), index
+    done = mm(
+        "sample", "--run", run, "--prompts", rows, "--batch-size", 3, "--out", tmp_path / "answers.jsonl"
+    )
+    assert done.code == 0, done.err
+    done = mm("eval", "--run", run, "--predictions", tmp_path / "predictions.jsonl")
+    assert done.code == 0, done.err
+    texts = [
+        [json.loads(line)["text"] for line in (tmp_path / file).read_text().splitlines()]
+        for file in ("answers.jsonl", "predictions.jsonl")
+    ]
+    assert len(texts[0]) == 8 and (
+        texts[0] == texts[1] or name == "llava_onevision"
+    )  # it has another head there
