@@ -49,10 +49,10 @@ from mm_core.contracts.components import (
 from mm_core.contracts.conversation import (
     Conversing,
     Decoding,
+    GivesBoxes,
     OnText,
     Question,
     SupportsAnswer,
-    SupportsBoxes,
     SupportsConversing,
     Turn,
 )
@@ -170,6 +170,7 @@ __all__ = [
     "Frozen",
     "FrozenPlan",
     "GivenFrames",
+    "GivesBoxes",
     "ImageEncoder",
     "InitialWeights",
     "Input",
@@ -198,7 +199,6 @@ __all__ = [
     "SupportsAnswer",
     "SupportsBatchSpecs",
     "SupportsBeginStep",
-    "SupportsBoxes",
     "SupportsCache",
     "SupportsCaptions",
     "SupportsCheckMicroBatch",

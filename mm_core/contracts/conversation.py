@@ -78,7 +78,7 @@ class Conversing(Protocol):
 
 
 @runtime_checkable
-class SupportsBoxes(Protocol):
+class GivesBoxes(Protocol):
     """Capability of a `Conversing` whose model writes boxes and points on images."""
 
     def boxes(self, turns: Sequence[Turn], answer: str) -> Mapping[Path, Sequence[tuple[float, ...]]]:

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from mm_core.builtin.configs.conversations import ConversationSource
-from mm_core.contracts import SupportsBoxes, Turn
+from mm_core.contracts import GivesBoxes, Turn
 from mm_core.errors import DataError
 from mm_core.inference.boxes import draw_boxes
 from mm_core.tasks import Conversations
@@ -63,7 +63,7 @@ def test_an_answer_gives_the_boxes_back_in_pixels_of_the_file(name, boxes, chat_
         processor=str(chat_model(name)),
         boxes=boxes,
     )
-    assert isinstance(conversing, SupportsBoxes)
+    assert isinstance(conversing, GivesBoxes)
     image = place / "a.png"
     back = conversing.boxes([Turn("user", "where?", (image,))], said(found))
     assert list(back) == [image]

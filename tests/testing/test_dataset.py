@@ -270,6 +270,8 @@ VIDEO_FAULTS = [
         clips(evaluated=classmethod(lambda cls, options: {**options, "frames": 3})),
         "the options that evaluated returns",
     ),
+    ("rendered_text", clips(rendered=lambda self, index: None), "rendered of Faulty returned None"),
+    ("rendered_text", clips(rendered=lambda self, index: [("", True)]), "accepted: some text"),
     ("class_names", clips(class_names=lambda self: ["a", "b"]), "class_names of Faulty returned ['a', 'b']"),
     ("sources", clips(num_sources=lambda self: 0), "num_sources() returned 0; accepted: 1 or more"),
     ("sources", clips(source_of=lambda self, *_: "a.mp4"), "source_of of Faulty returned 'a.mp4'"),

@@ -172,10 +172,10 @@ class Chat:
 
     def _draw(self, asked: Sequence[Turn], answer: str, write: Callable[[str], None]) -> None:
         """Draws the boxes of an answer on copies of their images, in the working directory."""
-        from mm_core.contracts import SupportsBoxes
+        from mm_core.contracts import GivesBoxes
         from mm_core.inference.boxes import draw_boxes
 
-        if isinstance(self.session.conversing, SupportsBoxes):
+        if isinstance(self.session.conversing, GivesBoxes):
             for image, boxes in self.session.conversing.boxes(asked, answer).items():
                 file = Path(f"{image.stem}_answer_{self.answers + 1}.png")
                 draw_boxes(image, boxes, file)

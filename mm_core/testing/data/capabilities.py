@@ -16,6 +16,7 @@ from mm_core.contracts import (
     SupportsConversing,
     SupportsEvaluated,
     SupportsLengths,
+    SupportsRendered,
     SupportsRowSizes,
     SupportsSampleAt,
     SupportsSources,
@@ -121,6 +122,13 @@ def evaluation(probe: DatasetProbe) -> None:
     probe.expect(
         len(probe.build(**options)) > 0, "the dataset with the options that evaluated returns has no samples"
     )
+
+
+def rendered_text(probe: DatasetProbe) -> None:
+    """rendered() gives the text of a sample in pieces, each with whether it is learnt."""
+    probe.require(probe.dataset, SupportsRendered)
+    pieces = returned(SupportsRendered.rendered, probe.dataset.rendered(0), probe.dataset)
+    probe.expect(any(text for text, _ in pieces), f"rendered(0) returned {pieces!r}", accepted="some text")
 
 
 def class_names(probe: DatasetProbe) -> None:
