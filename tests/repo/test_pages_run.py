@@ -174,13 +174,7 @@ PAGES: dict[str, Page] = {
         {"mm report runs/shapes": "runs/x/report.html", "mm report runs/a": "compared.html"},
     ),
     "docs/internvl.md": Page(
-        {
-            "--nproc 4": "--nproc 2",
-            "rows.jsonl": "data/digits/conversations.jsonl",
-            "mm sample": "mm sample --max-new-tokens 3",
-            "mm chat": "printf 'what is it?\\n/quit\\n' | mm chat --max-new-tokens 3",
-            "tiny.yaml\n": "tiny.yaml train.steps=2 run.name=page_tiny\n",
-        },
+        {"tiny.yaml\n": "tiny.yaml train.steps=2 run.name=page_tiny\n"},
         {"mm-train --config configs/internvl/8b.yaml": "8,528,318,464"},
     ),
     "docs/index.md": Page({"make ": MAKE}, {"make train": "mm-train", "make test": "pytest"}),

@@ -20,10 +20,12 @@ BLOCKS = blocks(ROOT / "docs" / "vlm.md")
 OTHERS = {
     "runs/charts": "runs/tiny",
     " a.png": " data/digits/0000.png",
+    " b.png": " data/digits/0001.png",
     "rows.jsonl": "data/digits/conversations.jsonl",
+    "--nproc 4": "--nproc 2",
     "--out charts --merge-lora": "--out charts",
     "mm sample": "mm sample --max-new-tokens 3",
-    "mm chat": "printf 'what is it?\\n' | mm chat --max-new-tokens 3",
+    "mm chat": "printf 'what is it?\\n/quit\\n' | mm chat --max-new-tokens 3",
 }
 """What the commands on a run of one's own are called with here."""
 
@@ -32,7 +34,7 @@ OTHERS = {
 def test_the_page_trains_asks_and_exports(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for block in BLOCKS:
-        if block.language == "yaml":
+        if block.language == "yaml" and block.text.startswith("# "):
             name = block.text.splitlines()[0].removeprefix("# ")
             Path(name).write_text(block.text, encoding="utf-8")
     commands = "".join(block.text for block in BLOCKS if block.language == "bash")
