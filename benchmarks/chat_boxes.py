@@ -94,7 +94,7 @@ def is_held_out(colour: int, x: int, y: int) -> bool:
 
 def draw_rows(folder: Path, count: int, seed: int, held_out: bool) -> None:
     """Writes `rows.jsonl` with pictures, and the questions which colour a figure has and where it is: in two
-    turns of a row, or, held out, in two rows."""
+    turns of a row; held out, also the first alone."""
     folder.mkdir(parents=True)
     draw, noise, rows = random.Random(seed), np.random.default_rng(seed), []
     while len(rows) < count * (1 + held_out):
@@ -106,7 +106,7 @@ def draw_rows(folder: Path, count: int, seed: int, held_out: bool) -> None:
         name = f"{len(rows)}.png"
         picture(COLOURS[colour], box, draw.random() < 0.5, noise).save(folder / name, compress_level=1)
         turns = [("<image>which colour?", COLOURS[colour]), ("where?", "<bbox>")]
-        for asked in [[turns[0]], [("<image>where?", "<bbox>")]] if held_out else [turns]:
+        for asked in [turns[:1], turns] if held_out else [turns]:
             messages = [
                 {"role": r, "content": t}
                 for turn in asked

@@ -16,8 +16,8 @@ def joined(rows: Sequence[Mapping[str, Tensor]], pad: int, left: bool = True) ->
     """Joins prompts of one row each into a batch: tokens [1,L] are padded to [B,L], tensors of images
     concatenated, with zeros where one is shorter in another dimension.
 
-    A row that begins with masked tokens has a blank image. It is left out where another row has an image: a
-    model that counts images by the tokens it sees would take the blank for that one.
+    A row with images that begins with masked tokens has a blank one. It is left out where another row has an
+    image: a model that counts images by the tokens it sees would take the blank for that one.
 
     Args:
         rows: the model inputs of each prompt.
@@ -29,7 +29,7 @@ def joined(rows: Sequence[Mapping[str, Tensor]], pad: int, left: bool = True) ->
     # Without a mask, the model would attend to padding.
     rows = [{"attention_mask": torch.ones_like(row["input_ids"]), **row} for row in rows]
     of_tokens = [n for n in rows[0] if all(row[n].shape == row["input_ids"].shape for row in rows)]
-    blank = [not bool(row["attention_mask"][0, 0]) for row in rows]
+    blank = [len(row) > len(of_tokens) and not bool(row["attention_mask"][0, 0]) for row in rows]
     if any(blank) and not all(blank):
         rows = [
             {n: row[n][:, row["attention_mask"][0] > 0] for n in of_tokens} if alone else row
