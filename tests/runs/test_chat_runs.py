@@ -104,6 +104,6 @@ def test_an_exported_folder_has_the_tokens_of_training_and_answers_alike(
         [json.loads(line)["text"] for line in (tmp_path / file).read_text().splitlines()]
         for file in ("answers.jsonl", "predictions.jsonl")
     ]
-    # In rows, the first has another head than in prompts; of the other, the line break of the head and that of
-    # an empty thought are one token.
+    # In rows, the first has another head than in prompts; of the other, the head's line break and that of an
+    # empty thought are one token.
     assert len(texts[0]) == 8 and (texts[0] == texts[1]) == (name not in ("llava_onevision", "qwen3_5"))
