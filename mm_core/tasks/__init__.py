@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mm_core.builtin.configs.text_to_video import SampleConfig, TextToVideoConfig
     from mm_core.tasks.conversations.dataset import Conversations
     from mm_core.tasks.conversations.media import MediaReader, Shown
+    from mm_core.tasks.conversations.placed import Placed, put_in
     from mm_core.tasks.conversations.processor import ChatProcessor, Encoded
     from mm_core.tasks.conversations.rows.turns import PLACEHOLDER, Medium, Picture, RowTurn
     from mm_core.tasks.conversations.template import ChatTemplate
@@ -29,11 +30,13 @@ __all__ = [
     "MediaReader",
     "Medium",
     "Picture",
+    "Placed",
     "RowTurn",
     "SampleConfig",
     "Shown",
     "TextToVideo",
     "TextToVideoConfig",
+    "put_in",
 ]
 
 __getattr__ = lazy_names(__name__)

@@ -26,6 +26,13 @@ def dataset(folder, file, **options):
     return Conversations([ConversationSource(str(file))], str(folder), **options)
 
 
+def opened(folder, file):
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
+    return model, dataset(folder, file, max_length=2048), library_processor(folder)
+
+
 def batch_of(found, indices):
     return found.collate([{**found[i], "key": i, "weight": 1.0} for i in indices])
 
@@ -87,11 +94,7 @@ def _row(found, index):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_batch_has_the_loss_and_gradients_of_its_rows(name, chat_model, chat_rows):
     """A mixed batch, in one forward, against the rows one by one as the library prepares them."""
-    from transformers import AutoModelForImageTextToText
-
-    folder = chat_model(name)
-    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
-    found, library = dataset(folder, chat_rows, max_length=2048), library_processor(folder)
+    model, found, library = opened(chat_model(name), chat_rows)
     rows = [0, 3, 5]
     assert [bool(found[row]["pieces"][0].vision) for row in rows] == [True, False, True]
     batch = batch_of(found, rows)
@@ -118,11 +121,7 @@ def test_a_batch_has_the_loss_and_gradients_of_its_rows(name, chat_model, chat_r
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_text_rows_run_the_tower_on_a_blank_image_without_changing_the_loss(name, chat_model, chat_rows):
-    from transformers import AutoModelForImageTextToText
-
-    folder = chat_model(name)
-    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
-    found, library = dataset(folder, chat_rows, max_length=2048), library_processor(folder)
+    model, found, library = opened(chat_model(name), chat_rows)
     batch = batch_of(found, [3])
     assert set(batch.inputs) == set(batch_of(found, [0]).inputs)
     loss = model(**batch.inputs, use_cache=False).loss

@@ -52,7 +52,7 @@ class Chat:
         """
         try:
             shown = self.processor.shown(files)
-            text, spans = self._learnt(conversation, shown)
+            text, spans = self._laid_out(conversation, shown)
             found, whole = self._cut(text, spans, shown, files if pixels else None)
         except Fault as fault:
             raise DataError(str(fault), where=where, hint=fault.hint) from None
@@ -74,11 +74,7 @@ class Chat:
         """
         try:
             shown = self.processor.shown(files)
-            begun = self._begun(self.filled(asked, shown).turns)
-            messages = self.processor.messages(begun, shown)
-            text = self.processor.template.rendered([*messages.values()], prompt=True, tools=asked.tools)
-            self._check(begun, messages, text, shown)
-            self._check_tools(messages, text, asked.tools, prompt=True)
+            text, _ = self._laid_out(asked, shown, prompt=True)
             found = self.processor.encode(text, (), shown, [file for _, file in files])
         except Fault as fault:
             raise DataError(str(fault), where=where, hint=fault.hint) from None
@@ -105,17 +101,14 @@ class Chat:
         turns = with_boxes(conversation.turns, conversation.boxes, sizes, seen, self.boxes)
         return replace(conversation, turns=turns, boxes=())
 
-    def boxes_in(self, text: str, files: Files) -> list[list[tuple[float, ...]]]:
-        """The boxes and points in an answer, for each image, in pixels of its file.
-
-        An answer does not name their image: they are on the last one.
-        """
-        images = [(kind, file) for kind, file in files if kind == "image"]
+    def boxes_in(self, text: str, images: Sequence[Picture]) -> list[tuple[float, ...]]:
+        """The boxes and points in an answer, in pixels of the last image's file: answers name no image."""
         if self.boxes is None or not images:
             return []
-        sizes = [each.sizes[0] for each in self.processor.shown(images)]
-        seen = self.processor.seen(sizes[-1], len(sizes)) if self.boxes == "pixels" else sizes[-1]
-        return [*([] for _ in images[:-1]), boxes_in(text, sizes[-1], seen, self.boxes)]
+        (shown,) = self.processor.shown([("image", images[-1])])
+        (size,) = shown.sizes
+        seen = self.processor.seen(size, len(images)) if self.boxes == "pixels" else size
+        return boxes_in(text, size, seen, self.boxes)
 
     def _begun(self, turns: Sequence[RowTurn]) -> dict[str, RowTurn]:
         """The turns by their names in messages, with the system prompt of the row or the dataset."""
@@ -126,17 +119,21 @@ class Chat:
             begun["`system` of the dataset"] = RowTurn("system", self.system)
         return {**begun, **{f"turn {number}": turn for number, turn in enumerate(turns, 1)}}
 
-    def _learnt(
-        self, conversation: Conversation, shown: Sequence[Shown]
+    def _laid_out(
+        self, conversation: Conversation, shown: Sequence[Shown], prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The template's text, and the spans to learn."""
+        """The template's text, and the spans to learn; none of a prompt."""
         begun = self._begun(self.filled(conversation, shown).turns)
-        messages = self.processor.messages(begun, shown)
-        spans, text = self.processor.template.spans(
-            [*messages.values()], conversation.tools, [turn.learnt for turn in begun.values()]
-        )
-        self._check(begun, messages, text, shown)
-        self._check_tools(messages, text, conversation.tools)
+        named = self.processor.messages(begun, shown)
+        template, messages = self.processor.template, [*named.values()]
+        spans: list[tuple[int, int]] = []
+        if prompt:
+            text = template.rendered(messages, prompt=True, tools=conversation.tools)
+        else:
+            learnt = [turn.learnt for turn in begun.values()]
+            spans, text = template.spans(messages, conversation.tools, learnt)
+        self._check(begun, named, text, shown)
+        self._check_tools(named, text, conversation.tools, prompt)
         return text, spans
 
     def _cut(

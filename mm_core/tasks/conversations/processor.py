@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mm_core.contracts import IGNORED_LABEL
 from mm_core.errors import CheckpointError, first_line
 from mm_core.plugin.trust.remote_code import RemoteCode
 from mm_core.tasks.conversations.media import MediaReader, Shown, Size, pictures_of
 from mm_core.tasks.conversations.opening import open_processor
+from mm_core.tasks.conversations.placed import Placed, put_in
 from mm_core.tasks.conversations.rows.turns import PLACEHOLDER, Medium, Picture, RowTurn
 from mm_core.tasks.conversations.spans import TurnContent
 from mm_core.tasks.conversations.template import ChatTemplate, Fault
@@ -196,7 +196,10 @@ class ChatProcessor:
         made = self._called(text, pictures)
         ids = made["input_ids"][0]
         beside = {name: value[0] for name, value in made.items() if _of_tokens(value, ids)}
-        placed = _Placed.of(made["text_replacement_offsets"][0], made["offset_mapping"][0])
+        moves = [
+            (tuple(each["span"]), tuple(each["new_span"])) for each in made["text_replacement_offsets"][0]
+        ]
+        placed = Placed.of(made["offset_mapping"][0], moves)
         vision = {
             name: value
             for name, value in made.items()
@@ -207,21 +210,11 @@ class ChatProcessor:
 
     def _counted(self, text: str, spans: Sequence[tuple[int, int]], sizes: Sequence[Size]) -> Encoded:
         """As `_made`, of the pictures' sizes: what the processor puts for each size is remembered."""
-        whole: list[str] = []
-        moves: list[Mapping[str, Any]] = []
-        place = 0
-        for match, size in zip(_found(self._image_token, text), sizes, strict=True):
-            put = self._probed(size, len(sizes))[0]
-            start = sum(map(len, whole)) + match.start() - place
-            moves.append({"span": match.span(), "new_span": (start, start + len(put))})
-            whole += [text[place : match.start()], put]
-            place = match.end()
-        whole.append(text[place:])
-        found = self.tokenizer(
-            "".join(whole), return_offsets_mapping=True, verbose=False, **self._specials(text)
-        )
+        places = [match.span() for match in _found(self._image_token, text)]
+        whole, moves = put_in(text, places, [self._probed(size, len(sizes))[0] for size in sizes])
+        found = self.tokenizer(whole, return_offsets_mapping=True, verbose=False, **self._specials(text))
         ids = torch.tensor(found["input_ids"], dtype=torch.int64)
-        placed = _Placed.of(moves, torch.tensor(found["offset_mapping"]))
+        placed = Placed.of(torch.tensor(found["offset_mapping"]), moves)
         return Encoded({"input_ids": ids, "labels": placed.labels(ids, spans)}, placed.blocks())
 
     def _specials(self, text: str) -> dict[str, bool]:
@@ -362,37 +355,3 @@ def _split(text: str) -> Iterator[dict[str, str]]:
         place = match.end()
     if rest := text[place:].removeprefix("\n" if place else ""):
         yield {"type": "text", "text": rest}
-
-
-@dataclass(frozen=True)
-class _Placed:
-    """Where the characters of a text, and its pictures, are in its tokens."""
-
-    begins: Tensor
-    moves: Sequence[tuple[tuple[int, int], tuple[int, int]]]
-
-    @classmethod
-    def of(cls, replaced: Sequence[Mapping[str, Any]], offsets: Tensor) -> _Placed:
-        begins, ends = offsets.unbind(-1)
-        begins = torch.where(begins == ends, -1, begins)  # a token of no text
-        return cls(begins, [(tuple(each["span"]), tuple(each["new_span"])) for each in replaced])
-
-    def labels(self, ids: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-        """Labels [L] of what is learnt."""
-        learnt = torch.zeros(len(ids), dtype=torch.bool)
-        for start, end in spans:
-            learnt |= (self.begins >= self._moved(start)) & (self.begins < self._moved(end))
-        return torch.where(learnt, ids, IGNORED_LABEL)
-
-    def _moved(self, place: int) -> int:
-        """The place of a character after pictures were put in."""
-        before = [(old, new) for old, new in self.moves if old[1] <= place]
-        return place + (before[-1][1][1] - before[-1][0][1] if before else 0)
-
-    def blocks(self) -> list[tuple[int, int]]:
-        """[start, end) in tokens of each picture."""
-        found = []
-        for _, (start, end) in self.moves:
-            within = ((self.begins >= start) & (self.begins < end)).nonzero().flatten()
-            found.append((int(within[0]), int(within[-1]) + 1))
-        return found

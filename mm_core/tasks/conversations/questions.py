@@ -46,9 +46,9 @@ class QuestionInputs:
 
     def boxes(self, turns: Sequence[Turn], answer: str) -> Mapping[Path, Sequence[tuple[float, ...]]]:
         """The boxes and points in an answer, by image file, in its pixels."""
-        files = [path for turn in turns for path in turn.images]
-        found = self.chat.boxes_in(answer, [("image", path) for path in files])
-        return {path: boxes for path, boxes in zip(files, found, strict=False) if boxes}
+        images = [path for turn in turns for path in turn.images]
+        found = self.chat.boxes_in(answer, images)
+        return {images[-1]: found} if found else {}
 
     def questions(self, file: Path) -> Sequence[Callable[[], Question]]:
         """Questions from a file with rows in the dataset's format; paths are relative to the file's

@@ -18,7 +18,18 @@ from torch import Tensor
 
 from mm_core.contracts import IGNORED_LABEL
 from mm_core.errors import CheckpointError
-from mm_core.tasks import PLACEHOLDER, ChatProcessor, ChatTemplate, Encoded, Medium, Picture, RowTurn, Shown
+from mm_core.tasks import (
+    PLACEHOLDER,
+    ChatProcessor,
+    ChatTemplate,
+    Encoded,
+    Medium,
+    Picture,
+    Placed,
+    RowTurn,
+    Shown,
+    put_in,
+)
 from mm_internvl.data.tiling import Tiling, read_tiling, tokens_of_tile
 
 _PICTURE_TOKENS = {
@@ -161,8 +172,7 @@ class InternVLProcessor(ChatProcessor):
     ) -> Encoded:
         """Tokens, labels and tiles; as of the base class."""
         tiled = [each for each in shown if isinstance(each, Tiled)][:count]
-        text, spans = self._with_pictures(text, spans, tiled)
-        ids, labels, blocks = self._expanded(text, spans, tiled)
+        ids, labels, blocks = self._tokens(text, spans, tiled)
         vision = {}
         if files and tiled:
             tiling = self._shared([each.kind for each in shown])
@@ -189,41 +199,27 @@ class InternVLProcessor(ChatProcessor):
         """The tiles of a batch, one after another."""
         return {"pixel_values": torch.cat([vision["pixel_values"] for row in rows for vision in row])}
 
-    def _with_pictures(
-        self, text: str, spans: Sequence[tuple[int, int]], shown: Sequence[Tiled]
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """The text with each picture as `<img><IMG_CONTEXT></img>`, with frames of a video numbered as in
-        Transformers' processor; and the spans, moved accordingly."""
-        start, end, context = (self._names[name] for name in NEEDED)
-        picture = f"{start}{context}{end}"
-        parts, place, moved, shifts = [], 0, 0, []
-        for match, medium in zip(self._pictures.finditer(text), shown, strict=True):
-            frames = [f"Frame{number}: {picture}" for number in range(1, len(medium.tiles) + 1)]
-            put = picture if medium.kind == "image" else "\n".join(frames)
-            parts += [text[place : match.start()], put]
-            place = match.end()
-            moved += len(put) - len(match[0])
-            shifts.append((place, moved))
-        parts.append(text[place:])
-
-        def shifted(at: int) -> int:
-            return at + next((by for behind, by in reversed(shifts) if behind <= at), 0)
-
-        return "".join(parts), [(shifted(a), shifted(b)) for a, b in spans]
-
-    def _expanded(
+    def _tokens(
         self, text: str, spans: Sequence[tuple[int, int]], shown: Sequence[Tiled]
     ) -> tuple[Tensor, Tensor, list[tuple[int, int]]]:
-        """Token ids, labels, and [start, end) of each image and video in tokens, with every tile at full
-        length."""
+        """Token ids, labels, and [start, end) of each image and video in tokens.
+
+        Each picture is `<img><IMG_CONTEXT></img>`, frames of a video are numbered as in Transformers'
+        processor, and every tile has its full length.
+        """
+        start, end, context = (self._names[name] for name in NEEDED)
+        picture = f"{start}{context}{end}"
+        puts = [
+            picture
+            if medium.kind == "image"
+            else "\n".join(f"Frame{number}: {picture}" for number in range(1, len(medium.tiles) + 1))
+            for medium in shown
+        ]
+        text, moves = put_in(text, self.places(text), puts)
         # Not verbose: max_length cuts what exceeds the tokenizer's own length, so no warning is needed.
         found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         ids = torch.tensor(found["input_ids"], dtype=torch.int64)
-        begins = torch.tensor([start for start, _ in found["offset_mapping"]], dtype=torch.int64)
-        learnt = torch.zeros(len(ids), dtype=torch.bool)
-        for start, end in spans:
-            learnt |= (begins >= start) & (begins < end)
-        labels = torch.where(learnt, ids, IGNORED_LABEL)
+        labels = Placed.of(torch.tensor(found["offset_mapping"]), moves).labels(ids, spans)
         repeats = torch.ones_like(ids)
         places = (ids == self._ids["context_image"]).nonzero().flatten()
         tiles = torch.tensor([count for medium in shown for count in medium.tiles], dtype=torch.int64)
