@@ -33,6 +33,7 @@ __all__ = [
     "TorchDispatchMode",
     "compute_local_shape_and_global_offset",
     "divide_apart",
+    "fake_process_group",
     "forget_layouts",
     "functorch_config",
     "in_backward",
@@ -93,3 +94,10 @@ def divide_apart() -> None:
         return original(scatter, reduce, dtype, "mtia" if device_type == "cpu" else device_type)
 
     _fsdp_collectives._get_gradient_divide_factors = factors  # type: ignore[assignment]
+
+
+def fake_process_group(world: int) -> None:
+    """Joins a default process group of `world` ranks that exist in name only: its collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=world, store=FakeStore())

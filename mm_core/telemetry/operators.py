@@ -58,7 +58,7 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        out = _run(func, args, kwargs, given)
+        out = run_operator(func, args, kwargs, given)
         if getattr(func, "namespace", "prim") != "prim" and func.overloadpacket not in _ONLY_PYTHON:
             self._count(func, args, kwargs, given, out)
         return out
@@ -75,7 +75,7 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             calls.bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Iterable[Tensor]) -> Any:
+def run_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Iterable[Tensor]) -> Any:
     """Runs an operator: computes it if none of its tensors is fake."""
     if not any(isinstance(each, FakeTensor) for each in given):
         with unset_fake_temporarily():
