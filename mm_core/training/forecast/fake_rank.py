@@ -6,26 +6,25 @@ accelerators keep; on the meta device it would keep all scores.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mm_core.config.sections import RunConfig
-from mm_core.contracts import Batch, Engine, Loss, Randomness, SupportsSampleForward, TaskModule
+from mm_core.contracts import Batch, Engine, EnginePlan, Loss, Randomness, SupportsSampleForward, TaskModule
 from mm_core.contracts.bases.task_module import loss_of
-from mm_core.device.torch_private import FakeTensorMode, fake_process_group
+from mm_core.device.torch_private import FakeTensorMode, fake_process_group, forget_layouts
 from mm_core.optim.adamw import has_fused_adamw
 from mm_core.optim.configured import make_optimizer
 from mm_core.optim.ema import EMA
-from mm_core.plan import RunPlan
-from mm_core.runtime.groups import forget_layouts
+from mm_core.parallel.layout import like_blocks
 from mm_core.training.forecast.meter import Meter
 
 
@@ -46,6 +45,9 @@ class FakeRank:
     """A run's parts on fake tensors.
 
     Attributes:
+        task: on the meta device.
+        plan: the engine's, of this task.
+        micro_batches: of a step.
         batch: the first micro-batch; None: the data are missing, and the trained component's forward stands
             for the step.
     """
@@ -53,55 +55,69 @@ class FakeRank:
     config: RunConfig
     task: TaskModule
     engine: Engine
-    plan: RunPlan
+    plan: EnginePlan
+    micro_batches: int
     batch: Batch | None
 
     def run(self, meter: Meter) -> None:
         """Computes on fakes what the run computes; the meter counts."""
-        with _fake_ranks(self.plan.engine.world), FakeTensorMode(allow_non_fake_inputs=True):
+        with _fake_ranks(self.plan.world), FakeTensorMode(allow_non_fake_inputs=True):
             with meter.counting():
                 self._run(meter)
 
     def _run(self, meter: Meter) -> None:
         config, task, engine, plan = self.config, self.task, self.engine, self.plan
-        rng = Randomness(config.run.seed)
-        with meter.phase("load", "buffers of loading"):
-            engine.place_frozen(task, plan.engine, _Covered(()))
+        rng, groups = Randomness(config.run.seed), groups_of(task)
+        with meter.phase("load"), meter.making("buffers of loading"):
+            engine.place_frozen(task, plan, _Covered(()))
             for name in task.frozen:
-                component = getattr(task, name)
-                if isinstance(component, nn.Module):
+                if isinstance(component := getattr(task, name), nn.Module):
                     meter.call([*component.parameters(), *component.buffers()], name)
             names = {n for n, _ in [*task.named_parameters(), *task.named_buffers()]}
             optimizer = partial(make_optimizer, config.registry, config.optimizer, config.train)
-            engine.prepare(task, plan.engine, optimizer, rng, _Covered(names))
-            meter.call([p for _, p in engine.named_parameters()], "parameters")
-            for name in task.trainable:
-                meter.call([*task.get_submodule(name).buffers()], "parameters")
-            ema = EMA(engine.shards, config.ema) if config.ema is not None else None
-        for name in (*task.trainable, *task.frozen):
-            if isinstance(module := getattr(task, name, None), nn.Module):
-                meter.watch(module, name)
+            engine.prepare(task, plan, optimizer, rng, _Covered(names))
+            held = [t for n in task.trainable for t in task.get_submodule(n).buffers()]
+            meter.call([*(p for _, p in engine.named_parameters()), *held], "parameters")
+            with meter.making("average"):
+                ema = EMA(engine.shards, config.ema) if config.ema is not None else None
+        self._watch(meter, groups)
         task.train()
         for phase in ("first step", "step"):
-            with meter.phase(phase, "step"):
+            with meter.phase(phase), meter.making("loss"):
                 self._step(meter, ema, rng)
 
+    def _watch(self, meter: Meter, groups: Sequence[Group]) -> None:
+        task = self.task
+        for name in (*task.trainable, *task.frozen):
+            if isinstance(getattr(task, name.partition(".")[0], None), nn.Module):
+                meter.watch(task.get_submodule(name), name)
+        for group in groups:
+            count = len(group.paths)
+            for index, path in enumerate(group.paths):
+                block = task.get_submodule(path)
+                meter.watch(block, group.label)
+                # The blocks in the middle need no more than those at the ends.
+                place = str(index) if index < count // 2 else str(index - count)
+                hook = partial(_backward_of, meter.enter, f"backward of {group.label} {place}")
+                block.register_forward_hook(hook)
+
     def _step(self, meter: Meter, ema: EMA | None, rng: Randomness) -> None:
-        engine, repeats = self.engine, min(self.plan.accumulation, 2)
+        engine, repeats = self.engine, min(self.micro_batches, 2)
         for micro in range(repeats):
-            engine.micro_step(partial(self._loss, rng), last=micro == repeats - 1, scale=1.0)
+            meter.enter(f"forward {micro}")
+            engine.micro_step(partial(self._loss, meter, rng), last=micro == repeats - 1, scale=1.0)
             meter.call([p.grad for _, p in engine.named_parameters() if p.grad is not None], "gradients")
+        meter.enter("update")
         norm = engine.grad_norm()
-        with _named(meter, "optimizer"):
+        with meter.making("optimizer"):
             engine.step(norm, self.config.train.clip_grad_norm)
         if ema is not None:
-            with _named(meter, "average"):
-                ema.update(0)
+            ema.update(0)
 
-    def _loss(self, rng: Randomness) -> Loss:
+    def _loss(self, meter: Meter, rng: Randomness) -> Loss:
         task, spec = self.task, self.config.data.train.options
         if self.batch is not None:
-            with torch.no_grad():
+            with torch.no_grad(), meter.making("inputs"):
                 inputs = task.prepare(self.batch, rng)
             return loss_of(task, inputs)
         assert isinstance(task, SupportsSampleForward)
@@ -121,13 +137,30 @@ def _rows(tensor: Tensor, rows: int) -> Tensor:
     return torch.ones(shape, dtype=tensor.dtype, device="cpu")
 
 
-@contextmanager
-def _named(meter: Meter, part: str) -> Iterator[None]:
-    before, meter.part = meter.part, part
-    try:
-        yield
-    finally:
-        meter.part = before
+def _backward_of(enter: Callable[[str], None], segment: str, *call: Any) -> None:
+    for tensor in tree_leaves(call[-1]):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(lambda _: enter(segment))
+            return
+
+
+@dataclass(frozen=True)
+class Group:
+    """Blocks of one list: its path with a star in place of their numbers, and theirs."""
+
+    label: str
+    paths: tuple[str, ...]
+
+
+def groups_of(task: TaskModule) -> list[Group]:
+    """The repeated blocks of a task, by the list that they are in."""
+    found: dict[str, list[str]] = {}
+    for name in (*task.trainable, *task.frozen):
+        module = getattr(task, name.partition(".")[0], None)
+        paths = like_blocks(task.get_submodule(name), name) if isinstance(module, nn.Module) else []
+        for path in paths:
+            found.setdefault(f"{path.rpartition('.')[0]}.*", []).append(path)
+    return [Group(label, tuple(own)) for label, own in found.items()]
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -14,37 +14,31 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from mm_core.device.torch_private import (
-    DTensor,
-    FakeTensor,
-    TorchDispatchMode,
-    in_backward,
-    unset_fake_temporarily,
-)
+from mm_core.device.torch_private import DTensor, FakeTensor, TorchDispatchMode, in_backward
 from mm_core.telemetry.flop_counter import formulas
 from mm_core.telemetry.operators import run_operator
 
 Kind = Literal["matmul", "attention", "elementwise", "communication"]
 
+GATHERED, BACKWARD = "gathered weights", "backward"
+
 _NO_WORK = (torch.ops.aten.detach, torch.ops.aten.alias)
 _UNSET = (
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_strided.default,
-    torch.ops.aten.empty_like.default,
     torch.ops.aten.new_empty.default,
     torch.ops.aten.new_empty_strided.default,
 )
 
 
 class Work(NamedTuple):
-    """What an operator does: its kind, the name of its dtype, FLOPs, and bytes that it reads and writes (or
-    that a rank sends, of a collective)."""
+    """What one call of an operator does; bytes are those that it reads and writes."""
 
     kind: Kind
+    name: str
     dtype: str
     flops: int
     bytes: int
-    name: str
 
 
 @dataclass(slots=True)
@@ -56,14 +50,8 @@ class _Storage:
 
 
 @dataclass
-class Phase:
-    """One phase of a run.
-
-    Attributes:
-        peak: largest number of bytes that were live at once.
-        at: the operator at which they were.
-        work: how often each operator ran.
-    """
+class Segment:
+    """A part of a phase: its largest number of live bytes, the moment of it, and how often operators ran."""
 
     peak: int = 0
     at: int = 0
@@ -73,22 +61,22 @@ class Phase:
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context that counts what runs in it.
 
-    Storages are counted from their first operator to their release, or until their owner takes their memory
-    (`resize_`), as fully_shard does. Tensors without memory (meta) count nothing.
+    A storage counts from the operator that makes it to its release; fully_shard empties storages instead.
+    Tensors without memory (meta) count nothing. A float that the host reads of a fake tensor is 1.
 
     Attributes:
-        phases: by name, in the order in which they began.
+        phases: the segments of each phase, by name.
         part: the name of what storages belong to that are made now, outside of modules.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.phases: dict[str, Phase] = {}
+        self.phases: dict[str, dict[str, Segment]] = {}
         self.part = "other"
-        self._phase = Phase()
+        self._segment = Segment()
+        self._segments: dict[str, Segment] = {}
         self._paths: list[str] = []
-        self._known: dict[int, _Storage] = {}
-        self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._known: dict[int, tuple[_Storage, object]] = {}
         self._log: list[_Storage] = []
         self._live = 0
         self._clock = 0
@@ -97,61 +85,69 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- phases and parts ----------------------------------------------------------------------
 
     @contextmanager
-    def phase(self, name: str, part: str) -> Iterator[None]:
-        """A context whose peak and work are counted under a name; what it makes outside of modules is
-        `part`."""
-        before, self._phase = self._phase, self.phases.setdefault(name, Phase())
-        outer, self.part = self.part, part
+    def phase(self, name: str) -> Iterator[None]:
+        """A context in which peaks and work are those of a phase."""
+        self._segments = self.phases.setdefault(name, {})
+        self.enter("begin")
+        yield
+        self._segments = {}
+        self.enter("")
+
+    def enter(self, segment: str) -> None:
+        """Begins a segment of the phase, or goes on with it."""
+        self._segment = self._segments.setdefault(segment, Segment())
         self._mark()
+
+    @contextmanager
+    def making(self, part: str) -> Iterator[None]:
+        """A context in which storages made outside of modules belong to a part."""
+        before, self.part = self.part, part
         try:
             yield
         finally:
-            self._phase, self.part = before, outer
-            self._mark()
+            self.part = before
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """The context that counts storages which are emptied and filled in place."""
+        """The context that counts, also storages that are emptied and filled in place."""
         resize = torch.UntypedStorage.resize_
 
         def counted(storage: torch.UntypedStorage, size: int) -> Any:
             found = resize(storage, size)
-            self._resized(storage)
+            if (known := self._known.get(storage._cdata)) is not None:
+                self._leave(known[0])
+                self._known[storage._cdata] = (self._enter(storage.nbytes(), known[0].part), known[1])
             return found
 
         with patch.object(torch.UntypedStorage, "resize_", counted), self:
             yield
 
-    def watch(self, module: nn.Module, name: str) -> None:
-        """Names what is made within a module's forward, by its path without numbers."""
-        for path, inner in module.named_modules(prefix=name):
-            label = ".".join("*" if part.isdecimal() else part for part in path.split("."))
-            inner.register_forward_pre_hook(lambda *_, label=label: self._paths.append(label))
-            inner.register_forward_hook(lambda *_: self._paths.pop() and None, always_call=True)
+    def watch(self, module: nn.Module, label: str) -> None:
+        """Names what is made within a module's forward."""
+        module.register_forward_pre_hook(lambda *_: self._paths.append(label))
+        module.register_forward_hook(lambda *_: self._paths.remove(label), always_call=True)
 
-    def call(self, tensors: Sequence[Tensor], part: str) -> None:
-        """Names the storages of tensors, also for the past."""
+    def call(self, tensors: Iterable[Tensor], part: str) -> None:
+        """Names the storages of tensors, for the past too."""
         for tensor in tensors:
             local = getattr(tensor, "_local_tensor", tensor)
-            if local.is_meta and not isinstance(local, FakeTensor):
-                continue
-            self._add(local)
-            if (found := self._known.get(local.untyped_storage()._cdata)) is not None:
-                found.part = part
+            if isinstance(local, FakeTensor) or not local.is_meta:
+                self._add(local)
+                self._known[local.untyped_storage()._cdata][0].part = part
 
-    def parts(self, phase: Phase) -> dict[str, int]:
-        """The bytes of each part at the peak of a phase, the largest first."""
+    def parts(self, at: int) -> dict[str, int]:
+        """The bytes of each part at a moment."""
         found: Counter[str] = Counter()
         for each in self._log:
-            if each.born <= phase.at and (each.gone is None or each.gone > phase.at):
+            if each.born <= at and (each.gone is None or each.gone > at):
                 found[each.part] += each.size
-        return dict(found.most_common())
+        return dict(found)
 
     # -- storages ------------------------------------------------------------------------------
 
     def _mark(self) -> None:
-        if self._live > self._phase.peak:
-            self._phase.peak, self._phase.at = self._live, self._clock
+        if self._live > self._segment.peak:
+            self._segment.peak, self._segment.at = self._live, self._clock
 
     def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -162,9 +158,9 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._paths:
             part = f"activations of {self._paths[-1]}"
         elif in_backward():
-            part = "backward"
-        self._known[key] = self._enter(storage.nbytes(), part)
-        self._refs[key] = weakref.ref(storage, lambda _, key=key: self._gone(key))
+            part = BACKWARD
+        released = weakref.ref(storage, lambda _: self._leave(self._known.pop(key)[0]))
+        self._known[key] = (self._enter(storage.nbytes(), part), released)
 
     def _enter(self, size: int, part: str) -> _Storage:
         self._clock += 1
@@ -179,16 +175,6 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found.gone = self._clock
         self._live -= found.size
 
-    def _gone(self, key: int) -> None:
-        self._refs.pop(key, None)
-        if (found := self._known.pop(key, None)) is not None:
-            self._leave(found)
-
-    def _resized(self, storage: torch.UntypedStorage) -> None:
-        if (found := self._known.get(storage._cdata)) is not None:
-            self._leave(found)
-            self._known[storage._cdata] = self._enter(storage.nbytes(), found.part)
-
     # -- operators -----------------------------------------------------------------------------
 
     def __torch_dispatch__(
@@ -201,36 +187,48 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = self._run(func, args, kwargs, given)
         made = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
         for tensor in made:
-            if not tensor.is_meta or isinstance(tensor, FakeTensor):
+            if isinstance(tensor, FakeTensor) or not tensor.is_meta:
                 self._add(tensor)
-        if getattr(func, "namespace", "prim") != "prim" and func.overloadpacket not in _NO_WORK:
+        packet = getattr(func, "overloadpacket", None)
+        if packet is not None and func.namespace != "prim" and packet not in _NO_WORK and not func.is_view:
             self._count(func, args, kwargs, given, made, out)
         return out
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any], given: list[Tensor]) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(given[0], FakeTensor):
-            if given[0].is_floating_point():
-                return 1.0  # a norm or a loss: the host reads it and goes on
-        if func in _UNSET and kwargs.get("dtype", torch.get_default_dtype()).is_floating_point:
+        if func is torch.ops.aten._local_scalar_dense.default and given[0].is_floating_point():
+            return 1.0 if isinstance(given[0], FakeTensor) else given[0].item()
+        if any(each.is_meta and not isinstance(each, FakeTensor) for each in given):
             return func(*args, **kwargs)
-        if any(each.is_meta for each in given):
+        kind = kwargs.get("dtype") or torch.get_default_dtype()
+        if func in _UNSET and kind.is_floating_point:
             return func(*args, **kwargs)
         return run_operator(func, args, kwargs, given)
 
     def _count(
         self, func: Any, args: Any, kwargs: Any, given: list[Tensor], made: list[Tensor], out: Any
     ) -> None:
-        if func.is_view:
-            return
         name = func.overloadpacket.__name__
         tensors = {id(each): each for each in (*given, *made)}.values()
         size = sum(each.numel() * each.element_size() for each in tensors)
-        dtype = str(given[0].dtype if given else made[0].dtype if made else "").removeprefix("torch.")
+        dtype = next((str(t.dtype) for t in tensors), "").removeprefix("torch.")
         kind: Kind = "elementwise"
         flops = 0
         if func.namespace in ("c10d", "_c10d_functional"):
             kind = "communication"
+            if "allgather" in name or "all_gather" in name:
+                self.call(given, GATHERED)
+        elif "attention" in name and "backward" in name:
+            kind = "attention"
+            flops = 5 * _attention_flops(args[1:4]) // 2
         elif (formula := self._formulas.get(func.overloadpacket)) is not None:
             kind = "attention" if "attention" in name else "matmul"
             flops = formula(*args, **kwargs, out_val=out)
-        self._phase.work[Work(kind, dtype, flops, size, name)] += 1
+        elif func.namespace == "fsdp":
+            self.call(made or given[1:], GATHERED)
+        self._segment.work[Work(kind, name, dtype, flops, size)] += 1
+
+
+def _attention_flops(operands: Iterable[Tensor]) -> int:
+    """FLOPs of attention's forward, of a query [..., S, D], a key [..., L, D] and a value [..., L, V]."""
+    query, key, value = operands
+    return 2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])

@@ -1,0 +1,122 @@
+"""Machines that a run may be planned for: memory, speed and links of their devices, as their makers publish.
+
+Peaks are of dense products, bandwidths of one direction.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from mm_core.errors import MMError, did_you_mean
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device that a rank uses.
+
+    Attributes:
+        name: as `--on` takes it.
+        memory: bytes that a process can allocate.
+        bf16: FLOPs per second of bf16 and fp16 products; 0: unknown.
+        fp32: of float32 products as torch computes them by default.
+        bandwidth: bytes per second of its memory.
+        link: bytes per second to another device of its host.
+        network: bytes per second to a device of another host.
+        to_host: bytes per second to its host's memory.
+        context: bytes that the driver and its libraries take, which no allocator shows.
+        call: seconds that a process needs to start an operator.
+    """
+
+    name: str
+    memory: int
+    bf16: float = 0.0
+    fp32: float = 0.0
+    bandwidth: float = 0.0
+    link: float = 0.0
+    network: float = 0.0
+    to_host: float = 0.0
+    context: int = round(0.7 * GIB)
+    call: float = 6e-6
+
+    @property
+    def timed(self) -> bool:
+        """Whether its speed is known."""
+        return self.bf16 > 0
+
+
+def _device(name: str, gib: float, bf16: float, fp32: float, memory: float, *links: float) -> Device:
+    """A device in the units of data sheets: GiB, TFLOP/s, TB/s, and GB/s."""
+    link, network, host = (1e9 * each for each in links)
+    return Device(name, round(gib * GIB), bf16 * 1e12, fp32 * 1e12, memory * 1e12, link, network, host)
+
+
+_DEVICES = (
+    # Memory as torch reports it for a whole card. Data sheets of nvidia.com: NVLink and PCIe are published for
+    # both directions together. Networks: DGX H100, H200 and B200 have 400 Gbit/s a device, DGX A100 200; for
+    # cards without such a system, 100.
+    _device("B200", 178.4, 2250, 80, 8.0, 900, 50, 64),
+    _device("H200", 139.8, 989.4, 67, 4.8, 450, 50, 64),
+    _device("H100", 79.2, 989.4, 67, 3.35, 450, 50, 64),
+    _device("A100", 79.2, 312, 19.5, 2.039, 300, 25, 32),
+    _device("L40S", 44.4, 362.05, 91.6, 0.864, 32, 12.5, 32),
+    _device("RTX4090", 23.5, 165.2, 82.6, 1.008, 32, 12.5, 32),
+    _device("RTX5090", 31.4, 209.5, 104.8, 1.792, 64, 12.5, 64),
+    # Huawei Atlas 800T A2: 8 devices with HCCS of 392 GB/s for both directions, and 200 Gbit/s of RoCE each.
+    _device("910B", 61.0, 354, 88, 1.6, 196, 25, 32),
+    # Of one of the two dies of a package, which are two devices: arXiv 2506.12708, section 3.
+    _device("910C", 61.0, 376, 94, 1.6, 196, 25, 32),
+)
+_CPU = Device("cpu", 0, 1e11, 1e11, 2e10, 5e9, 1e9, 1e10, context=0, call=2e-6)
+DEVICES = {device.name: device for device in _DEVICES}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Hosts with devices of one kind."""
+
+    hosts: int
+    ranks: int  # of a host
+    device: Device
+
+    @property
+    def world(self) -> int:
+        """The number of all ranks."""
+        return self.hosts * self.ranks
+
+    @property
+    def title(self) -> str:
+        """As the plan names it."""
+        hosts = f"{self.hosts} hosts of " if self.hosts > 1 else ""
+        return f"{hosts}{self.ranks} x {self.device.name}"
+
+
+def machine_of(text: str) -> Machine:
+    """The machine that `--on` names: ranks and device, such as `8xH100`, `2x8xH100` or `1x24GB`.
+
+    Raises:
+        MMError: it names none.
+    """
+    found = re.fullmatch(r"(?:(\d+)x)?(\d+)x(.+)", text.strip(), re.ASCII)
+    accepted = f"RANKSxDEVICE or HOSTSxRANKSxDEVICE; devices: {', '.join(DEVICES)}, cpu, or a size as 24GB"
+    if found is None or not int(found[2]) or (found[1] and not int(found[1])):
+        raise MMError(f"{text!r} is not a machine", where="--on", accepted=accepted)
+    name = re.sub(r"[\s_-]|ascend|nvidia", "", found[3], flags=re.I)
+    hosts, ranks = int(found[1] or 1), int(found[2])
+    known = {key.lower(): device for key, device in {**DEVICES, "cpu": _CPU}.items()}
+    if (device := known.get(name.lower())) is not None:
+        return Machine(hosts, ranks, device)
+    if size := re.fullmatch(r"(\d+(?:\.\d+)?)(gi?b)", name, re.I):
+        # What is printed on a card is what its driver counts in powers of two.
+        return Machine(hosts, ranks, Device(found[3], round(float(size[1]) * GIB)))
+    hint = did_you_mean(name.upper(), list(DEVICES))
+    if re.fullmatch(r"\d+(\.\d+)?", name):
+        hint = f"a size of memory has a unit: {found[2]}x{name}GB"
+    raise MMError(f"the device {found[3]!r} is not known", where="--on", accepted=accepted, hint=hint)
+
+
+def with_memory(device: Device, size: int) -> Device:
+    """A device with another size of memory."""
+    return replace(device, memory=size)
