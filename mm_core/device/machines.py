@@ -5,6 +5,7 @@ Peaks are of dense products, bandwidths of one direction.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, replace
 
@@ -117,6 +118,20 @@ def machine_of(text: str) -> Machine:
     raise MMError(f"the device {found[3]!r} is not known", where="--on", accepted=accepted, hint=hint)
 
 
-def with_memory(device: Device, size: int) -> Device:
-    """A device with another size of memory."""
-    return replace(device, memory=size)
+def this_machine(world: int) -> Machine:
+    """The machine that this process runs on, with all ranks on this host.
+
+    Args:
+        world: number of ranks.
+    """
+    import torch
+
+    from mm_core.device.kind import device_type
+
+    if (kind := device_type()) == "cpu":
+        return Machine(1, world, replace(_CPU, memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // world))
+    module = torch.get_device_module(kind)
+    name, size = str(module.get_device_name()), int(module.get_device_properties(0).total_memory)
+    key = re.sub(r"[\s_-]|ascend", "", name, flags=re.I).lower()
+    known = next((device for part, device in DEVICES.items() if part.lower() in key), Device(name, size))
+    return Machine(1, world, replace(known, memory=size))

@@ -1,6 +1,5 @@
 """The plan of a run: batches, steps, memory, FLOPs for a number of ranks, before anything is allocated."""
 
-from mm_core.plan.activations import Activations, shared_activations
 from mm_core.plan.base_choices import base_choices, table_of
 from mm_core.plan.bucket_report import report_buckets
 from mm_core.plan.bucketing import in_buckets
@@ -16,7 +15,6 @@ from mm_core.plan.run_plan import ComponentFact, MissingFile, ModuleFact, RunPla
 from mm_core.plan.shown import plan_shown
 
 __all__ = [
-    "Activations",
     "ComponentFact",
     "MissingFile",
     "ModuleFact",
@@ -33,6 +31,5 @@ __all__ = [
     "open_datasets",
     "plan_shown",
     "report_buckets",
-    "shared_activations",
     "table_of",
 ]

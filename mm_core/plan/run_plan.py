@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from mm_core.contracts import EnginePlan, StepFlops
 from mm_core.errors import plural
-from mm_core.plan.activations import Activations
 from mm_core.plan.bucketing import BucketFact
 from mm_core.plan.model_states import StageBytes, table
 
@@ -62,7 +61,6 @@ class RunPlan:
     model_states: tuple[StageBytes, ...] = ()
     ema_bytes: int = 0
     ema_on_host: bool = False
-    activations: Activations | None = None  # of ranks that share samples
     buckets: tuple[BucketFact, ...] = ()  # of the loader's mode `variable`, the largest first
     flops: StepFlops | None = None  # of one step over all ranks; None: unknown
     missing: tuple[MissingFile, ...] = ()
@@ -179,11 +177,6 @@ class RunPlan:
         if engine.gathered_bytes:
             lines.append(
                 f"  the trained modules need up to {_gib(engine.gathered_bytes)} more while they compute"
-            )
-        if (found := self.activations) is not None:
-            lines.append(
-                f"  a rank computes {found.tokens:,} of the {plural(found.all_tokens, 'token')} of a sample;"
-                f" activations of a micro-batch need {_gib(found.kept_bytes)} more"
             )
         if self.host_bytes:
             lines += ["  in host memory", *(f"  {line}" for line in _table(self.host_bytes))]

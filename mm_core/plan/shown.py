@@ -17,10 +17,12 @@ from mm_core.plan.bucketing import in_buckets
 from mm_core.plan.caching import in_cache, open_datasets
 from mm_core.plan.planning import check_data, make_plan
 from mm_core.plan.run_plan import RunPlan
+from mm_core.plan.samples import Samples
 
 
-def plan_shown(config: RunConfig, world: int, task: TaskModule) -> RunPlan:
-    """The plan of a run for `mm-train --dry-run`, with notes on what the sources of its data leave out.
+def plan_shown(config: RunConfig, world: int, task: TaskModule) -> tuple[RunPlan, Samples | None]:
+    """The plan of a run for `mm-train --dry-run`, with notes on what the sources of its data leave out, and the
+    samples of data.train if they are there.
 
     A dataset whose fields name its files is opened once all of them are there, which reads every row; until
     then they are in the plan's `missing`.
@@ -49,7 +51,7 @@ def plan_shown(config: RunConfig, world: int, task: TaskModule) -> RunPlan:
     plan = make_plan(config, world, task, train=read.get("train"))
     for split, source in sources.items():
         notes += [f"data.{split}: {each}" for each in remarks(source)]
-    return replace(plan, notes=(*plan.notes, *notes))
+    return replace(plan, notes=(*plan.notes, *notes)), read.get("train")
 
 
 def _opened(config: RunConfig, split: str) -> AnyDataset:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, NoReturn
 
 from mm_core.cli.options import config_of, count, print_json, print_table, refuse_missing
@@ -40,6 +40,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     own_rank = "rank of this host (0 = the rendezvous host); only needed if it cannot be detected"
     add("--node-rank", metavar="N", help=own_rank)
     add("--dry-run", action="store_true", help="print the plan of the run and stop")
+    add(
+        "--on",
+        metavar="MACHINE",
+        help="with --dry-run: the machine to plan for, as 8xH100, 2x8xH100 (hosts x ranks) or 1x24GB",
+    )
     add(
         "--strict", action="store_true", help="with --dry-run: exit code 1 if a file to train with is missing"
     )
@@ -98,6 +103,8 @@ def execute(args: argparse.Namespace) -> int:
     least, most = _hosts(args)
     nproc = None if args.nproc == "auto" else args.nproc
     config = config_of(args)  # finds every typo before a rank is started
+    if args.on is not None:
+        return _dry_run(config, None, args)
     if nproc is None:
         from mm_core.runtime.launch.launcher import quiet_torch
 
@@ -168,29 +175,29 @@ def _verify_resume(args: argparse.Namespace, config: RunConfig, nproc: int, host
     return 0 if same else 1
 
 
-def _dry_run(config: RunConfig, world: int, args: argparse.Namespace) -> int:
+def _dry_run(config: RunConfig, world: int | None, args: argparse.Namespace) -> int:
+    """Prints the plan for a number of ranks on this host; None: for the machine that --on names."""
     from mm_core.checkpoint.reading import adapters_begun
-    from mm_core.plan import (
-        base_choices,
-        build_task,
-        plan_shown,
-        shared_activations,
-        table_of,
-    )
+    from mm_core.device.machines import machine_of, this_machine
+    from mm_core.plan import base_choices, build_task, plan_shown, table_of
+    from mm_core.training.forecast.forecast import forecast
 
+    machine = this_machine(world) if world is not None else machine_of(args.on)
+    world = machine.world
     adapters = adapters_begun(config.train.adapters, config.run.folder)
-    task = build_task(config, adapters)
-    plan = plan_shown(config, world, task)
-    rows, spec = config.train.micro_batch_size, config.data.train.options
-    plan = replace(plan, activations=shared_activations(task, plan.engine, spec, rows))
+    plan, samples = plan_shown(config, world, build_task(config, adapters))
+    found = forecast(config, plan, machine, samples, adapters)
     choices = base_choices(config, world, adapters)
     unread = any(file.of_data for file in plan.missing)
     operators = _operators(config, args.device) if args.ops and not unread else None
     if args.json:
-        found = {} if operators is None else {"operators": [asdict(each) for each in operators]}
-        print_json({**plan.to_mapping(), "base_choices": [asdict(choice) for choice in choices], **found})
+        document = plan.to_mapping() | {"forecast": found.to_mapping()}
+        document["base_choices"] = [asdict(choice) for choice in choices]
+        if operators is not None:
+            document["operators"] = [asdict(each) for each in operators]
+        print_json(document)
         return int(args.strict and bool(plan.files_to_start))
-    print("\n".join([plan.render(), *(["", *table_of(choices)] if choices else [])]))
+    print("\n".join([plan.render(), *(["", *table_of(choices)] if choices else []), "", *found.render()]))
     if operators is not None:
         from mm_core.telemetry.operators import table
 
@@ -241,6 +248,9 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
         )
     elif args.json and not args.dry_run:
         what, hint = "--json works only with --dry-run, whose plan it prints as JSON", "add --dry-run"
+    elif args.on and (not args.dry_run or args.nproc is not None or args.nnodes is not None):
+        what = "--on gives the ranks and the device of a plan: it works with --dry-run, without --nproc and --nnodes"
+        hint = "mm-train --config FILE --dry-run --on 8xH100"
     elif args.strict and not args.dry_run:
         what, hint = "--strict works only with --dry-run: no run starts without its files", "add --dry-run"
     elif (args.ops and not args.dry_run) or (args.device and not args.ops):

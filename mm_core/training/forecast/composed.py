@@ -70,10 +70,17 @@ def counted(
 def _run(rank: FakeRank) -> Phases:
     meter = Meter()
     rank.run(meter)
-    return {
+    found = {
         name: {key: Counted(Counter(meter.parts(s.at)), s.work) for key, s in own.items()}
         for name, own in meter.phases.items()
     }
+    # What the first step leaves, the optimizer's state, is there in all of the others.
+    left = Counter(found.pop("between steps")["begin"].parts)
+    left.subtract(found["step"]["begin"].parts)
+    for key, segment in found["step"].items():
+        if key != "update":
+            segment.parts += +left
+    return found
 
 
 def _add(found: Phases, base: Phases, more: Phases, times: int) -> None:
@@ -111,7 +118,12 @@ def _alike(task: TaskModule, plan: EnginePlan, group: Group) -> bool:
     def facts(path: str) -> object:
         block = task.get_submodule(path)
         tensors = [(n, p.shape, p.dtype, p.requires_grad) for n, p in block.named_parameters()]
-        held = {(key, p.removeprefix(path)) for key, own in sets.items() for p in own if f"{p}.".startswith(f"{path}.")}
+        held = {
+            (key, p.removeprefix(path))
+            for key, own in sets.items()
+            for p in own
+            if f"{p}.".startswith(f"{path}.")
+        }
         return type(block), tensors, held
 
     first, *rest = map(facts, group.paths)

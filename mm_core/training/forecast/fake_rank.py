@@ -18,7 +18,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mm_core.config.sections import RunConfig
-from mm_core.contracts import Batch, Engine, EnginePlan, Loss, Randomness, SupportsSampleForward, TaskModule
+from mm_core.contracts import (
+    Batch,
+    Engine,
+    EnginePlan,
+    Loss,
+    Randomness,
+    SampleRequest,
+    SupportsSampleForward,
+    TaskModule,
+)
 from mm_core.contracts.bases.task_module import loss_of
 from mm_core.device.torch_private import FakeTensorMode, fake_process_group, forget_layouts
 from mm_core.optim.adamw import has_fused_adamw
@@ -50,6 +59,7 @@ class FakeRank:
         micro_batches: of a step.
         batch: the first micro-batch; None: the data are missing, and the trained component's forward stands
             for the step.
+        request: of the first clip that the run samples; None: it samples none, or files are missing.
     """
 
     config: RunConfig
@@ -57,7 +67,8 @@ class FakeRank:
     engine: Engine
     plan: EnginePlan
     micro_batches: int
-    batch: Batch | None
+    batch: Batch | None = None
+    request: SampleRequest | None = None
 
     def run(self, meter: Meter) -> None:
         """Computes on fakes what the run computes; the meter counts."""
@@ -82,9 +93,18 @@ class FakeRank:
                 ema = EMA(engine.shards, config.ema) if config.ema is not None else None
         self._watch(meter, groups)
         task.train()
-        for phase in ("first step", "step"):
-            with meter.phase(phase), meter.making("loss"):
-                self._step(meter, ema, rng)
+        with meter.phase("step"), meter.making("loss"):
+            self._step(meter, ema, rng)
+        with meter.phase("between steps"):
+            pass
+        if config.validation is not None:
+            with meter.making("evaluation"), engine.evaluating():
+                if "validation" in config.data.splits:
+                    with meter.phase("evaluation"):
+                        self._evaluate(meter, rng)
+                if self.request is not None:
+                    with meter.phase("sample"):
+                        task.sample(self.request)
 
     def _watch(self, meter: Meter, groups: Sequence[Group]) -> None:
         task = self.task
@@ -104,7 +124,7 @@ class FakeRank:
     def _step(self, meter: Meter, ema: EMA | None, rng: Randomness) -> None:
         engine, repeats = self.engine, min(self.micro_batches, 2)
         for micro in range(repeats):
-            meter.enter(f"forward {micro}")
+            meter.enter("forward")
             engine.micro_step(partial(self._loss, meter, rng), last=micro == repeats - 1, scale=1.0)
             meter.call([p.grad for _, p in engine.named_parameters() if p.grad is not None], "gradients")
         meter.enter("update")
@@ -115,19 +135,35 @@ class FakeRank:
             ema.update(0)
 
     def _loss(self, meter: Meter, rng: Randomness) -> Loss:
-        task, spec = self.task, self.config.data.train.options
+        task = self.task
         if self.batch is not None:
+            meter.enter("encoding")
             with torch.no_grad(), meter.making("inputs"):
                 inputs = task.prepare(self.batch, rng)
+            meter.enter("forward")
             return loss_of(task, inputs)
-        assert isinstance(task, SupportsSampleForward)
-        found = task.sample_forward(spec)
-        assert found is not None
-        root, given = found
-        rows = self.config.train.micro_batch_size
-        out = task.get_submodule(root)(**tree_map_only(Tensor, partial(_rows, rows=rows), given))
-        first = out if isinstance(out, Tensor) else next(iter(out.values()))
+        return self._stand_in()
+
+    def _evaluate(self, meter: Meter, rng: Randomness) -> None:
+        if self.batch is None:
+            self._stand_in()
+            return
+        assert self.config.validation is not None
+        self.task.evaluate(self.batch, rng, self.config.validation.quantiles)
+
+    def _stand_in(self) -> Loss:
+        """A loss of the trained component's forward alone."""
+        found = forward_of(self.task, self.config)
+        assert found is not None, "checked before"
+        (root, given), rows = found, self.config.train.micro_batch_size
+        out = self.task.get_submodule(root)(**tree_map_only(Tensor, partial(_rows, rows=rows), given))
+        first = next(each for each in tree_leaves(out) if isinstance(each, Tensor))
         return Loss(first.float().square().mean(), float(rows))
+
+
+def forward_of(task: TaskModule, config: RunConfig) -> tuple[str, Mapping[str, Any]] | None:
+    """A forward of a trained component that needs no data; None where there is none."""
+    return task.sample_forward(config.data.train.options) if isinstance(task, SupportsSampleForward) else None
 
 
 def _rows(tensor: Tensor, rows: int) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -32,13 +33,16 @@ _UNSET = (
 
 
 class Work(NamedTuple):
-    """What one call of an operator does; bytes are those that it reads and writes."""
+    """What one call of an operator does; bytes are those that it reads and writes, or of a collective those
+    of its whole tensor. Its ranks are `group`, and `span` ranks lie between the first and the last."""
 
     kind: Kind
     name: str
     dtype: str
     flops: int
     bytes: int
+    group: int = 1
+    span: int = 1
 
 
 @dataclass(slots=True)
@@ -214,9 +218,10 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kind: Kind = "elementwise"
         flops = 0
         if func.namespace in ("c10d", "_c10d_functional"):
-            kind = "communication"
             if "allgather" in name or "all_gather" in name:
                 self.call(given, GATHERED)
+            self._segment.work[_collective(name, dtype, args, tensors)] += 1
+            return
         elif "attention" in name and "backward" in name:
             kind = "attention"
             flops = 5 * _attention_flops(args[1:4]) // 2
@@ -226,6 +231,15 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif func.namespace == "fsdp":
             self.call(made or given[1:], GATHERED)
         self._segment.work[Work(kind, name, dtype, flops, size)] += 1
+
+
+def _collective(name: str, dtype: str, args: Iterable[Any], tensors: Iterable[Tensor]) -> Work:
+    groups = [
+        each for each in args if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type())
+    ]
+    ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(groups[0])) if groups else [0]
+    largest = max((each.nbytes for each in tensors), default=0)
+    return Work("communication", name, dtype, 0, largest, len(ranks), ranks[-1] - ranks[0] + 1)
 
 
 def _attention_flops(operands: Iterable[Tensor]) -> int:

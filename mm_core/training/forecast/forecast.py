@@ -1,0 +1,254 @@
+"""The forecast of a run on a machine: what it needs in each phase, and how long a step takes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from mm_core.config.sections import RunConfig
+from mm_core.contracts import Batch, DataRanks, Engine, EnginePlan, SampleRequest, TaskModule
+from mm_core.device.machines import GIB, Machine
+from mm_core.device.torch_private import DataDependentOutputException, DynamicOutputShapeException
+from mm_core.evaluation.sampled_clips import with_trained_size
+from mm_core.parallel.layout import ShardedPlan
+from mm_core.plan import RunPlan, build_frozen, build_task
+from mm_core.plan.planning import state_tensors
+from mm_core.plan.run_plan import host_bytes
+from mm_core.plan.samples import Samples
+from mm_core.training.forecast.composed import Counted, Phases, counted
+from mm_core.training.forecast.fake_rank import FakeRank, forward_of
+from mm_core.training.forecast.seconds import Seconds, seconds_of
+from mm_core.training.parts import Restored
+from mm_core.training.training_samples import make_loader
+from mm_core.weights.adapters.inject import Structure
+
+ROUNDING = 0.03
+"""Share that an accelerator's allocator adds: sizes are rounded up, and freed blocks leave gaps."""
+
+BUFFERS = round(0.6 * GIB)
+"""Bytes of the communication library on each of several devices."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a phase needs on a rank at its peak.
+
+    Attributes:
+        phase: load, step, evaluation or sample.
+        device_bytes: on the device, with what no allocator shows.
+        host_bytes: of tensors in host memory.
+        parts: bytes by what they are for, the largest first.
+    """
+
+    phase: str
+    device_bytes: int
+    host_bytes: int
+    parts: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a run needs on a machine.
+
+    Attributes:
+        machine: its title.
+        memory: bytes of a device; 0: the host's memory is the device's.
+        needs: by phase.
+        seconds: of a step, by what takes them; empty: the device's speed is not known.
+        samples: of a step.
+        steps: of the run.
+        notes: what is not counted, and why.
+    """
+
+    machine: str
+    memory: int
+    needs: tuple[Need, ...]
+    seconds: dict[str, float]
+    samples: int
+    steps: int
+    notes: tuple[str, ...]
+
+    @property
+    def peak(self) -> Need | None:
+        """The phase that needs most."""
+        return max(self.needs, key=lambda need: need.device_bytes, default=None)
+
+    @property
+    def lacking(self) -> int:
+        """Bytes that the device lacks; 0: the run fits."""
+        return max(0, self.peak.device_bytes - self.memory) if self.peak and self.memory else 0
+
+    def to_mapping(self) -> dict[str, Any]:
+        """As plain values, for `--json`."""
+        step = sum(self.seconds.values())
+        return {**asdict(self), "fits": not self.lacking, "lacking_bytes": self.lacking, "step_seconds": step}
+
+    def render(self) -> list[str]:
+        """As text."""
+        lines = [f"forecast for {self.machine}, per rank"]
+        width = max((len(need.phase) for need in self.needs), default=0)
+        for need in self.needs:
+            parts = ", ".join(f"{name} {_size(size)}" for name, size in [*need.parts.items()][:3])
+            host = f" (host {_size(need.host_bytes)})" if need.host_bytes else ""
+            lines.append(f"  {need.phase:<{width}}  {_size(need.device_bytes):>10}{host}  {parts}")
+        if self.peak is not None and self.memory:
+            lines.append(f"  {self._verdict(self.peak)}")
+        if step := sum(self.seconds.values()):
+            shares = ", ".join(
+                f"{name} {100 * each / step:.0f} %" for name, each in self.seconds.items() if each
+            )
+            lines += ["", f"a step takes about {_time(step)}: {shares}"]
+            day = 86400 / step * self.samples
+            whole = f"{self.steps:,} steps take {_time(step * self.steps)}; " if self.steps else ""
+            lines.append(f"  {whole}{day:,.0f} samples a day")
+        return [*lines, *(f"  {note}" for note in self.notes)]
+
+    def _verdict(self, peak: Need) -> str:
+        if self.lacking:
+            return f"does not fit, by {_size(self.lacking)}, in: {peak.phase}"
+        return f"fits: {_size(self.memory - peak.device_bytes)} of {_size(self.memory)} are left"
+
+
+def forecast(
+    config: RunConfig, plan: RunPlan, machine: Machine, samples: Samples | None, adapters: Structure
+) -> Forecast:
+    """What a run needs on a machine, computed without its weights.
+
+    Args:
+        config: the run's.
+        plan: of the run for the machine's ranks.
+        machine: runs it.
+        samples: of data.train; None: data are missing.
+        adapters: see `build_task`.
+    """
+    notes: list[str] = []
+
+    def build() -> TaskModule:
+        task = build_task(config, adapters)
+        build_frozen(task)
+        return task
+
+    if not isinstance(plan.engine, ShardedPlan):
+        return _unknown(
+            plan, machine, f"the engine {config.engine.type} is not counted: only its model states"
+        )
+    task = build()
+    batch = _first_batch(config, plan, samples, task) if samples is not None and not plan.missing else None
+    if batch is None and forward_of(task, config) is None:
+        return _unknown(plan, machine, "activations and seconds are known once the data are present")
+    if batch is None:
+        notes.append("encoders are not counted, and captions are as long as they can be: files are missing")
+
+    def rank(task: TaskModule) -> FakeRank:
+        engine, own = _engine(config, task, machine.world)
+        request = _request(config) if not plan.missing else None
+        return FakeRank(config, task, engine, own, plan.accumulation, batch, request)
+
+    try:
+        phases = counted(build, plan.engine, rank)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        where = f"{error.func} needs values that only a real forward has"
+        return _unknown(plan, machine, f"activations and seconds are unknown: {where}")
+    needs = tuple(_need(name, own, plan, machine) for name, own in phases.items())
+    seconds = _seconds(phases, plan, machine).parts if machine.device.timed else Counter()
+    notes += _compiled(plan)
+    return Forecast(
+        machine.title,
+        machine.device.memory,
+        needs,
+        dict(seconds),
+        plan.global_batch_size,
+        plan.steps,
+        tuple(notes),
+    )
+
+
+def _unknown(plan: RunPlan, machine: Machine, note: str) -> Forecast:
+    """A forecast of the model states alone."""
+    states = plan.device_bytes
+    need = Need(
+        "states", sum(states.values()) + machine.device.context, sum(plan.host_bytes.values()), states
+    )
+    size = machine.device.memory
+    return Forecast(machine.title, size, (need,), {}, plan.global_batch_size, plan.steps, (note,))
+
+
+def _engine(config: RunConfig, task: TaskModule, world: int) -> tuple[Engine, EnginePlan]:
+    engine: Engine = config.registry.build("engine", config.engine)
+    engine.device = torch.device("cpu")
+    plan = engine.plan(task, world, state_tensors(config))
+    assert isinstance(plan, ShardedPlan)
+    return engine, replace(plan, compiled=())  # the compiler would compile
+
+
+def _first_batch(config: RunConfig, plan: RunPlan, samples: Samples, task: TaskModule) -> Batch:
+    """The first micro-batch of rank 0."""
+    loader = replace(config.data.loader, workers=0)
+    config = replace(config, data=replace(config.data, loader=loader))
+    engine: Engine = config.registry.build("engine", config.engine)
+    engine.data_ranks = DataRanks(0, plan.engine.data_parallel)
+    engine.device = torch.device("cpu")
+    _, batches = make_loader(config, plan, samples, task, engine, Restored(), lambda _: None)
+    found: Batch = next(iter(batches))
+    return found
+
+
+def _request(config: RunConfig) -> SampleRequest | None:
+    """Of the first clip that a run samples, with two of its solver's steps; None: it needs files."""
+    given = config.validation.samples if config.validation is not None else None
+    if given is None or given.images or given.inputs:
+        return None
+    request = SampleRequest(
+        prompts=given.prompts[:1], negative_prompt=given.negative_prompt, steps=2, guidance=given.guidance
+    )
+    return with_trained_size(request, config.task, config.data.train)
+
+
+def _need(name: str, segments: dict[str, Counted], plan: RunPlan, machine: Machine) -> Need:
+    top = max(segments.values(), key=lambda each: each.bytes)
+    parts, host = dict(top.parts.most_common()), 0
+    if machine.device.name != "cpu":
+        host = sum(host_bytes(plan.engine).values()) + sum(part.host_bytes for part in plan.engine.parts)
+        host += plan.ema_bytes if plan.ema_on_host else 0
+    device = max(0, top.bytes - host)
+    if machine.device.name != "cpu":
+        device = round(device * (1 + ROUNDING)) + machine.device.context + BUFFERS * (machine.world > 1)
+    return Need(name, device, host, parts)
+
+
+def _seconds(phases: Phases, plan: RunPlan, machine: Machine) -> Seconds:
+    """Those of a step; two micro-batches stand for all of it."""
+    own = phases["step"]
+    update, encoding, micro = (
+        Counter(own["update"].work),
+        Counter(own.get("encoding", Counted()).work),
+        Counter(),
+    )
+    for key, segment in own.items():
+        if key not in ("update", "encoding"):
+            micro.update(segment.work)
+    times = plan.accumulation / min(plan.accumulation, 2)
+    step = Counter({work: count * times for work, count in micro.items()})
+    step.update(update)
+    encoded = Counter({work: count * times for work, count in encoding.items()})
+    assert isinstance(plan.engine, ShardedPlan)
+    return seconds_of(step, encoded, machine, bool(plan.engine.compiled))
+
+
+def _compiled(plan: RunPlan) -> list[str]:
+    if not (isinstance(plan.engine, ShardedPlan) and plan.engine.compiled):
+        return []
+    return ["compiled blocks are counted as eager ones: they need no more memory"]
+
+
+def _size(size: int) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
+
+
+def _time(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 3600:.1f} hours" if seconds >= 3600 else f"{seconds / 60:.1f} minutes"
