@@ -25,6 +25,8 @@ from mm_core.contracts import (
     Loss,
     Randomness,
     SampleRequest,
+    SelfLoading,
+    Streamed,
     SupportsSampleForward,
     TaskModule,
 )
@@ -72,6 +74,8 @@ class FakeRank:
 
     def run(self, meter: Meter) -> None:
         """Computes on fakes what the run computes; the meter counts."""
+        if self.batch is not None:
+            load_own(self.task)
         with _fake_ranks(self.plan.world), FakeTensorMode(allow_non_fake_inputs=True):
             with meter.counting():
                 self._run(meter)
@@ -159,6 +163,13 @@ class FakeRank:
         out = self.task.get_submodule(root)(**tree_map_only(Tensor, partial(_rows, rows=rows), given))
         first = next(each for each in tree_leaves(out) if isinstance(each, Tensor))
         return Loss(first.float().square().mean(), float(rows))
+
+
+def load_own(task: TaskModule) -> None:
+    """Loads the frozen components that have weights of their own: they may decide by what they read."""
+    for component in (getattr(task, name) for name in task.frozen):
+        if isinstance(component, SelfLoading) and not isinstance(component, Streamed):
+            component.load(torch.device("cpu"))
 
 
 def forward_of(task: TaskModule, config: RunConfig) -> tuple[str, Mapping[str, Any]] | None:

@@ -199,8 +199,9 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any], given: list[Tensor]) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and given[0].is_floating_point():
-            return 1.0 if isinstance(given[0], FakeTensor) else given[0].item()
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(given[0], FakeTensor):
+            if given[0].is_floating_point():
+                return 1.0
         if any(each.is_meta and not isinstance(each, FakeTensor) for each in given):
             return func(*args, **kwargs)
         kind = kwargs.get("dtype") or torch.get_default_dtype()

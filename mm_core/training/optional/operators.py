@@ -16,8 +16,6 @@ from mm_core.contracts import (
     Engine,
     EnginePlan,
     Randomness,
-    SelfLoading,
-    Streamed,
     TaskModule,
     torch_dtype,
 )
@@ -34,6 +32,7 @@ from mm_core.parallel import recompute
 from mm_core.parallel.layout import ShardedPlan
 from mm_core.plan import build_frozen, build_task, check_data, in_buckets, in_cache, make_plan
 from mm_core.telemetry.operators import Calls, Operators, Signature, make_fake
+from mm_core.training.forecast.fake_rank import load_own
 from mm_core.training.parts import Restored
 from mm_core.training.training_samples import make_loader
 
@@ -78,9 +77,7 @@ def first_forward(config: RunConfig) -> Forward:
     _, batches = make_loader(config, plan, samples, task, engine, Restored(), lambda _: None)
     batch = next(iter(batches)).to(torch.device("cpu"))
     build_frozen(task)
-    for component in (getattr(task, name) for name in task.frozen):
-        if isinstance(component, SelfLoading) and not isinstance(component, Streamed):
-            component.load(torch.device("cpu"))  # it may decide by what it reads
+    load_own(task)
     return Forward(task, batch, config.run.seed, _as_engine(task, plan.engine))
 
 
