@@ -1,0 +1,225 @@
+"""Compares what `mm-train --dry-run` predicts of a run's memory with what its ranks allocate.
+
+    python benchmarks/plan.py [--only NAME ...]
+
+Each case trains three steps of a tiny model on gloo ranks. Measured is the largest sum of live allocations of
+torch's CPU allocator on any rank, from the start to the third step, as torch.profiler records them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+BAR, BAR_OF_LANGUAGE, BAR_OF_MEDIAN = 0.10, 0.15, 0.04
+
+
+class Case(NamedTuple):
+    """A run: its config (of a folder of configs, or of the benchmark's folder), ranks and overrides."""
+
+    name: str
+    config: str
+    ranks: int
+    overrides: str = ""
+    language: bool = False
+
+
+WAN, DIT, ZIMAGE, VLM, TEXT = "wan/t2v_tiny", "custom_dit/quickstart", "z_image", "internvl/tiny", "text"
+BF16, NONE = "engine.param_dtype=bf16", "engine.recompute_modules=[]"
+CASES = (
+    Case("wan full, recomputed", WAN, 1),
+    Case("wan full, 2 ranks, nothing recomputed", WAN, 2, NONE),
+    Case("wan selective bf16, 2 ranks", WAN, 2, f"{BF16} engine.recompute=selective"),
+    Case("wan LoRA", "wan/t2v_tiny_lora", 1, NONE),
+    Case("wan LoRA on int8", "wan/t2v_tiny_lora", 1, f"{BF16} train.base_dtype=int8"),
+    Case("wan LoRA on a streamed base", "wan/t2v_tiny_lora", 1, "engine.base.stream=true"),
+    Case("wan from the cache", WAN, 1, "data.cache.dir=cache"),
+    Case("dit, 2 ranks, deferred", DIT, 2, "train.global_batch_size=32"),
+    Case("dit, 3 ranks, reduced", DIT, 3, "train.global_batch_size=48 engine.accumulate=reduced"),
+    Case("dit, context parallel 2", DIT, 2, "engine.context_parallel.size=2"),
+    Case("dit, optimizer on the host", DIT, 2, "engine.offload.optimizer=cpu"),
+    Case("dit, activations on the host, average", DIT, 1, "engine.offload.activations=cpu ema.decay=0.99"),
+    Case("z-image full, buckets", ZIMAGE, 1),
+    Case("z-image, 2 ranks, bf16", ZIMAGE, 2, BF16),
+    Case("internvl packed", VLM, 1, language=True),
+    Case("internvl LoRA, 2 ranks", "internvl/tiny_lora", 2, language=True),
+    Case("text, 2 ranks", TEXT, 2, language=True),
+    Case("text, recomputed, chunked loss", TEXT, 1, "engine.recompute_modules=auto task.loss=chunked", True),
+)
+ALWAYS = (
+    *("run.dir=runs", "train.steps=3", "log.trackers=[]", "data.loader.workers=0", "checkpoint.every=100000"),
+    "lr_schedule.warmup_steps=0",
+)
+
+
+def main() -> int:
+    """Runs the cases and prints the table; in a child process, trains as one of the ranks."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", nargs="*", help="words of the names of cases")
+    args = parser.parse_args()
+    ratios = {}
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(Path(folder))
+        for case in CASES:
+            if args.only and not all(word in case.name for word in args.only):
+                continue
+            expected, measured = predicted(case, folder), allocated(case, folder)
+            ratios[case.name] = expected / measured
+            off, bar = abs(ratios[case.name] - 1), BAR_OF_LANGUAGE if case.language else BAR
+            row = f"{case.name:<40} {expected / 2**20:8.1f} {measured / 2**20:8.1f} MiB"
+            print(f"{row}  {ratios[case.name]:.3f}  {'ok' if off <= bar else 'short'}", flush=True)
+    offs = [abs(ratio - 1) for ratio in ratios.values()]
+    within = sum(
+        off <= (BAR_OF_LANGUAGE if case.language else BAR)
+        for off, case in zip(offs, (c for c in CASES if c.name in ratios), strict=True)
+    )
+    median = statistics.median(offs)
+    print(f"RESULT plan_peaks_within {within} {len(offs)} {'ok' if within == len(offs) else 'short'}")
+    print(f"RESULT plan_peak_median {median:.4f} {BAR_OF_MEDIAN} {'ok' if median <= BAR_OF_MEDIAN else 'short'}")
+    return int(within < len(offs) or median > BAR_OF_MEDIAN)
+
+
+def prepare(folder: Path) -> None:
+    """Writes tiny checkpoints and data."""
+    import yaml
+    from mm_diffusers.testing import tiny_pipeline
+    from mm_internvl.testing import make_tiny_checkpoint as make_internvl
+    from mm_internvl.testing import make_tiny_conversations
+    from mm_wan.testing import make_tiny_checkpoint as make_wan
+    from PIL import Image
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    make_wan(folder / "ckpt/wan_tiny")
+    make_internvl(folder / "ckpt/internvl_tiny")
+    make_tiny_conversations(folder / "data/digits")
+    tiny_pipeline(folder / "ckpt/z_image", "ZImagePipeline")
+    for place in ("shapes", "real_clips"):
+        script = [sys.executable, ROOT / "examples/shapes/render.py", "--out", folder / "data" / place]
+        subprocess.run([*script, "--clips", "64"], check=True, stdout=subprocess.DEVNULL)
+    for number in range(24):
+        size = (96, 64) if number % 2 else (64, 64)
+        (folder / "data/photos").mkdir(exist_ok=True)
+        Image.new("RGB", size, (10 * number, 90, 40)).save(folder / f"data/photos/{number}.png")
+        (folder / f"data/photos/{number}.txt").write_text(f"a photo of number {number}")
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 6, "vocab_size": 320}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    text = folder / "ckpt/text"
+    Qwen3ForCausalLM(Qwen3Config(**sizes, **heads)).save_pretrained(text)
+    for file in (folder / "ckpt/internvl_tiny").glob("*token*"):
+        (text / file.name).write_bytes(file.read_bytes())
+    rows = [{"text": "a row of some words and numbers: " + " ".join(map(str, range(n, n + 60)))} for n in range(64)]
+    (folder / "data/rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    common = {
+        "optimizer": {"type": "adamw", "lr": 1e-4},
+        "lr_schedule": {"type": "constant", "warmup_steps": 0},
+        "train": {"steps": 3, "micro_batch_size": 4, "clip_grad_norm": 1.0},
+    }
+    photos = {"type": "media_text", "sources": [{"annotations": "data/photos"}], "num_frames": 1}
+    documents = {
+        ZIMAGE: {
+            "run": {"name": "z_image"},
+            "task": {"type": "diffusers", "pipeline": "ckpt/z_image", "text_encoder": {"dtype": "fp32"}},
+            "data": {
+                "train": {**photos, "max_height": 64, "max_width": 96},
+                "loader": {"mode": "variable", "buckets": "auto", "rests": "pad"},
+            },
+            "engine": {"type": "fsdp2", "ignored_modules": ["autoencoder", "text_encoder"]},
+        },
+        TEXT: {
+            "run": {"name": "text"},
+            "task": {"type": "pretrained", "from_pretrained": "ckpt/text", "auto_class": "AutoModelForCausalLM"},
+            "data": {"train": {"type": "text_rows", "file": "data/rows.jsonl", "text": "text", "tokenizer": "ckpt/text"}},
+            "engine": {"type": "fsdp2"},
+        },
+    }
+    for name, document in documents.items():
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(document | common))
+
+
+def words_of(case: Case) -> list[str]:
+    """A case's config and overrides."""
+    own = ROOT / "configs" / f"{case.config}.yaml"
+    words = [str(own) if own.exists() else f"{case.config}.yaml", *ALWAYS, *case.overrides.split()]
+    return words + ["validation.every=1000000", "validation.at_start=false"] * case.config.startswith("wan")
+
+
+def predicted(case: Case, folder: str) -> int:
+    """The predicted bytes of a rank at its peak."""
+    mm = [sys.executable, "-m", "mm_core.cli.main"]
+    if "data.cache.dir" in case.overrides:
+        built = [*mm, "cache", "build", "--config", *words_of(case)]
+        subprocess.run(built, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    command = [*mm, "train", "--dry-run", "--json", "--on", f"{case.ranks}xcpu", "--config", *words_of(case)]
+    run = subprocess.run(command, cwd=folder, check=True, stdout=subprocess.PIPE)
+    found = json.loads(run.stdout)["forecast"]
+    for note in found["notes"]:
+        print(f"  {note}")
+    return max(int(need["device_bytes"]) for need in found["needs"] if need["phase"] in ("load", "step"))
+
+
+def allocated(case: Case, folder: str) -> int:
+    """The measured bytes of the rank that allocates most."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    world = {"WORLD_SIZE": str(case.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    world |= {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": str(case.ranks)}
+    code = "import sys; from plan import rank; rank(sys.argv[1], sys.argv[2:])"
+    words = [sys.executable, "-c", code, *words_of(case)]
+    ranks = [
+        subprocess.Popen(
+            words,
+            cwd=folder,
+            env=os.environ
+            | world
+            | {"RANK": str(number), "LOCAL_RANK": str(number), "PYTHONPATH": str(Path(__file__).parent)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(case.ranks)
+    ]
+    outputs = [process.communicate()[0] for process in ranks]
+    found = [line for output in outputs for line in output.splitlines() if line.startswith("peak ")]
+    if len(found) < case.ranks:
+        raise SystemExit(f"{case.name}: a rank failed")
+    return max(int(line.split()[1]) for line in found)
+
+
+def rank(path: str, overrides: list[str]) -> None:
+    """Trains as a rank, and prints the largest sum of its live allocations."""
+    from torch._C._profiler import _EventType
+    from torch.profiler import ProfilerActivity, profile
+
+    import mm_core
+    from mm_core.runtime.groups import start_process_group, wait_for_ranks
+    from mm_core.training.assembly import assemble
+    from mm_core.training.loop import run_steps
+
+    start_process_group()
+    config = mm_core.load_config(path, overrides)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        run = assemble(config, "never")
+        run.between.steps = 1 << 30  # far away: the last step of a run would save
+        run_steps(run, 0)
+    tree, peak = [*recorded.profiler.kineto_results.experimental_event_tree()], 0
+    while tree:
+        event = tree.pop()
+        tree.extend(event.children)
+        if event.tag == _EventType.Allocation:
+            peak = max(peak, event.extra_fields.total_allocated)
+    print("peak", peak, flush=True)
+    held = wait_for_ranks()
+    os._exit(0 if held is not None else 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
