@@ -90,16 +90,25 @@ def main() -> int:
 
 def prepare(folder: Path) -> None:
     """Writes tiny checkpoints and data."""
+    import diffusers
     import yaml
     from mm_diffusers.testing import tiny_pipeline
     from mm_internvl.testing import make_tiny_checkpoint as make_internvl
     from mm_internvl.testing import make_tiny_conversations
     from mm_wan.testing import make_tiny_checkpoint as make_wan
     from PIL import Image
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import InternVLForConditionalGeneration, Qwen3Config, Qwen3ForCausalLM
 
     make_wan(folder / "ckpt/wan_tiny")
+    wan = diffusers.WanTransformer3DModel.from_pretrained(folder / "ckpt/wan_tiny/transformer").config
+    sizes = {"num_layers": 6, "num_attention_heads": 4, "attention_head_dim": 64, "ffn_dim": 1024}
+    diffusers.WanTransformer3DModel(**{**wan, **sizes}).save_pretrained(folder / "ckpt/wan_tiny/transformer")
     make_internvl(folder / "ckpt/internvl_tiny")
+    larger = InternVLForConditionalGeneration.config_class.from_pretrained(folder / "ckpt/internvl_tiny")
+    sizes = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6, "layer_types": None}
+    text = type(larger.text_config)(**{**larger.text_config.to_dict(), **sizes})
+    larger = type(larger)(**{**larger.to_dict(), "text_config": text.to_dict()})
+    InternVLForConditionalGeneration(larger).save_pretrained(folder / "ckpt/internvl_tiny")
     make_tiny_conversations(folder / "data/digits")
     tiny_pipeline(folder / "ckpt/z_image", "ZImagePipeline")
     for place in ("shapes", "real_clips"):

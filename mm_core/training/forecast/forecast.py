@@ -14,7 +14,7 @@ from mm_core.device.machines import GIB, Machine
 from mm_core.device.torch_private import DataDependentOutputException, DynamicOutputShapeException
 from mm_core.evaluation.sampled_clips import with_trained_size
 from mm_core.parallel.layout import ShardedPlan
-from mm_core.plan import RunPlan, build_frozen, build_task
+from mm_core.plan import RunPlan, build_frozen, build_task, check_data
 from mm_core.plan.planning import state_tensors
 from mm_core.plan.run_plan import host_bytes
 from mm_core.plan.samples import Samples
@@ -128,6 +128,7 @@ def forecast(
 
     def build() -> TaskModule:
         task = build_task(config, adapters)
+        check_data(config, task)  # components may find their sizes by a forward, once, which must not be fake
         build_frozen(task)
         return task
 
