@@ -84,7 +84,8 @@ def main() -> int:
     )
     median = statistics.median(offs)
     print(f"RESULT plan_peaks_within {within} {len(offs)} {'ok' if within == len(offs) else 'short'}")
-    print(f"RESULT plan_peak_median {median:.4f} {BAR_OF_MEDIAN} {'ok' if median <= BAR_OF_MEDIAN else 'short'}")
+    good = "ok" if median <= BAR_OF_MEDIAN else "short"
+    print(f"RESULT plan_peak_median {median:.4f} {BAR_OF_MEDIAN} {good}")
     return int(within < len(offs) or median > BAR_OF_MEDIAN)
 
 
@@ -125,7 +126,7 @@ def prepare(folder: Path) -> None:
     Qwen3ForCausalLM(Qwen3Config(**sizes, **heads)).save_pretrained(text)
     for file in (folder / "ckpt/internvl_tiny").glob("*token*"):
         (text / file.name).write_bytes(file.read_bytes())
-    rows = [{"text": "a row of some words and numbers: " + " ".join(map(str, range(n, n + 60)))} for n in range(64)]
+    rows = [{"text": " ".join(f"number {word}" for word in range(n, n + 30))} for n in range(64)]
     (folder / "data/rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     common = {
         "optimizer": {"type": "adamw", "lr": 1e-4},
@@ -145,8 +146,12 @@ def prepare(folder: Path) -> None:
         },
         TEXT: {
             "run": {"name": "text"},
-            "task": {"type": "pretrained", "from_pretrained": "ckpt/text", "auto_class": "AutoModelForCausalLM"},
-            "data": {"train": {"type": "text_rows", "file": "data/rows.jsonl", "text": "text", "tokenizer": "ckpt/text"}},
+            "task": {
+                "type": "pretrained",
+                "from_pretrained": "ckpt/text",
+                "auto_class": "AutoModelForCausalLM",
+            },
+            "data": {"train": {"type": "text_rows", "file": "data/rows.jsonl", "tokenizer": "ckpt/text"}},
             "engine": {"type": "fsdp2"},
         },
     }

@@ -55,9 +55,9 @@ def _device(name: str, gib: float, bf16: float, fp32: float, memory: float, *lin
 
 
 _DEVICES = (
-    # Memory as torch reports it for a whole card. Data sheets of nvidia.com: NVLink and PCIe are published for
-    # both directions together. Networks: DGX H100, H200 and B200 have 400 Gbit/s a device, DGX A100 200; for
-    # cards without such a system, 100.
+    # Memory as torch reports it for a whole card. Data sheets of nvidia.com: NVLink and PCIe are published
+    # for both directions together. Networks: DGX H100, H200 and B200 have 400 Gbit/s a device, DGX A100 200;
+    # for cards without such a system, 100.
     _device("B200", 178.4, 2250, 80, 8.0, 900, 50, 64),
     _device("H200", 139.8, 989.4, 67, 4.8, 450, 50, 64),
     _device("H100", 79.2, 989.4, 67, 3.35, 450, 50, 64),
@@ -70,7 +70,7 @@ _DEVICES = (
     # Of one of the two dies of a package, which are two devices: arXiv 2506.12708, section 3.
     _device("910C", 61.0, 376, 94, 1.6, 196, 25, 32),
 )
-_CPU = Device("cpu", 0, 1e11, 1e11, 2e10, 5e9, 1e9, 1e10, context=0, call=2e-6)
+_CPU = Device("cpu", 0, context=0)  # the speed of processors differs too much
 DEVICES = {device.name: device for device in _DEVICES}
 
 
@@ -118,20 +118,17 @@ def machine_of(text: str) -> Machine:
     raise MMError(f"the device {found[3]!r} is not known", where="--on", accepted=accepted, hint=hint)
 
 
-def this_machine(world: int) -> Machine:
-    """The machine that this process runs on, with all ranks on this host.
-
-    Args:
-        world: number of ranks.
-    """
+def this_machine(hosts: int, ranks: int) -> Machine:
+    """Hosts as the one that this process runs on, each with a number of ranks."""
     import torch
 
     from mm_core.device.kind import device_type
 
     if (kind := device_type()) == "cpu":
-        return Machine(1, world, replace(_CPU, memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // world))
+        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return Machine(hosts, ranks, replace(_CPU, memory=size // ranks))
     module = torch.get_device_module(kind)
     name, size = str(module.get_device_name()), int(module.get_device_properties(0).total_memory)
     key = re.sub(r"[\s_-]|ascend", "", name, flags=re.I).lower()
     known = next((device for part, device in DEVICES.items() if part.lower() in key), Device(name, size))
-    return Machine(1, world, replace(known, memory=size))
+    return Machine(hosts, ranks, replace(known, memory=size))

@@ -21,8 +21,9 @@ from mm_core.plan.samples import Samples
 
 
 def plan_shown(config: RunConfig, world: int, task: TaskModule) -> tuple[RunPlan, Samples | None]:
-    """The plan of a run for `mm-train --dry-run`, with notes on what the sources of its data leave out, and the
-    samples of data.train if they are there.
+    """The plan of a run for `mm-train --dry-run`, with notes on what the sources of its data leave out.
+
+    The samples of data.train come with it if they are there.
 
     A dataset whose fields name its files is opened once all of them are there, which reads every row; until
     then they are in the plan's `missing`.

@@ -17,6 +17,7 @@ from mm_core.errors import MMError, plural
 
 if TYPE_CHECKING:
     from mm_core.config.sections import RunConfig
+    from mm_core.device.machines import Machine
     from mm_core.runtime.launch.signals import StopFlag
     from mm_core.telemetry.operators import Operator
 
@@ -104,7 +105,9 @@ def execute(args: argparse.Namespace) -> int:
     nproc = None if args.nproc == "auto" else args.nproc
     config = config_of(args)  # finds every typo before a rank is started
     if args.on is not None:
-        return _dry_run(config, None, args)
+        from mm_core.device.machines import machine_of
+
+        return _dry_run(config, machine_of(args.on), args)
     if nproc is None:
         from mm_core.runtime.launch.launcher import quiet_torch
 
@@ -114,7 +117,9 @@ def execute(args: argparse.Namespace) -> int:
         nproc = max(1, device_count())
     world = nproc * most
     if args.dry_run:
-        return _dry_run(config, world, args)
+        from mm_core.device.machines import this_machine
+
+        return _dry_run(config, this_machine(most, nproc), args)
     if args.verify_resume is not None:
         return _verify_resume(args, config, nproc, most)
     if world == 1:
@@ -175,14 +180,11 @@ def _verify_resume(args: argparse.Namespace, config: RunConfig, nproc: int, host
     return 0 if same else 1
 
 
-def _dry_run(config: RunConfig, world: int | None, args: argparse.Namespace) -> int:
-    """Prints the plan for a number of ranks on this host; None: for the machine that --on names."""
+def _dry_run(config: RunConfig, machine: Machine, args: argparse.Namespace) -> int:
     from mm_core.checkpoint.reading import adapters_begun
-    from mm_core.device.machines import machine_of, this_machine
     from mm_core.plan import base_choices, build_task, plan_shown, table_of
     from mm_core.training.forecast.forecast import forecast
 
-    machine = this_machine(world) if world is not None else machine_of(args.on)
     world = machine.world
     adapters = adapters_begun(config.train.adapters, config.run.folder)
     plan, samples = plan_shown(config, world, build_task(config, adapters))
@@ -220,10 +222,11 @@ def _operators(config: RunConfig, device: str | None) -> list[Operator]:
 def _dry_run_of_rank(args: argparse.Namespace) -> int:
     """The first rank of a launcher's ranks prints the plan; nothing is trained."""
     from mm_core.device import environment_world
+    from mm_core.device.machines import this_machine
 
     world = environment_world()
-    config = config_of(args)
-    return _dry_run(config, world.world_size, args) if world.rank == 0 else 0
+    config, ranks = config_of(args), int(os.environ.get("LOCAL_WORLD_SIZE", world.world_size))
+    return _dry_run(config, this_machine(world.world_size // ranks, ranks), args) if world.rank == 0 else 0
 
 
 def _refuse_contradictions(args: argparse.Namespace) -> None:
@@ -249,7 +252,7 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
     elif args.json and not args.dry_run:
         what, hint = "--json works only with --dry-run, whose plan it prints as JSON", "add --dry-run"
     elif args.on and (not args.dry_run or args.nproc is not None or args.nnodes is not None):
-        what = "--on gives the ranks and the device of a plan: it works with --dry-run, without --nproc and --nnodes"
+        what = "--on gives the ranks of a plan: it works with --dry-run, without --nproc and --nnodes"
         hint = "mm-train --config FILE --dry-run --on 8xH100"
     elif args.strict and not args.dry_run:
         what, hint = "--strict works only with --dry-run: no run starts without its files", "add --dry-run"

@@ -78,14 +78,14 @@ class FakeRank:
         """Computes on fakes what the run computes; the meter counts."""
         if self.batch is not None:
             load_own(self.task)
-        with _fake_ranks(self.plan.world), FakeTensorMode(allow_non_fake_inputs=True):
-            with meter.counting():
-                self._run(meter)
+        fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        with _fake_ranks(self.plan.world), fakes, meter.counting():
+            self._run(meter)
 
     def _run(self, meter: Meter) -> None:
         config, task, engine, plan = self.config, self.task, self.engine, self.plan
         rng, groups = Randomness(config.run.seed), groups_of(task)
-        with meter.phase("load"), meter.making("buffers of loading"):
+        with meter.phase("load"), meter.making("weights being loaded"):
             engine.place_frozen(task, plan, _Covered(()))
             for name in task.frozen:
                 if isinstance(component := getattr(task, name), nn.Module):
@@ -99,7 +99,7 @@ class FakeRank:
                 ema = EMA(engine.shards, config.ema) if config.ema is not None else None
         for name in task.trainable:  # those of a shortened model would miss blocks; the meter counts
             if isinstance(component := task.get_submodule(name), SupportsModuleFlops):
-                component.module_flops = lambda *_: {}  # type: ignore[method-assign]
+                component.module_flops = lambda **_: ()  # type: ignore[method-assign]
         self._watch(meter, groups)
         task.train()
         with meter.phase("step"), meter.making("loss"):
@@ -192,7 +192,7 @@ def _rows(tensor: Tensor, rows: int) -> Tensor:
 def _backward_of(enter: Callable[[str], None], segment: str, *call: Any) -> None:
     for tensor in tree_leaves(call[-1]):
         if isinstance(tensor, Tensor) and tensor.requires_grad:
-            tensor.register_hook(lambda _: enter(segment))
+            tensor.register_hook(lambda _: enter(segment))  # type: ignore[no-untyped-call]
             return
 
 

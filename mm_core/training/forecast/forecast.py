@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -16,11 +15,11 @@ from mm_core.evaluation.sampled_clips import with_trained_size
 from mm_core.parallel.layout import ShardedPlan
 from mm_core.plan import RunPlan, build_frozen, build_task, check_data
 from mm_core.plan.planning import state_tensors
-from mm_core.plan.run_plan import host_bytes
 from mm_core.plan.samples import Samples
 from mm_core.training.forecast.composed import Counted, Phases, counted
 from mm_core.training.forecast.fake_rank import FakeRank, forward_of
-from mm_core.training.forecast.seconds import Seconds, seconds_of
+from mm_core.training.forecast.meter import Work
+from mm_core.training.forecast.seconds import seconds_of
 from mm_core.training.parts import Restored
 from mm_core.training.training_samples import make_loader
 from mm_core.weights.adapters.inject import Structure
@@ -151,18 +150,18 @@ def forecast(
     try:
         phases = counted(build, plan.engine, rank)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        import os
-        if os.environ.get("DBG"): raise
         where = f"{error.func} needs values that only a real forward has"
         return _unknown(plan, machine, f"activations and seconds are unknown: {where}")
-    needs = tuple(_need(name, own, plan, machine) for name, own in phases.items())
-    seconds = _seconds(phases, plan, machine).parts if machine.device.timed else Counter()
-    notes += _compiled(plan)
+    notes += ["compiled blocks are counted as eager ones: they need no more memory"] * bool(
+        plan.engine.compiled
+    )
+    needs = tuple(_need(name, own, config, plan, machine) for name, own in phases.items())
+    seconds = _seconds(phases, plan, machine) if machine.device.timed else {}
     return Forecast(
         machine.title,
         machine.device.memory,
         needs,
-        dict(seconds),
+        seconds,
         plan.global_batch_size,
         plan.steps,
         tuple(notes),
@@ -210,41 +209,36 @@ def _request(config: RunConfig) -> SampleRequest | None:
     return with_trained_size(request, config.task, config.data.train)
 
 
-def _need(name: str, segments: dict[str, Counted], plan: RunPlan, machine: Machine) -> Need:
+def _need(
+    name: str, segments: dict[str, Counted], config: RunConfig, plan: RunPlan, machine: Machine
+) -> Need:
     top = max(segments.values(), key=lambda each: each.bytes)
     parts, host = dict(top.parts.most_common()), 0
-    if machine.device.name != "cpu":
-        host = sum(host_bytes(plan.engine).values()) + sum(part.host_bytes for part in plan.engine.parts)
-        host += plan.ema_bytes if plan.ema_on_host else 0
-    device = max(0, top.bytes - host)
-    if machine.device.name != "cpu":
-        device = round(device * (1 + ROUNDING)) + machine.device.context + BUFFERS * (machine.world > 1)
-    return Need(name, device, host, parts)
+    if machine.device.name == "cpu":
+        return Need(name, top.bytes, 0, parts)
+    held = plan.host_bytes
+    host = sum(held.values()) + sum(part.host_bytes for part in plan.engine.parts)
+    if getattr(config.engine.options.get("offload"), "activations", None):
+        # What a block keeps is on the device until it ends.
+        kept = {key: size for key, size in parts.items() if key.endswith(".*")}
+        blocks = len(plan.engine.wrapped) if isinstance(plan.engine, ShardedPlan) else 0
+        host += sum(kept.values()) * (blocks - 1) // max(blocks, 1)
+    device = round(max(0, top.bytes - host) * (1 + ROUNDING))
+    device += machine.device.context + BUFFERS * (machine.world > 1)
+    return Need(name, device, host, {key: size for key, size in parts.items() if key not in held})
 
 
-def _seconds(phases: Phases, plan: RunPlan, machine: Machine) -> Seconds:
+def _seconds(phases: Phases, plan: RunPlan, machine: Machine) -> dict[str, float]:
     """Those of a step; two micro-batches stand for all of it."""
-    own = phases["step"]
-    update, encoding, micro = (
-        Counter(own["update"].work),
-        Counter(own.get("encoding", Counted()).work),
-        Counter(),
-    )
-    for key, segment in own.items():
-        if key not in ("update", "encoding"):
-            micro.update(segment.work)
-    times = plan.accumulation / min(plan.accumulation, 2)
-    step = Counter({work: count * times for work, count in micro.items()})
-    step.update(update)
-    encoded = Counter({work: count * times for work, count in encoding.items()})
     assert isinstance(plan.engine, ShardedPlan)
-    return seconds_of(step, encoded, machine, bool(plan.engine.compiled))
-
-
-def _compiled(plan: RunPlan) -> list[str]:
-    if not (isinstance(plan.engine, ShardedPlan) and plan.engine.compiled):
-        return []
-    return ["compiled blocks are counted as eager ones: they need no more memory"]
+    times = plan.accumulation / min(plan.accumulation, 2)
+    step: dict[Work, float] = {}
+    encoding: dict[Work, float] = {}
+    for key, segment in phases["step"].items():
+        into = encoding if key == "encoding" else step
+        for work, count in segment.work.items():
+            into[work] = into.get(work, 0.0) + count * (1 if key == "update" else times)
+    return seconds_of(step, encoding, machine, bool(plan.engine.compiled))
 
 
 def _size(size: int) -> str:

@@ -13,9 +13,10 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from mm_core.device.torch_private import DTensor, FakeTensor, TorchDispatchMode, in_backward
+from mm_core.device.torch_private import FakeTensor, TorchDispatchMode, in_backward
 from mm_core.telemetry.flop_counter import formulas
 from mm_core.telemetry.operators import run_operator
 
@@ -199,9 +200,9 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any], given: list[Tensor]) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(given[0], FakeTensor):
-            if given[0].is_floating_point():
-                return 1.0
+        reads = func is torch.ops.aten._local_scalar_dense.default and isinstance(given[0], FakeTensor)
+        if reads and given[0].is_floating_point():
+            return 1.0
         if any(each.is_meta and not isinstance(each, FakeTensor) for each in given):
             return func(*args, **kwargs)
         kind = kwargs.get("dtype") or torch.get_default_dtype()

@@ -1,10 +1,8 @@
-"""Seconds of a step from its operators: a roofline of the device, with shares of its peaks that kernels reach."""
+"""Seconds of a step from its operators: a roofline of the device, with what kernels reach of its peaks."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from mm_core.device.machines import Machine
 from mm_core.training.forecast.meter import Work
@@ -24,48 +22,32 @@ _SHORTEST = 2e-6
 """Seconds of the shortest kernel."""
 
 
-@dataclass
-class Seconds:
-    """Seconds of a rank's step by what takes them, in the order in which they are shown."""
+def seconds_of(
+    step: Mapping[Work, float], encoding: Mapping[Work, float], machine: Machine, compiled: bool
+) -> dict[str, float]:
+    """The seconds of a step on a machine, by what takes them.
 
-    parts: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def total(self) -> float:
-        """All parts."""
-        return sum(self.parts.values())
-
-
-def seconds_of(step: Counter[Work], encoding: Counter[Work], machine: Machine, compiled: bool) -> Seconds:
-    """The seconds of a step on a machine.
-
-    What is communicated while the device computes is hidden; the first gather and the last reduction are not.
-    A device waits where its process starts operators more slowly than it runs them.
+    What is communicated while the device computes is hidden. A device waits where its process starts
+    operators more slowly than it runs them.
 
     Args:
-        step: operators of all micro-batches and the update.
-        encoding: operators of encoders.
+        step: how often each operator of all micro-batches and the update runs.
+        encoding: the same of encoders.
         machine: its device's speed is known.
         compiled: whether blocks are compiled.
     """
-    times: Counter[str] = Counter()
-    calls = 0
+    times = dict.fromkeys(REACHED, 0.0)
     for work, count in step.items():
-        spent = of_call(work, machine)
-        if compiled and work.kind == "elementwise":
-            spent *= COMPILED
-        times[work.kind] += spent * count
-        calls += count
-    sent = times.pop("communication", 0.0)
+        share = COMPILED if compiled and work.kind == "elementwise" else 1.0
+        times[work.kind] += of_call(work, machine) * share * count
+    sent = times.pop("communication")
     busy = sum(times.values())
-    host = max(0.0, calls * machine.device.call - busy)
-    if machine.device.name == "cpu":
-        host = calls * machine.device.call  # one thread after the other
-    found = Seconds(Counter({name: times[name] for name in ("matmul", "attention", "elementwise")}))
-    found.parts["communication not hidden"] = max(0.0, sent - busy)
-    found.parts["encoding"] = sum(of_call(work, machine) * count for work, count in encoding.items())
-    found.parts["host"] = host
-    return found
+    return {
+        **times,
+        "communication not hidden": max(0.0, sent - busy),
+        "encoding": sum(of_call(work, machine) * count for work, count in encoding.items()),
+        "host": max(0.0, sum(step.values()) * machine.device.call - busy),
+    }
 
 
 def of_call(work: Work, machine: Machine) -> float:
