@@ -10,7 +10,7 @@ import torch
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import Batch, DataRanks, Engine, EnginePlan, SampleRequest, TaskModule
 from mm_core.device.machines import GIB, Machine
-from mm_core.device.torch_private import DataDependentOutputException, DynamicOutputShapeException
+from mm_core.errors import MMError
 from mm_core.evaluation.sampled_clips import with_trained_size
 from mm_core.parallel.layout import ShardedPlan
 from mm_core.plan import RunPlan, build_frozen, build_task, check_data
@@ -149,9 +149,14 @@ def forecast(
 
     try:
         phases = counted(build, plan.engine, rank)
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        where = f"{error.func} needs values that only a real forward has"
-        return _unknown(plan, machine, f"activations and seconds are unknown: {where}")
+    except MMError:
+        raise
+    except Exception as error:  # whatever a model does that needs numbers: the plan is shown all the same
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        parts = ", ".join(task.trainable)
+        return _unknown(
+            plan, machine, f"activations and seconds are unknown: {parts} needs numbers ({reason})"
+        )
     notes += ["compiled blocks are counted as eager ones: they need no more memory"] * bool(
         plan.engine.compiled
     )

@@ -1,0 +1,250 @@
+"""The forecast of a run: its peaks are what ranks allocate, and a long model is composed of short ones."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mm_core.config.load import load_config
+from mm_core.device.machines import Machine, machine_of
+from mm_core.errors import MMError
+from mm_core.plan import build_task, plan_shown
+from mm_core.training.forecast import composed
+from mm_core.training.forecast.forecast import Forecast, forecast
+from mm_core.training.forecast.meter import Meter, Work
+from mm_core.training.forecast.seconds import REACHED, of_call
+from tests.support.scripts import script
+
+GIB = 2**30
+LONG = ("task.predictor.num_layers=9", "data.train.annotations=absent.json")
+
+
+def forecast_of(path, machine: str | Machine, *overrides: str) -> Forecast:
+    config = load_config(path, overrides)
+    on = machine_of(machine) if isinstance(machine, str) else machine
+    plan, samples = plan_shown(config, on.world, build_task(config, {}))
+    return forecast(config, plan, on, samples, {})
+
+
+# -- memory ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dit, 3 ranks, reduced",
+        "dit, context parallel 2",
+        "dit, activations on the host, average",
+        "text, recomputed, chunked loss",
+    ],
+)
+def test_the_predicted_peak_is_what_the_ranks_allocate(tmp_path, name):
+    benchmark = script("benchmarks/plan.py")
+    benchmark.prepare(tmp_path)
+    case = next(each for each in benchmark.CASES if each.name == name)
+    ratio = benchmark.predicted(case, tmp_path) / benchmark.allocated(case, tmp_path)
+    assert abs(ratio - 1) <= (benchmark.BAR_OF_LANGUAGE if case.language else benchmark.BAR)
+
+
+@pytest.mark.parametrize("sharded", [(), ("engine.recompute_modules=auto", "ema.decay=0.9")])
+def test_a_model_composed_of_short_ones_needs_what_the_whole_needs(tiny, monkeypatch, sharded):
+    found = []
+    for short in (composed.SHORT, 100):
+        monkeypatch.setattr(composed, "SHORT", short)
+        found.append(forecast_of(tiny, "4xH100", *LONG, *sharded))
+    assert found[0].needs == found[1].needs
+    assert found[0].seconds == pytest.approx(found[1].seconds, rel=1e-9)
+    short = forecast_of(tiny, "4xH100", *LONG, *sharded, "task.predictor.num_layers=3")
+    assert short.peak.device_bytes < found[0].peak.device_bytes
+
+
+def test_a_model_that_counts_on_the_length_of_its_lists_is_computed_whole(tiny, monkeypatch):
+    from mm_custom_dit.model import CustomDiT
+
+    whole = forecast_of(tiny, "1xH100", *LONG)
+    forward = CustomDiT.forward
+
+    def counting(self, *args, **kwargs):
+        assert len(self.blocks) == 9
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(CustomDiT, "forward", counting)
+    assert forecast_of(tiny, "1xH100", *LONG).needs == whole.needs
+
+
+def test_phases_are_those_that_the_run_has_with_the_data_and_encoders(tiny):
+    validation = [
+        "data.validation.type=video_text",
+        "data.validation.annotations=${data.train.annotations}",
+        *(f"data.validation.{name}=${{data.train.{name}}}" for name in ("num_frames", "height", "width")),
+        "validation={samples: {prompts: [a red circle]}}",
+    ]
+    found = forecast_of(tiny, "1xcpu", *validation)
+    assert [need.phase for need in found.needs] == ["load", "step", "evaluation", "sample"]
+    assert not found.notes and not found.seconds
+    alone = forecast_of(tiny, "1xcpu", *validation, "data.train.annotations=absent.json")
+    assert [need.phase for need in alone.needs] == ["load", "step", "evaluation"]
+    assert "encoders are not counted" in alone.notes[0]
+
+
+def test_states_on_the_host_are_not_on_the_device(tiny):
+    device = forecast_of(tiny, "1xH100", *LONG).peak
+    host = forecast_of(tiny, "1xH100", *LONG, "engine.offload.optimizer=cpu").peak
+    assert host.host_bytes > device.host_bytes == 0
+    assert host.device_bytes < device.device_bytes
+    assert "optimizer" in device.parts and "optimizer" not in host.parts
+
+
+def test_what_a_device_lacks_is_the_peak_beyond_its_memory(tiny):
+    found = forecast_of(tiny, "1x0.5GB", *LONG)  # its driver alone takes more
+    assert found.lacking == found.peak.device_bytes - GIB // 2 > 0
+    assert f"does not fit, by {found.lacking / GIB:.1f} GiB, in: step" in "\n".join(found.render())
+    assert "fits: " in "\n".join(forecast_of(tiny, "1x24GB", *LONG).render())
+
+
+def test_a_forward_that_needs_numbers_leaves_the_model_states(tiny, monkeypatch):
+    from mm_custom_dit.model import CustomDiT
+
+    forward = CustomDiT.forward
+
+    def choosing(self, *, latents, **kwargs):
+        latents.flatten()[latents.flatten() > 0].sum()
+        return forward(self, latents=latents, **kwargs)
+
+    monkeypatch.setattr(CustomDiT, "forward", choosing)
+    found = forecast_of(tiny, "2xH100", *LONG)
+    assert [need.phase for need in found.needs] == ["states"]
+    assert "unknown: predictor needs numbers" in found.notes[0]
+    assert not dist.is_initialized()
+
+
+def test_nothing_is_allocated_for_a_model_of_a_hundred_gibibytes(tiny):
+    wide = (
+        "train.global_batch_size=16",
+        "task.predictor.num_layers=80",
+        "task.predictor.head_dim=4096",
+        "task.predictor.ffn_dim=32768",
+    )
+    before = torch.get_num_threads()
+    found = forecast_of(tiny, "8xB200", *LONG, *wide)
+    assert found.peak.parts["optimizer"] > 20 * GIB
+    assert torch.get_num_threads() == before and not dist.is_initialized()
+
+
+def test_storages_count_from_their_operator_to_their_release():
+    meter = Meter()
+    with meter.phase("step"), meter.counting():
+        first = torch.ones(1000)
+        meter.enter("second")
+        with meter.making("named"):
+            second = first * 2
+        view = second.view(10, 100)
+        del second
+        meter.call([first], "first")
+        del first
+        meter.enter("third")
+        third = torch.zeros(10)
+        view.untyped_storage().resize_(0)
+        meter.enter("fourth")
+        third.add_(1)
+    peaks = {name: segment.peak for name, segment in meter.phases["step"].items()}
+    assert peaks == {"begin": 4000, "second": 8000, "third": 4040, "fourth": 40}
+    assert meter.parts(meter.phases["step"]["second"].at) == {"first": 4000, "named": 4000}
+
+
+# -- seconds -----------------------------------------------------------------------------------------
+
+
+def test_an_operator_takes_what_limits_it():
+    machine = machine_of("2x8xH100")
+    device = machine.device
+    large = Work("matmul", "mm", "bfloat16", 10**15, 10**6)
+    assert of_call(large, machine) == pytest.approx(1e15 / (REACHED["matmul"] * device.bf16))
+    wide = Work("elementwise", "add", "bfloat16", 0, 10**12)
+    assert of_call(wide, machine) == pytest.approx(1e12 / (REACHED["elementwise"] * device.bandwidth))
+    assert of_call(large._replace(dtype="float32"), machine) > 10 * of_call(large, machine)
+
+
+def test_a_collective_takes_the_links_between_its_ranks():
+    machine = machine_of("2x8xH100")
+    device, share = machine.device, REACHED["communication"]
+    within = Work("communication", "_allgather_base_", "bfloat16", 0, 10**10, group=8, span=8)
+    assert of_call(within, machine) == pytest.approx(1e10 * 7 / 8 / (share * device.link))
+    across = within._replace(group=2, span=9)  # one rank of each host
+    assert of_call(across, machine) == pytest.approx(1e10 / 2 / (share * device.network))
+    everywhere = within._replace(group=16, span=16)  # each host's ranks share its network cards
+    assert of_call(everywhere, machine) == pytest.approx(1e10 * 15 / 16 / (share * 8 * device.network))
+    assert of_call(within._replace(group=1, span=1), machine) == 0
+
+
+def test_a_step_has_the_flops_of_the_plan(tiny):
+    config = load_config(tiny, [*LONG, "train.global_batch_size=2"])
+    plan, _ = plan_shown(config, 1, build_task(config, {}))
+    counts: Counter[str] = Counter()
+    original = composed._run
+
+    def seen(rank):
+        phases = original(rank)
+        for segment in phases["step"].values():
+            for work, count in segment.work.items():
+                # The plan's backward is two forwards; that of attention computes the scores again.
+                again = work.kind == "attention" and "backward" in work.name
+                counts["all"] += work.flops * count * (0.8 if again else 1)
+        return phases
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(composed, "_run", seen)
+        patch.setattr(composed, "SHORT", 100)
+        forecast(config, plan, machine_of("1xH100"), None, {})
+    assert counts["all"] == pytest.approx(plan.flops.forward + plan.flops.backward, rel=0.01)
+
+
+# -- the command -------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_the_forecast_for_a_machine(tiny, mm):
+    words = ("data.train.annotations=absent.json", "train.global_batch_size=16")
+    done = mm("train", "--config", tiny, "--dry-run", "--on", "2x4xH100", *words)
+    assert done.code == 0, done.err
+    assert "forecast for 2 hosts of 4 x H100, per rank" in done.out
+    assert "plan of run 'tiny': 8 ranks" in done.out and "samples a day" in done.out
+    own = mm("train", "--config", tiny, "--dry-run", "--on", "1x24GB", "--json")
+    document = json.loads(own.out)["forecast"]
+    assert document["fits"] and document["step_seconds"] == 0
+    assert {"load", "step"} == {need["phase"] for need in document["needs"]}
+
+
+@pytest.mark.parametrize(
+    ("words", "texts"),
+    [
+        (("--dry-run", "--on", "3xFOO"), ("the device 'FOO' is not known", "H100", "910B")),
+        (("--dry-run", "--on", "1x24"), ("not known", "1x24GB")),
+        (("--dry-run", "--on", "H100"), ("is not a machine", "RANKSxDEVICE")),
+        (("--dry-run", "--on", "0xH100"), ("is not a machine",)),
+        (("--on", "8xH100"), ("it works with --dry-run",)),
+        (("--dry-run", "--on", "8xH100", "--nproc", "2"), ("without --nproc",)),
+    ],
+)
+def test_a_machine_that_is_none_is_an_error(tiny, mm, words, texts):
+    done = mm("train", "--config", tiny, *words)
+    assert done.code == 1
+    assert all(text in done.err for text in texts), done.err
+
+
+@pytest.mark.parametrize("text", ["8xh100", "8xH100", "1x8xH100", "8x NVIDIA H100"])
+def test_a_machine_is_read_as_people_write_it(text):
+    machine = machine_of(text)
+    assert (machine.world, machine.device.name, machine.device.timed) == (8, "H100", True)
+    assert machine_of("8xAscend 910B").device.name == "910B"
+    assert machine_of("1x24 GB").device.memory == machine_of("1x24GiB").device.memory == 24 * GIB
+
+
+def test_a_machine_of_no_ranks_is_an_error():
+    for text in ("0x8xH100", "8x", "x", ""):
+        with pytest.raises(MMError, match=r"is not a machine|not known"):
+            machine_of(text)
