@@ -164,7 +164,7 @@ class Chat:
         """Raises Fault if the template omits a turn or a picture, or a turn has tokens of the template."""
         template = self.processor.template
         for name, turn in turns.items():
-            words = "".join(PLACEHOLDER.sub("", spoken) for spoken in turn.texts)
+            words = "".join(PLACEHOLDER.sub("", spoken) for spoken in turn.texts) + str(turn.calls or "")
             if own := next((token for token in template.structure if token in words), None):
                 raise Fault(
                     f"{name} contains {own!r}, which is a special token of the model",

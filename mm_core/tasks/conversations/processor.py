@@ -140,7 +140,8 @@ class ChatProcessor:
                 raise Fault("the chat template takes texts alone, but the conversation has images")
             content: Any = "".join(part["text"] for part in made)
         else:
-            content = made or [{"type": "text", "text": ""}]
+            # Templates ask whether words precede a call.
+            content = made or ([] if turn.calls else [{"type": "text", "text": ""}])
         return {
             "role": turn.role,
             "content": content,
