@@ -238,7 +238,8 @@ def test_json_of_conversations_has_the_pieces_of_the_first_rows(
     ]
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 2))
     config = yaml.safe_load(run.read_text())
-    chat = {"type": "conversations", "sources": [{"annotations": str(tmp_path / "chat.jsonl")}]}
+    sources = [{"annotations": str(tmp_path / "chat.jsonl")}]
+    chat = {"type": "conversations", "sources": sources, "max_length": 2048}
     config |= {"validation": {"every": 500}}
     config["data"]["validation"] = {**chat, "processor": str(chat_model("qwen3_vl"))}
     run.write_text(yaml.safe_dump(config))
