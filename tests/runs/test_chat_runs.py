@@ -65,6 +65,28 @@ def test_ranks_and_micro_batches_do_not_change_the_losses(name, chat_model, chat
         assert other == pytest.approx(found[0], rel=1e-6)
 
 
+def test_weights_of_turns_are_those_of_the_whole_step(chat_model, chat_rows, tmp_path, mm):
+    """On any rank, in any micro-batch, and in validation."""
+    rows = [json.loads(line) for line in chat_rows.read_text().splitlines()]
+    for number, row in enumerate(rows):
+        for turn in row.get("messages") or row["conversations"]:
+            turn["weight"] = (0.25, 1, 3)[number % 3]
+    file = chat_rows.parent / "weights.jsonl"  # beside the pictures
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    base = config(chat_model("qwen3_vl"), file)
+    held = {**base["data"], "validation": base["data"]["train"]}
+    wanted = config(chat_model("qwen3_vl"), file, data=held, validation={"every": 3})
+    runs = [
+        trained(f"w{ranks}{micro}", wanted, mm, tmp_path, "--nproc", ranks, f"train.micro_batch_size={micro}")
+        for ranks, micro in ((1, 6), (1, 2), (2, 1))
+    ]
+    for key in ("loss", "validation/loss"):
+        found = [losses(run, key) for run in runs]
+        assert found[0] and all(each == pytest.approx(found[0], rel=1e-6) for each in found[1:])
+    plain = trained("plain", config(chat_model("qwen3_vl"), chat_rows), mm, tmp_path)
+    assert losses(plain)[0] != pytest.approx(losses(runs[0])[0], rel=1e-3)
+
+
 @pytest.mark.parametrize("packing", [False, True])
 def test_balanced_ranks_train_as_ranks_that_take_samples_as_they_come(
     packing, chat_model, chat_rows, tmp_path, mm

@@ -159,6 +159,7 @@ class Conversations:
             )
             for name in names
         }
+        label_weights = inputs.pop("label_weights", None)
         vision = processor.joined([[piece.vision for piece in row if piece.vision] for row in rows])
         inputs |= vision
         if self.packs is None:
@@ -167,7 +168,7 @@ class Conversations:
             inputs["position_ids"] = positions([len(piece) for piece in rows[0]])[None]
         weights = torch.tensor([sample["weight"] for sample in samples], dtype=torch.float32)
         keys, ids = [sample["key"] for sample in samples], [sample["id"] for sample in samples]
-        batch = TextBatch(keys, weights, ids, inputs=inputs)
+        batch = TextBatch(keys, weights, ids, inputs=inputs, label_weights=label_weights)
         if self.packs is None:
             return replace(batch, references=[sample["answers"] for sample in samples])
         (row,) = rows

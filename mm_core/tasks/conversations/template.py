@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mm_core.errors import CheckpointError
+from mm_core.tasks.conversations.placed import Learnt
 from mm_core.tasks.conversations.spans import THOUGHT_TAGS, Marks, Place, TurnContent, unused
 
 if TYPE_CHECKING:
@@ -107,20 +108,20 @@ class ChatTemplate:
         return text
 
     def spans(
-        self, messages: Messages, tools: Sequence[Any] | None = None, learnt: Sequence[bool] = ()
-    ) -> tuple[list[tuple[int, int]], str]:
-        """Spans [start, end) in characters of the parts of a conversation to learn, and its rendered text.
+        self, messages: Messages, tools: Sequence[Any] | None = None, weights: Sequence[float] = ()
+    ) -> tuple[list[Learnt], str]:
+        """The parts of a conversation to learn, in characters, and its rendered text.
 
         Args:
             messages: messages in the template's format.
             tools: declarations of tools.
-            learnt: for each message, whether it is learnt if it is the assistant's; (): all are.
+            weights: for each message, that of its loss if it is the assistant's; (): 1.
 
         Raises:
             Fault: the chat template changes the assistant's turns, or omits all of their thoughts.
         """
         text = self.rendered(messages, tools=tools)
-        learnt = learnt or [True] * len(messages)
+        weights = weights or [1.0] * len(messages)
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         calls = [number for number in turns if messages[number].get("tool_calls")]
         spoken = [number for number in turns if number not in calls]
@@ -142,7 +143,7 @@ class ChatTemplate:
                 "the chat template omits the thoughts of all assistant turns, so nothing is left to learn",
                 "end the row with an answer, whose thought the template keeps; or use another template",
             )
-        return [found[number] for number in sorted(found) if learnt[number]], text
+        return [(*found[number], weights[number]) for number in sorted(found) if weights[number]], text
 
     def _learnt(self, place: Place) -> tuple[int, int]:
         start = place.start
