@@ -11,7 +11,7 @@ from mm_core.config.sections import RunConfig
 from mm_core.data.cache.samples import CachedSamples
 from mm_core.data.loading.bucketed import BucketedSamples, BucketOrder, in_evaluation, used
 from mm_core.data.loading.plain import PlainBatches
-from mm_core.data.loading.sampler import BatchPlan, EvenRows, Order, Work
+from mm_core.data.loading.sampler import BatchPlan, EvenRows, Order
 
 
 @dataclass(frozen=True)
@@ -40,20 +40,13 @@ class Samples:
         """The same samples, read from the feature cache."""
         return Samples(cached)
 
-    def order(
-        self,
-        config: RunConfig,
-        global_batch_size: int,
-        lengths: Tensor | None = None,
-        work: Work | None = None,
-    ) -> Order:
+    def order(self, config: RunConfig, global_batch_size: int, lengths: Tensor | None = None) -> Order:
         """The planned order of a run's training samples: which samples each step uses.
 
         Args:
             config: the run's config.
             global_batch_size: samples per step over all ranks; in buckets, of the largest one.
             lengths: length of each sample, for `group_by_length`.
-            work: returns that of a sample, for `balance`.
         """
         return BatchPlan(
             num_samples=len(self.dataset),
@@ -64,7 +57,6 @@ class Samples:
             drop_last=config.data.loader.drop_last,
             repeat_first=config.train.overfit_one_batch,
             lengths=lengths,
-            work=work,
         )
 
     def held_out(self, rows: int, micro_batch_size: int, shares: int, seed: int) -> Order:
@@ -92,13 +84,7 @@ class InBuckets(Samples):
         """See `Samples.read_from`: in the same buckets."""
         return InBuckets(BucketedSamples(cached, self.dataset.buckets, self.dataset.of_row))
 
-    def order(
-        self,
-        config: RunConfig,
-        global_batch_size: int,
-        lengths: Tensor | None = None,
-        work: Work | None = None,
-    ) -> BucketOrder:
+    def order(self, config: RunConfig, global_batch_size: int, lengths: Tensor | None = None) -> BucketOrder:
         """See `Samples.order`."""
         count, loader = global_batch_size // config.train.micro_batch_size, config.data.loader
         return BucketOrder(

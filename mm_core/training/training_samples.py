@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from mm_core.contracts import (
     seeded,
 )
 from mm_core.data.loading.loader import MicroBatchLoader
-from mm_core.data.loading.sampler import Order, Work
+from mm_core.data.loading.sampler import BatchPlan, Order, Work
 from mm_core.data.loading.streams import BatchStream, TrainingStream
 from mm_core.errors import ContractError, PlanError, plural
 from mm_core.plan import RunPlan
@@ -51,11 +52,8 @@ def sample_lengths(loader: LoaderSection, seed: int, dataset: Dataset) -> Tensor
     return lengths
 
 
-def sample_work(loader: LoaderSection, seed: int, dataset: Dataset) -> Work | None:
-    """What returns the work of a training sample, measured, for ranks with even shares; None if they are as
-    they come."""
-    if not loader.balance:
-        return None
+def sample_work(seed: int, dataset: Dataset) -> Work:
+    """What returns the work of a training sample, now measured, for ranks with even shares."""
     if not isinstance(dataset, SupportsWork):
         raise PlanError(
             f"the dataset {type(dataset).__name__} does not provide the work of its samples",
@@ -108,8 +106,9 @@ def make_loader(
         streamed = TrainingStream(stream, plan.accumulation, steps, position, repeat_first)
         return streamed, streamed
     lengths = sample_lengths(section, config.run.seed, samples.dataset)
-    work = sample_work(section, config.run.seed, samples.dataset)
-    order = samples.order(config, plan.global_batch_size, lengths, work)
+    order = samples.order(config, plan.global_batch_size, lengths)
+    if section.balance and isinstance(order, BatchPlan):
+        order = replace(order, work=sample_work(config.run.seed, samples.dataset))
     return order, MicroBatchLoader(
         samples.dataset,
         order,

@@ -50,10 +50,9 @@ class Encoded:
 
     def of(self, name: str) -> Tensor:
         """One of the tensors of tokens [L]; where there is none, weights are 1 and other values 0."""
-        if name == "label_weights" and name not in self.tokens:
-            return torch.ones(len(self))
-        found = self.tokens.get(name)
-        return torch.zeros_like(self.tokens["input_ids"]) if found is None else found
+        ids = self.tokens["input_ids"]
+        none = torch.ones(len(ids)) if name == "label_weights" else torch.zeros_like(ids)
+        return self.tokens.get(name, none)
 
 
 @dataclass

@@ -169,9 +169,9 @@ class ChatTemplate:
         marked = self.rendered([*messages[:number], bare, *messages[number + 1 :]], tools=tools)
         before, _, behind = marked.partition(mark)
         start, end = self._learnt(Place(len(before), len(text) - len(behind), "", before, behind))
-        said = text[start:end]
+        shown = text[start:end]
         parts = [answer.strip(), *(call["function"]["name"] for call in turn["tool_calls"])]
-        if not (text.startswith(before) and text.endswith(behind) and all(part in said for part in parts)):
+        if not (text.startswith(before) and text.endswith(behind) and all(part in shown for part in parts)):
             raise Fault(
                 f"the chat template omits or rewrites the tool calls of turn {number + 1}",
                 "use a template with tools, or remove the turn",

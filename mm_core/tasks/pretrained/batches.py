@@ -213,13 +213,13 @@ class CountLabels:
         elif self.shifted:
             labels = labels[:, 1:]
         counted = labels != IGNORED_LABEL
-        if weights is not None:
-            return [float(each) for each in (counted * self.aligned(weights)).double().sum(1)]
+        if (factors := self.aligned(weights)) is not None:
+            return [float(each) for each in (counted * factors).double().sum(1)]
         return [int(count) for count in counted.flatten(1).sum(1)]
 
-    def aligned(self, weights: Tensor) -> Tensor:
+    def aligned(self, weights: Tensor | None) -> Tensor | None:
         """Weights of labels [B,L] in the order of the model's losses."""
-        return weights[:, 1:] if self.shifted else weights
+        return weights if weights is None or not self.shifted else weights[:, 1:]
 
 
 def _mismatch_error(what: str, accepted: str | None = None, hint: str | None = None) -> ContractError:

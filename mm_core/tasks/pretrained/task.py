@@ -158,9 +158,8 @@ class PretrainedTask(TaskModule):
 
     def _counts(self, batch: TextBatch) -> Sequence[float]:
         """Labels of each row that enter the loss, as counted by data workers, or counted now."""
-        if batch.counts is not None:
-            return batch.counts
-        return self._labels.counts(batch.inputs["labels"], batch.label_weights)
+        own = batch.counts
+        return self._labels.counts(batch.inputs["labels"], batch.label_weights) if own is None else own
 
     def batch_transform(self) -> Callable[[Batch], Batch]:
         """The transform that data workers apply to a batch: checking it and counting its labels."""
@@ -180,9 +179,8 @@ class PretrainedTask(TaskModule):
                 check_packing(self.model, batch, self._labels.packed, self._run)
         counts = self._counts(batch)
         weights = batch.sample_weights.to(next(iter(batch.inputs.values())).device, non_blocking=True)
-        given = batch.label_weights
-        aligned = None if given is None else self._labels.aligned(given)
-        return PretrainedInputs(batch.inputs, weights, counts, _weight(batch, counts), batch.tokens, aligned)
+        weight, factors = _weight(batch, counts), self._labels.aligned(batch.label_weights)
+        return PretrainedInputs(batch.inputs, weights, counts, weight, batch.tokens, factors)
 
     def loss(self, inputs: PretrainedInputs) -> Loss:
         """The Transformers model's own loss, in float32, as a weighted sum over labels."""
