@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mm_core.cli.options import add_allow_code, config_of, count, print_json, print_table, write_named
 from mm_core.errors import DataError, MMError, plural, printable
@@ -75,10 +75,16 @@ def _inspect(config: RunConfig, args: argparse.Namespace) -> int:
     from mm_core.data.datasets.media_report import inspect
 
     every = [*_datasets(config, args.split)]
+    texts: dict[str, object] = {}
     for name, data in every:
         if isinstance(data, SupportsRendered):
-            _print_rows(name, data, len(data), args.rows)
+            rows = [_row(data, number) for number in range(min(args.rows, len(data)))]
+            texts[name] = {"rows": len(data), "first": rows}
+            if not args.json:
+                _print_rows(name, len(data), rows)
     if not (others := [(name, data) for name, data in every if not isinstance(data, SupportsRendered)]):
+        if args.json:
+            print_json(texts)
         return 0
     splits = {name: (data, inspect(data)) for name, data in others}
     buckets = _buckets(config, {name: data for name, (data, _) in splits.items()})
@@ -88,7 +94,7 @@ def _inspect(config: RunConfig, args: argparse.Namespace) -> int:
         write_named(Path(args.page), render(config.run.name, splits, buckets), "--page")
     if args.json:
         found = {name: [source._asdict() for source in sources] for name, (_, sources) in splits.items()}
-        print_json(found | ({"buckets": _as_json(buckets)} if buckets else {}))
+        print_json(texts | found | ({"buckets": _as_json(buckets)} if buckets else {}))
         return 0
     _print_sources({name: sources for name, (_, sources) in splits.items()})
     for name, (_, sources) in splits.items():
@@ -101,17 +107,22 @@ def _inspect(config: RunConfig, args: argparse.Namespace) -> int:
     return 0
 
 
-def _print_rows(split: str, dataset: SupportsRendered, count: int, most: int) -> None:
+def _row(dataset: SupportsRendered, number: int) -> dict[str, object]:
+    """The pieces of a row of texts, or why it cannot be read."""
+    try:
+        return {"pieces": [{"text": t, "learnt": learnt} for t, learnt in dataset.rendered(number)]}
+    except DataError as fault:
+        return {"error": str(fault), "pieces": []}
+
+
+def _print_rows(split: str, count: int, rows: Sequence[Mapping[str, Any]]) -> None:
     """The first rows of a dataset of texts: what is learnt is green, or, in a file, within `[[` and `]]`."""
     start, end = ("\x1b[32m", "\x1b[0m") if sys.stdout.isatty() else ("[[", "]]")
     print(f"data.{split}: {plural(count, 'row')}; learnt: {start}so{end}")
-    for number in range(min(most, count)):
-        try:
-            pieces = [(text.replace("\x1b", "\\x1b"), learnt) for text, learnt in dataset.rendered(number)]
-            shown = "".join(f"{start}{text}{end}" if learnt else text for text, learnt in pieces)
-        except DataError as fault:
-            shown = str(fault)
-        print(f"\n-- {number + 1}\n{shown}")
+    for number, row in enumerate(rows, 1):
+        pieces = [(piece["text"].replace("\x1b", "\\x1b"), piece["learnt"]) for piece in row["pieces"]]
+        shown = "".join(f"{start}{text}{end}" if learnt else text for text, learnt in pieces)
+        print(f"\n-- {number}\n{row.get('error', shown)}")
 
 
 def _buckets(config: RunConfig, datasets: Mapping[str, Dataset]) -> dict[str, Bucketed]:

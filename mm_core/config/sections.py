@@ -97,6 +97,7 @@ class LoaderSection:
     pin_memory: bool = True  # page-locked batches, if there is an accelerator
     max_failed_share: Annotated[float, Range(ge=0, le=1)] = 0.1  # largest share of unreadable samples
     group_by_length: bool = False  # training batches of samples of similar length: less padding, less waiting
+    balance: bool = False  # each rank gets about as much work of images in a step, of the same samples
 
     def __post_init__(self) -> None:
         if self.mode != "variable":
@@ -112,8 +113,9 @@ class LoaderSection:
                     raise ValueError(f"{name} works only with mode: variable; set it or remove {name}")
         if self.buckets == ():
             raise ValueError("buckets is empty: list at least one bucket, or write `auto`")
-        if self.mode != "sampler" and self.group_by_length:
-            raise ValueError("group_by_length works only with mode: sampler; remove one of the two keys")
+        for name in ("group_by_length", "balance"):
+            if self.mode != "sampler" and getattr(self, name):
+                raise ValueError(f"{name} works only with mode: sampler; remove one of the two keys")
         if self.group_by_length and self.sampler != "random":
             raise ValueError(
                 "group_by_length works only with sampler: random; set it or remove group_by_length"

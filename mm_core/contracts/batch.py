@@ -248,7 +248,9 @@ class TextBatch(Batch):
     Attributes:
         inputs: padded tensors by the argument names of the model's `forward`, including `labels`: [B] or
             [B,K] for rows, or [B,L] int64 for tokens, -100 where nothing is learnt.
-        counts: number of labels in the loss of each row; set by the task's batch transform in the worker.
+        label_weights: [B,L] float32, the weight of each token's label in the loss; None: all are 1.
+        counts: number of labels in the loss of each row, or the sum of their weights; set by the task's batch
+            transform in the worker.
         tokens: number of tokens in all rows, without padding; set like `counts`.
         references: for each row, the texts that an evaluation accepts as right answers; () or None: the text
             of the row's last labels.
@@ -258,11 +260,12 @@ class TextBatch(Batch):
     """
 
     inputs: dict[str, Tensor]
-    counts: list[int] | None = None
+    counts: Sequence[float] | None = None
     tokens: int = 0
     references: list[tuple[str, ...]] | None = None
     pieces: list[list[int]] | None = None
     sections: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
+    label_weights: Tensor | None = None
 
 
 @dataclass

@@ -155,6 +155,21 @@ class SupportsLengths(Protocol):
 
 
 @runtime_checkable
+class SupportsWork(Protocol):
+    """Capability of a dataset whose samples hold more work than their lengths show, such as images."""
+
+    def work_at(self, index: int, rng: Randomness) -> int:
+        """This work of a sample, in any unit (tokens of images), to share it evenly among ranks.
+
+        All ranks make the first call together.
+
+        Args:
+            index: of the sample.
+            rng: as of `SupportsSampleAt.sample_at`.
+        """
+
+
+@runtime_checkable
 class SupportsCheckMicroBatch(Protocol):
     """Capability of a dataset class whose options limit the number of samples per batch.
 

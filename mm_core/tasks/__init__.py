@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mm_core.builtin.configs.text_to_video import SampleConfig, TextToVideoConfig
     from mm_core.tasks.conversations.dataset import Conversations
     from mm_core.tasks.conversations.media import MediaReader, Shown
-    from mm_core.tasks.conversations.placed import Placed, put_in
+    from mm_core.tasks.conversations.placed import Learnt, Placed, put_in
     from mm_core.tasks.conversations.processor import ChatProcessor, Encoded
     from mm_core.tasks.conversations.rows.turns import PLACEHOLDER, Medium, Picture, RowTurn
     from mm_core.tasks.conversations.template import ChatTemplate
@@ -27,6 +27,7 @@ __all__ = [
     "ConversationSource",
     "Conversations",
     "Encoded",
+    "Learnt",
     "MediaReader",
     "Medium",
     "Picture",

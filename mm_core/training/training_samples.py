@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import Tensor
 
 from mm_core.config.sections import LoaderSection, RunConfig
-from mm_core.contracts import Dataset, Engine, Randomness, SupportsLengths, Task, TaskModule, seeded
+from mm_core.contracts import (
+    Dataset,
+    Engine,
+    Randomness,
+    SupportsLengths,
+    SupportsWork,
+    Task,
+    TaskModule,
+    seeded,
+)
 from mm_core.data.loading.loader import MicroBatchLoader
-from mm_core.data.loading.sampler import Order
+from mm_core.data.loading.sampler import BatchPlan, Order, Work
 from mm_core.data.loading.streams import BatchStream, TrainingStream
 from mm_core.errors import ContractError, PlanError, plural
 from mm_core.plan import RunPlan
@@ -40,6 +50,19 @@ def sample_lengths(loader: LoaderSection, seed: int, dataset: Dataset) -> Tensor
             accepted="one length per sample",
         )
     return lengths
+
+
+def sample_work(seed: int, dataset: Dataset) -> Work:
+    """What returns the work of a training sample, now measured, for ranks with even shares."""
+    if not isinstance(dataset, SupportsWork):
+        raise PlanError(
+            f"the dataset {type(dataset).__name__} does not provide the work of its samples",
+            where="data.loader.balance",
+            accepted="datasets with a method work_at(), such as conversations",
+            hint="remove balance: all ranks have as much work if all samples have the same size",
+        )
+    returned(SupportsWork.work_at, dataset.work_at(0, Randomness(seed).at("data", 0, 0)), dataset)
+    return dataset.work_at
 
 
 def make_loader(
@@ -84,6 +107,8 @@ def make_loader(
         return streamed, streamed
     lengths = sample_lengths(section, config.run.seed, samples.dataset)
     order = samples.order(config, plan.global_batch_size, lengths)
+    if section.balance and isinstance(order, BatchPlan):
+        order = replace(order, work=sample_work(config.run.seed, samples.dataset))
     return order, MicroBatchLoader(
         samples.dataset,
         order,

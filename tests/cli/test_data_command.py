@@ -227,3 +227,33 @@ def test_a_plan_names_what_images_do_not_fit(run: Path, capsys, override: str, w
     assert main(["train", "--dry-run", "--config", str(run), override, "data.train.num_frames=1"]) == int(
         "patch" in override
     )
+
+
+def test_json_of_conversations_has_the_pieces_of_the_first_rows(
+    run: Path, chat_model, tmp_path: Path, capsys
+) -> None:
+    rows = [
+        {"messages": [{"role": "user", "content": "what"}, {"role": "assistant", "content": "red"}]},
+        {"messages": [{"role": "user", "content": "say <|im_end|>"}, {"role": "assistant", "content": "no"}]},
+    ]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 2))
+    config = yaml.safe_load(run.read_text())
+    sources = [{"annotations": str(tmp_path / "chat.jsonl")}]
+    chat = {"type": "conversations", "sources": sources, "max_length": 2048}
+    config |= {"validation": {"every": 500}}
+    config["data"]["validation"] = {**chat, "processor": str(chat_model("qwen3_vl"))}
+    run.write_text(yaml.safe_dump(config))
+    words = ["data", "inspect", "--config", str(run), "--rows", "2", "--json"]
+    assert main([*words, "--split", "validation"]) == 0
+    printed = capsys.readouterr().out
+    found = json.loads(printed[printed.index("{") :])["validation"]  # DeepSpeed writes a line when imported
+    assert found["rows"] == 4 and len(found["first"]) == 2
+    assert found["first"][0]["pieces"] == [
+        {"text": "<|im_start|>user\nwhat<|im_end|>\n<|im_start|>assistant\n", "learnt": False},
+        {"text": "red<|im_end|>", "learnt": True},
+        {"text": "\n", "learnt": False},
+    ]
+    assert "special token of the model" in found["first"][1]["error"]
+    assert main(words) == 0
+    both = json.loads(capsys.readouterr().out)
+    assert both["validation"] == found and both["train"][0]["images"] == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -174,3 +175,62 @@ def test_groups_change_with_the_epoch_and_follow_from_seed_and_epoch_alone() -> 
     assert means != sorted(means)  # short ones do not come first
     plan = BatchPlan(512, 4, 8, 0, "random", True, lengths=lengths)
     assert plan.facts()["group_by_length"] is True and "lengths" not in plan.facts()
+
+
+def balanced(ranks: int, size: int, accumulation: int, work: torch.Tensor, seed: int = 0) -> BatchPlan:
+    batch = ranks * size * accumulation
+    return BatchPlan(len(work), size, batch, seed, "random", False, work=lambda index, rng: int(work[index]))
+
+
+def shares(plan: BatchPlan, step: int, ranks: int) -> list[list[int]]:
+    """The samples of each rank in a step."""
+    micros = [plan.micro_batches(step, rank, ranks) for rank in range(ranks)]
+    return [[slot.key.index for micro in share for slot in micro] for share in micros]
+
+
+def most(plan: BatchPlan, ranks: int, work: torch.Tensor) -> float:
+    """The most work of a rank in a step, as a multiple of the ranks' mean, averaged over an epoch."""
+    totals = [
+        torch.tensor([float(work[share].sum()) for share in shares(plan, step, ranks)])
+        for step in range(plan.batches_per_epoch)
+    ]
+    return float(torch.stack([each.max() / each.mean() for each in totals]).mean())
+
+
+SKEWED = (torch.randn(8192, generator=torch.Generator().manual_seed(0)).exp() * 256).clamp(max=2048).long()
+SKEWED[torch.rand(8192, generator=torch.Generator().manual_seed(1)) < 0.3] = 0  # texts alone
+"""Tokens of images up to a limit of pixels, in conversations."""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "size", "accumulation", "before", "after"),
+    [(8, 1, 8, 1.7, 1.04), (8, 4, 2, 1.7, 1.04), (64, 1, 8, 2.4, 1.04), (2, 1, 4, 1.35, 1.12)],
+)
+def test_balanced_ranks_have_about_the_same_work(ranks, size, accumulation, before, after) -> None:
+    plan = balanced(ranks, size, accumulation, SKEWED)
+    assert most(dataclasses.replace(plan, work=None), ranks, SKEWED) > before
+    assert most(plan, ranks, SKEWED) < after
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 64])
+def test_balanced_ranks_share_the_samples_that_a_step_has_anyway(ranks) -> None:
+    """Each sample once, the repeats of weight 0 too; in as many micro-batches of the same size."""
+    plan = balanced(ranks, 2, 3, SKEWED[: ranks * 10])
+    for step in range(2 * plan.batches_per_epoch):
+        micros = [micro for rank in range(ranks) for micro in plan.micro_batches(step, rank, ranks)]
+        assert [len(micro) for micro in micros] == [2] * 3 * ranks
+        assert sorted(slot for micro in micros for slot in micro) == sorted(plan.global_batch(step))
+    assert shares(plan, 1, ranks) == shares(balanced(ranks, 2, 3, SKEWED[: ranks * 10]), 1, ranks)
+
+
+def test_ranks_wait_less_for_each_other_in_every_micro_batch() -> None:
+    def waited(plan: BatchPlan) -> float:
+        """The most work of a rank in a micro-batch, summed over those of some steps, per mean work."""
+        micros = [[plan.micro_batches(step, rank, 8) for rank in range(8)] for step in range(16)]
+        work = [[[float(SKEWED[m[0].key.index]) for m in rank] for rank in step] for step in micros]
+        found = torch.tensor(work)  # [steps, ranks, micro-batches]
+        return float(found.amax(1).sum() / found.mean(1).sum())
+
+    plan = balanced(8, 1, 8, SKEWED)
+    assert waited(dataclasses.replace(plan, work=None)) > 3
+    assert waited(plan) < 1.7

@@ -87,10 +87,15 @@ def test_names_of_a_models_own_config_count_and_numbers_are_no_names(tmp_path):
     assert named.class_names() == ("x", "y", "z")
 
 
-def test_grouping_needs_a_dataset_with_lengths(config):
+@pytest.mark.parametrize(
+    ("key", "what", "accepted"),
+    [("group_by_length", "lengths", "text_rows"), ("balance", "work", "conversations")],
+)
+def test_what_a_dataset_does_not_know_of_its_samples_is_refused(config, key, what, accepted):
     plugin = f"plugins.path=[{token_rows.__file__}]"
     overrides = ["data.train={type: token_rows, kind: classes}", "data.loader.workers=0", plugin]
+    overrides += ["data.loader.group_by_length=false", f"data.loader.{key}=true"]
     with pytest.raises(PlanError) as caught:
         mm_core.train(mm_core.load_config(config, overrides))
-    assert caught.value.what == "the dataset TokenRows does not provide the lengths of its samples"
-    assert caught.value.where == "data.loader.group_by_length" and "text_rows" in caught.value.accepted
+    assert caught.value.what == f"the dataset TokenRows does not provide the {what} of its samples"
+    assert caught.value.where == f"data.loader.{key}" and accepted in caught.value.accepted

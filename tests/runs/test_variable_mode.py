@@ -179,6 +179,7 @@ def test_listed_buckets_have_their_own_batch_sizes(run: Path, capsys) -> None:
         (["data.loader.mode=sampler"], "the size of the samples is not set"),
         (["data.loader.mode=sampler", "data.loader.rests=keep"], "rests works only with mode: variable"),
         (["data.loader.group_by_length=true"], "group_by_length works only with mode: sampler"),
+        (["data.loader.balance=true"], "balance works only with mode: sampler"),
         (
             ["data.loader.buckets_per_step=3"],
             "a step of 2 micro-batches per rank does not divide into 3 buckets",

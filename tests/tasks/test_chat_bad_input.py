@@ -58,7 +58,7 @@ def test_special_tokens_of_the_model_in_a_text_are_a_bad_row(name, chat_model, p
         ({"messages": [USER, SAID], "images": ["../a.png"]}, "leads outside the folder"),
         ({"messages": [USER], "images": ["a.png"]}, "no turn has the role assistant"),
         ({"messages": [USER, {**SAID, "weight": 0}], "images": ["a.png"]}, "no turn has the role assistant"),
-        ({"messages": [USER, {**SAID, "weight": 0.5}], "images": ["a.png"]}, "`weight` of turn 2 is 0.5"),
+        ({"messages": [USER, {**SAID, "weight": -0.5}], "images": ["a.png"]}, "`weight` of turn 2 is -0.5"),
     ],
 )
 def test_rows_are_refused_by_their_place_and_reason(row, sentence, chat_model, place):

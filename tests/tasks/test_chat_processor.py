@@ -133,3 +133,23 @@ def test_text_rows_run_the_tower_on_a_blank_image_without_changing_the_loss(name
     tower = [value.grad for key, value in model.named_parameters() if "vis" in key and "lm_head" not in key]
     assert tower and any(grad is not None for grad in tower)
     assert all(grad is None or not grad.any() for grad in tower)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("llava_onevision", True), ("qwen3_5", True), *((n, False) for n in ("qwen3_vl", "gemma3", "smolvlm"))],
+)
+def test_a_start_tells_where_rows_begin_answers_otherwise_than_prompts(
+    name, told, chat_model, chat_rows, caplog
+):
+    """In text, or in tokens: the line break of an opened thought and that of an empty one are one token."""
+    found = dataset(chat_model(name), chat_rows, max_length=2048)
+    sentence = "begins an answer otherwise in a conversation than after a prompt"
+    assert (sentence in caplog.text) == told
+    tokenizer, messages = found.chat.processor.tokenizer, [{"role": "user", "content": [_SAID]}]
+    prompt = tokenizer(found.chat.processor.template.rendered(messages, prompt=True))["input_ids"]
+    answered = found.chat.processor.template.rendered([*messages, {"role": "assistant", "content": [_SAID]}])
+    assert (tokenizer(answered)["input_ids"][: len(prompt)] != prompt) == told
+
+
+_SAID = {"type": "text", "text": "red"}

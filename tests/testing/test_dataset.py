@@ -249,6 +249,8 @@ VIDEO_FAULTS = [
         clips(lengths=lambda self: torch.randint(9, (4,))),
         "lengths() returns different numbers each time",
     ),
+    ("work", clips(work_at=lambda self, *_: random.random()), "work_at of Faulty returned 0."),
+    ("work", clips(work_at=lambda self, *_: random.randrange(2**60)), "accepted: the same on every rank"),
     (
         "micro_batches",
         clips(check_micro_batch=classmethod(refuse_all)),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
+from heapq import heappop, heappush
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -19,6 +20,10 @@ epoch: sorted in one window, a small dataset would have the same batches in ever
 
 ATTEMPTS = 8
 """How many other samples are tried in place of an unreadable one before the run stops."""
+
+
+Work = Callable[[int, Randomness], int]
+"""`SupportsWork.work_at` of a dataset."""
 
 
 class SlotSpec(NamedTuple):
@@ -67,7 +72,8 @@ class BatchPlan:
     0, so that every rank runs the same number of micro-batches.
 
     Micro-batch m of a global batch belongs to data-parallel rank m % dp, as its (m // dp)-th. A global batch
-    thus consists of the same samples in the same micro-batches at any world size.
+    thus consists of the same samples in the same micro-batches at any world size; with `work`, of the same
+    samples.
 
     Args:
         num_samples: samples in the dataset.
@@ -79,6 +85,7 @@ class BatchPlan:
         repeat_first: whether every step uses the batch of step 0.
         lengths: int64 of each sample. If set, a global batch has samples of similar length, sorted, to
             reduce padding and waiting for other ranks. Batches and their order still change with the epoch.
+        work: returns that of a sample. If set, the samples of a step are shared out by it: see `evenly`.
 
     Raises:
         PlanError: the sizes do not fit each other or the dataset.
@@ -92,6 +99,7 @@ class BatchPlan:
     drop_last: bool
     repeat_first: bool = False
     lengths: Tensor | None = field(default=None, compare=False, repr=False)
+    work: Work | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.global_batch_size % self.micro_batch_size:
@@ -128,8 +136,8 @@ class BatchPlan:
         return [SlotSpec(SampleKey(epoch, index), weight) for index, weight in weighted]
 
     def facts(self) -> dict[str, object]:
-        """The values that determine the order of samples, without their lengths."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "lengths"}
+        """The values that determine the samples of each step, without their lengths."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("lengths", "work")}
         return {**plain, "group_by_length": self.lengths is not None}
 
     def _epoch(self, epoch: int) -> Tensor:
@@ -148,6 +156,10 @@ class BatchPlan:
                 hint="change train.global_batch_size, train.micro_batch_size or the number of ranks",
             )
         rows = self.global_batch(step)
+        if self.work is not None:
+            rng = Randomness(self.seed)
+            works = [self.work(key.index, rng.at("data", *key)) for key, _ in rows]
+            return evenly(rows, works, size, data_parallel)[rank]
         count = self.global_batch_size // size
         return [rows[micro * size : (micro + 1) * size] for micro in range(rank, count, data_parallel)]
 
@@ -218,6 +230,32 @@ def grouped_order(lengths: Tensor, global_batch_size: int, seed: int, epoch: int
         batches.append(part[lengths[part].argsort(stable=True)].view(-1, global_batch_size))
     shuffled = torch.randperm(count, generator=Randomness(seed).generator("batches", epoch))
     return torch.cat([torch.cat(batches)[shuffled].flatten(), order[whole:]])
+
+
+def evenly(
+    rows: Sequence[SlotSpec], work: Sequence[int], size: int, ranks: int
+) -> list[list[list[SlotSpec]]]:
+    """The micro-batches of each rank, with about the same work in a step.
+
+    From the row with the most work to the one with the least, each goes to the rank that has the least so far
+    (Graham 1969, https://doi.org/10.1137/0117039), of those with fewer rows than their share. Each rank
+    begins with its heaviest rows: ranks wait for each other in every micro-batch.
+
+    Args:
+        rows: of a step, a multiple of `size * ranks`.
+        work: of each row.
+        size: rows of a micro-batch.
+        ranks: data-parallel ranks.
+    """
+    share = len(rows) // ranks
+    found = [list[SlotSpec]() for _ in range(ranks)]
+    room = [(0, rank) for rank in range(ranks)]
+    for row in sorted(range(len(rows)), key=lambda row: -work[row]):
+        total, rank = heappop(room)
+        found[rank].append(rows[row])
+        if len(found[rank]) < share:
+            heappush(room, (total + work[row], rank))
+    return [[own[first : first + size] for first in range(0, share, size)] for own in found]
 
 
 class Slots:

@@ -9,6 +9,7 @@ from typing import Any
 from mm_core.contracts import IGNORED_LABEL
 from mm_core.errors import DataError, plural
 from mm_core.tasks.conversations.media import Shown
+from mm_core.tasks.conversations.placed import Learnt
 from mm_core.tasks.conversations.processor import ChatProcessor, Encoded
 from mm_core.tasks.conversations.rows.boxes import Numbers, boxes_in, with_boxes
 from mm_core.tasks.conversations.rows.reading import Conversation
@@ -121,23 +122,23 @@ class Chat:
 
     def _laid_out(
         self, conversation: Conversation, shown: Sequence[Shown], prompt: bool = False
-    ) -> tuple[str, list[tuple[int, int]]]:
+    ) -> tuple[str, list[Learnt]]:
         """The template's text, and the spans to learn; none of a prompt."""
         begun = self._begun(self.filled(conversation, shown).turns)
         named = self.processor.messages(begun, shown)
         template, messages = self.processor.template, [*named.values()]
-        spans: list[tuple[int, int]] = []
+        spans: list[Learnt] = []
         if prompt:
             text = template.rendered(messages, prompt=True, tools=conversation.tools)
         else:
-            learnt = [turn.learnt for turn in begun.values()]
-            spans, text = template.spans(messages, conversation.tools, learnt)
+            weights = [turn.weight for turn in begun.values()]
+            spans, text = template.spans(messages, conversation.tools, weights)
         self._check(begun, named, text, shown)
         self._check_tools(named, text, conversation.tools, prompt)
         return text, spans
 
     def _cut(
-        self, text: str, spans: Sequence[tuple[int, int]], shown: Sequence[Shown], files: Files | None
+        self, text: str, spans: Sequence[Learnt], shown: Sequence[Shown], files: Files | None
     ) -> tuple[Encoded, bool]:
         """The tokens that fit, and whether these are all."""
         most, processor = self.max_length, self.processor
@@ -164,7 +165,7 @@ class Chat:
         """Raises Fault if the template omits a turn or a picture, or a turn has tokens of the template."""
         template = self.processor.template
         for name, turn in turns.items():
-            words = "".join(PLACEHOLDER.sub("", spoken) for spoken in turn.texts)
+            words = "".join(PLACEHOLDER.sub("", spoken) for spoken in turn.texts) + str(turn.calls or "")
             if own := next((token for token in template.structure if token in words), None):
                 raise Fault(
                     f"{name} contains {own!r}, which is a special token of the model",

@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from mm_core.tasks.conversations.processor import ChatProcessor, Encoded
 from mm_core.tasks.conversations.questions import QuestionInputs
 from mm_core.tasks.conversations.rows.first_rows import some_usable
 from mm_core.tasks.conversations.rows.reading import Conversation, RawRow, conversation, located
+from mm_core.tasks.conversations.token_counts import Count
 from mm_core.weights import read_mapping
 
 _logger = logging.getLogger(__name__)
@@ -116,6 +118,13 @@ class Conversations:
         headers only."""
         return self._tokens()[0] if self.packs is None else self.packs.sizes
 
+    def work_at(self, index: int, rng: Randomness) -> int:
+        """The number of tokens of a sample's images, in proportion to their patches."""
+        if self.packs is None:
+            return int(self._counts[index, 1])
+        members = self.packs.members(index, rng.seed, int(rng.path[-2]))
+        return int(self._counts[members, 1].sum())
+
     def __getitem__(self, index: int) -> dict[str, Any]:
         """The sample at an index; with packing, its row for epoch 0 and seed 0."""
         return self._sample(index, 0, 0)
@@ -150,6 +159,7 @@ class Conversations:
             )
             for name in names
         }
+        label_weights = inputs.pop("label_weights", None)
         vision = processor.joined([[piece.vision for piece in row if piece.vision] for row in rows])
         inputs |= vision
         if self.packs is None:
@@ -158,7 +168,7 @@ class Conversations:
             inputs["position_ids"] = positions([len(piece) for piece in rows[0]])[None]
         weights = torch.tensor([sample["weight"] for sample in samples], dtype=torch.float32)
         keys, ids = [sample["key"] for sample in samples], [sample["id"] for sample in samples]
-        batch = TextBatch(keys, weights, ids, inputs=inputs)
+        batch = TextBatch(keys, weights, ids, inputs=inputs, label_weights=label_weights)
         if self.packs is None:
             return replace(batch, references=[sample["answers"] for sample in samples])
         (row,) = rows
@@ -280,20 +290,26 @@ class Conversations:
         folder = Path(source.annotations).parent if source.folder is None else Path(source.folder)
         return name, found, located(found.media, folder)
 
+    @cached_property
+    def _counts(self) -> Tensor:
+        """Tokens of an epoch's conversations, and those of their images, [N,2]; 0 if one cannot be read."""
+        return self._kept.of(self.rows, self._length)[self.order]
+
     def _tokens(self) -> tuple[Tensor, Tensor]:
         """Token counts [N] of an epoch's conversations, and [N] whether each cannot be read.
 
         Unreadable conversations count with the average length of the others, and are packed together. So
         their share of packed rows equals their share of conversations, and reading these rows reports the
         errors."""
-        found = self._kept.of(self.rows, self._length)[self.order]
+        found = self._counts[:, 0]
         bad = found == 0
         usual = self.chat.max_length if bad.all() else round(float(found[~bad].double().mean()))
         return found.masked_fill(bad, usual), bad
 
-    def _length(self, row: RawRow) -> int:
+    def _length(self, row: RawRow) -> Count:
         name, found, files = self._checked(row)
-        return len(self.chat.row(found, files, name, pixels=False)[0])
+        encoded, _ = self.chat.row(found, files, name, pixels=False)
+        return len(encoded), sum(end - start for start, end in encoded.blocks)
 
 
 def _section(joined: Tensor, parts: Sequence[Tensor | None]) -> tuple[int, list[int]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from mm_core.errors import DataError, plural
 from mm_core.runtime.ranks import Ranks
 from mm_core.tasks.conversations.rows.reading import RawRow
-from mm_core.tasks.conversations.token_counts import lengths_of
+from mm_core.tasks.conversations.token_counts import Count, lengths_of
 
 if TYPE_CHECKING:
     from mm_core.builtin.configs.conversations import ConversationSource
@@ -50,13 +50,13 @@ class Lengths:
         self._files = self._annotations + [Path(processor, name) for name in _TOKENIZER]
         self._facts = json.dumps([*facts, [source.folder for source in sources]])
 
-    def of(self, rows: Sequence[RawRow], measure: Callable[[RawRow], int]) -> Tensor:
-        """Token counts [N] of conversations, from the cache file or measured by `lengths_of`. All ranks
+    def of(self, rows: Sequence[RawRow], measure: Callable[[RawRow], Count]) -> Tensor:
+        """Token counts [N,2] of conversations, from the cache file or measured by `lengths_of`. All ranks
         call it; the first rank reads and writes the file.
 
         Args:
             rows: the rows.
-            measure: returns the token count of a row.
+            measure: returns the tokens of a row, and those of its images.
 
         Raises:
             DataError: as for `lengths_of`; or the ranks have different numbers of rows.
@@ -94,7 +94,7 @@ class Lengths:
         try:
             stored = json.loads(self.file.read_text(encoding="utf-8"))
             lengths = torch.tensor(stored["lengths"], dtype=torch.int64)
-            fits = stored["key"] == self._key() and lengths.shape == (count,)
+            fits = stored["key"] == self._key() and lengths.shape == (count, 2)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError):
             return None
         return lengths if fits else None

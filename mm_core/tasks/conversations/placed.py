@@ -13,6 +13,9 @@ from mm_core.contracts import IGNORED_LABEL
 Span = tuple[int, int]
 """[start, end) in characters or tokens."""
 
+Learnt = tuple[int, int, float]
+"""[start, end) in characters of what is learnt, and the weight of its loss."""
+
 
 def put_in(text: str, places: Sequence[Span], puts: Sequence[str]) -> tuple[str, list[tuple[Span, Span]]]:
     """A text with other texts in some places, and each place with its new one."""
@@ -42,12 +45,13 @@ class Placed:
         begins, ends = offsets.unbind(-1)
         return cls(torch.where(begins == ends, -1, begins), moves)
 
-    def labels(self, ids: Tensor, spans: Sequence[Span]) -> Tensor:
-        """Labels [L] of what is learnt: spans of the old text."""
-        learnt = torch.zeros(len(ids), dtype=torch.bool)
-        for start, end in spans:
-            learnt |= (self.begins >= self._moved(start)) & (self.begins < self._moved(end))
-        return torch.where(learnt, ids, IGNORED_LABEL)
+    def labels(self, ids: Tensor, spans: Sequence[Learnt]) -> dict[str, Tensor]:
+        """`labels` [L] of what is learnt, spans of the old text, and `label_weights` [L] if one is not 1."""
+        weights = torch.zeros(len(ids))
+        for start, end, weight in spans:
+            weights[(self.begins >= self._moved(start)) & (self.begins < self._moved(end))] = weight
+        found = {"labels": torch.where(weights > 0, ids, IGNORED_LABEL)}
+        return found if all(weight == 1 for *_, weight in spans) else {**found, "label_weights": weights}
 
     def _moved(self, place: int) -> int:
         """The place of a character after pictures were put in."""

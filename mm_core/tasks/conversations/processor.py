@@ -15,7 +15,7 @@ from mm_core.errors import CheckpointError, first_line
 from mm_core.plugin.trust.remote_code import RemoteCode
 from mm_core.tasks.conversations.media import MediaReader, Shown, Size, pictures_of
 from mm_core.tasks.conversations.opening import open_processor
-from mm_core.tasks.conversations.placed import Placed, put_in
+from mm_core.tasks.conversations.placed import Learnt, Placed, put_in
 from mm_core.tasks.conversations.rows.turns import PLACEHOLDER, Medium, Picture, RowTurn
 from mm_core.tasks.conversations.spans import TurnContent
 from mm_core.tasks.conversations.template import ChatTemplate, Fault
@@ -35,7 +35,7 @@ class Encoded:
 
     Attributes:
         tokens: [L] int64 each: `input_ids`, `labels` (-100 where nothing is learnt) and what else
-            the processor makes for each token.
+            the processor makes for each token; `label_weights` float32 if one is not 1.
         blocks: [start, end) of each picture in these tokens.
         vision: tensors of the pictures, by the names of the model's arguments; {} without pictures, or if
             only their sizes were read.
@@ -49,9 +49,10 @@ class Encoded:
         return len(self.tokens["input_ids"])
 
     def of(self, name: str) -> Tensor:
-        """One of the tensors of tokens [L], zeros where the processor makes none."""
-        found = self.tokens.get(name)
-        return torch.zeros_like(self.tokens["input_ids"]) if found is None else found
+        """One of the tensors of tokens [L]; where there is none, weights are 1 and other values 0."""
+        ids = self.tokens["input_ids"]
+        none = torch.ones(len(ids)) if name == "label_weights" else torch.zeros_like(ids)
+        return self.tokens.get(name, none)
 
 
 @dataclass
@@ -140,7 +141,8 @@ class ChatProcessor:
                 raise Fault("the chat template takes texts alone, but the conversation has images")
             content: Any = "".join(part["text"] for part in made)
         else:
-            content = made or [{"type": "text", "text": ""}]
+            # Templates ask whether words precede a call.
+            content = made or ([] if turn.calls else [{"type": "text", "text": ""}])
         return {
             "role": turn.role,
             "content": content,
@@ -169,7 +171,7 @@ class ChatProcessor:
     def encode(
         self,
         text: str,
-        spans: Sequence[tuple[int, int]],
+        spans: Sequence[Learnt],
         shown: Sequence[Shown],
         files: Sequence[Picture] | None = None,
         count: int | None = None,
@@ -178,7 +180,7 @@ class ChatProcessor:
 
         Args:
             text: up to the end, or cut before a picture.
-            spans: [start, end) in characters of what is learnt.
+            spans: what is learnt.
             shown: images and videos of the conversation.
             files: their files; None: only their sizes are used, and no tensors are made.
             count: number of pictures within the text; None: all.
@@ -192,7 +194,7 @@ class ChatProcessor:
         pictures = pictures_of(files, shown, self.media)[: len(sizes)]
         return self._made(text, spans, [picture.permute(1, 2, 0).numpy() for picture in pictures])
 
-    def _made(self, text: str, spans: Sequence[tuple[int, int]], pictures: Sequence[Any]) -> Encoded:
+    def _made(self, text: str, spans: Sequence[Learnt], pictures: Sequence[Any]) -> Encoded:
         made = self._called(text, pictures)
         ids = made["input_ids"][0]
         beside = {name: value[0] for name, value in made.items() if _of_tokens(value, ids)}
@@ -206,16 +208,16 @@ class ChatProcessor:
             if isinstance(value, Tensor) and name not in (*beside, *_TEXT)
         }
         tokens = {name: value for name, value in beside.items() if name not in _TEXT}
-        return Encoded({**tokens, "labels": placed.labels(ids, spans)}, placed.blocks(), vision)
+        return Encoded(tokens | placed.labels(ids, spans), placed.blocks(), vision)
 
-    def _counted(self, text: str, spans: Sequence[tuple[int, int]], sizes: Sequence[Size]) -> Encoded:
+    def _counted(self, text: str, spans: Sequence[Learnt], sizes: Sequence[Size]) -> Encoded:
         """As `_made`, of the pictures' sizes: what the processor puts for each size is remembered."""
         places = [match.span() for match in _found(self._image_token, text)]
         whole, moves = put_in(text, places, [self._probed(size, len(sizes))[0] for size in sizes])
         found = self.tokenizer(whole, return_offsets_mapping=True, verbose=False, **self._specials(text))
         ids = torch.tensor(found["input_ids"], dtype=torch.int64)
         placed = Placed.of(torch.tensor(found["offset_mapping"]), moves)
-        return Encoded({"input_ids": ids, "labels": placed.labels(ids, spans)}, placed.blocks())
+        return Encoded({"input_ids": ids, **placed.labels(ids, spans)}, placed.blocks())
 
     def _specials(self, text: str) -> dict[str, bool]:
         """As the library's `apply_chat_template`: a tokenizer alone adds nothing to the template's text; a

@@ -78,6 +78,11 @@ class Place:
     behind: str
 
 
+def unused(text: str) -> str:
+    """A character that is not in a text."""
+    return next(mark for mark in map(chr, range(0xE000, 0x110000)) if mark not in text)
+
+
 class Marks:
     """Marks that replace the words of the assistant's turns and occur nowhere else in the text.
 
@@ -88,7 +93,7 @@ class Marks:
 
     def __init__(self, text: str, turns: Sequence[TurnContent]) -> None:
         self._text, self._turns = text, turns
-        self._edge = next(mark for mark in map(chr, range(0xE000, 0x110000)) if mark not in text)
+        self._edge = unused(text)
         self._shape = re.compile(f"{self._edge}([0-9]+)[.]([0-9]+){self._edge}")
 
     def content(self, turn: int) -> str:

@@ -13,7 +13,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mm_core.errors import CheckpointError
-from mm_core.tasks.conversations.spans import THOUGHT_TAGS, Marks, Place, TurnContent
+from mm_core.tasks.conversations.placed import Learnt
+from mm_core.tasks.conversations.spans import THOUGHT_TAGS, Marks, Place, TurnContent, unused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -107,30 +108,27 @@ class ChatTemplate:
         return text
 
     def spans(
-        self, messages: Messages, tools: Sequence[Any] | None = None, learnt: Sequence[bool] = ()
-    ) -> tuple[list[tuple[int, int]], str]:
-        """Spans [start, end) in characters of the parts of a conversation to learn, and its rendered text.
+        self, messages: Messages, tools: Sequence[Any] | None = None, weights: Sequence[float] = ()
+    ) -> tuple[list[Learnt], str]:
+        """The parts of a conversation to learn, in characters, and its rendered text.
 
         Args:
             messages: messages in the template's format.
             tools: declarations of tools.
-            learnt: for each message, whether it is learnt if it is the assistant's; (): all are.
+            weights: for each message, that of its loss if it is the assistant's; (): 1.
 
         Raises:
             Fault: the chat template changes the assistant's turns, or omits all of their thoughts.
         """
         text = self.rendered(messages, tools=tools)
-        learnt = learnt or [True] * len(messages)
+        weights = weights or [1.0] * len(messages)
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         calls = [number for number in turns if messages[number].get("tool_calls")]
         spoken = [number for number in turns if number not in calls]
         marks = Marks(text, [TurnContent.of(text_of(messages[number])) for number in spoken])
         marked = list(messages)
         for turn, number in enumerate(spoken):
-            # A template may render a text otherwise than a list of parts.
-            whole, text_only = marks.content(turn), isinstance(messages[number]["content"], str)
-            content = whole if text_only else [{"type": "text", "text": whole}]
-            marked[number] = {**messages[number], "content": content}
+            marked[number] = _saying(messages[number], marks.content(turn))
         places = marks.places(self.rendered(marked, tools=tools))
         if places is None:
             raise Fault(
@@ -138,13 +136,14 @@ class ChatTemplate:
                 "put a thought before its answer, between <think> and </think>; or use another template",
             )
         found = {n: self._learnt(place) for n, place in zip(spoken, places, strict=True) if place is not None}
-        found |= {number: self._called(messages, number, text, tools) for number in calls}
+        called = {number: self._called(messages, number, text, tools) for number in calls}
+        found |= {number: span for number, span in called.items() if span is not None}
         if turns and not found:
             raise Fault(
                 "the chat template omits the thoughts of all assistant turns, so nothing is left to learn",
                 "end the row with an answer, whose thought the template keeps; or use another template",
             )
-        return [found[number] for number in sorted(found) if learnt[number]], text
+        return [(*found[number], weights[number]) for number in sorted(found) if weights[number]], text
 
     def _learnt(self, place: Place) -> tuple[int, int]:
         start = place.start
@@ -160,18 +159,24 @@ class ChatTemplate:
 
     def _called(
         self, messages: Messages, number: int, text: str, tools: Sequence[Any] | None
-    ) -> tuple[int, int]:
-        """The span of a turn that calls tools: from the prompt before it to the token that ends it."""
-        before = self.rendered(messages[:number], prompt=True, tools=tools)
-        until = self.rendered(messages[: number + 1], tools=tools).rstrip()
-        names = [call["function"]["name"] for call in messages[number]["tool_calls"]]
-        turn = until[len(before) :]
-        if not (text.startswith(until) and until.startswith(before) and all(name in turn for name in names)):
+    ) -> tuple[int, int] | None:
+        """The span of a turn that calls tools: what stands where a mark alone would; None if the template
+        omits its thought."""
+        turn = messages[number]
+        content, mark = TurnContent.of(text_of(turn)), unused(text)
+        *thought, answer = content.words
+        bare = _saying({**turn, "tool_calls": None}, content.marked([*thought, mark]))
+        marked = self.rendered([*messages[:number], bare, *messages[number + 1 :]], tools=tools)
+        before, _, behind = marked.partition(mark)
+        start, end = self._learnt(Place(len(before), len(text) - len(behind), "", before, behind))
+        shown = text[start:end]
+        parts = [answer.strip(), *(call["function"]["name"] for call in turn["tool_calls"])]
+        if not (text.startswith(before) and text.endswith(behind) and all(part in shown for part in parts)):
             raise Fault(
                 f"the chat template omits or rewrites the tool calls of turn {number + 1}",
                 "use a template with tools, or remove the turn",
             )
-        return len(before), len(until)
+        return (start, end) if all(part.strip() in before[start:] for part in thought) else None
 
     @cached_property
     def head(self) -> str:
@@ -190,7 +195,13 @@ class ChatTemplate:
             heads = (self.head, self.head.partition(THOUGHT_TAGS[0])[0])
         except Fault:  # each row reports it
             return False
-        return bool(self.head) and not any(head in answered.partition("\ue000")[0] for head in heads)
+        before = answered.partition("\ue000")[0]
+        ends = (before.rfind(head) + len(head) for head in heads if head in before)
+        if (end := next(ends, None)) is None:
+            return bool(self.head)
+        # The last token of the prompt may be another one in the row: a line break before an empty thought.
+        prompt, row = self.tokenizer([before[:end], answered], add_special_tokens=False)["input_ids"]
+        return bool(row[: len(prompt)] != prompt)
 
     @cached_property
     def takes_parts(self) -> bool:
@@ -209,6 +220,12 @@ class ChatTemplate:
         begins = [token for token in self._special if behind.startswith(token, gap)]
         token = max(begins, key=len, default="")
         return 0 if not token or self.head.lstrip().startswith(token) else gap + len(token)
+
+
+def _saying(message: Mapping[str, Any], text: str) -> Mapping[str, Any]:
+    """The message with another text: a template may render a text otherwise than a list of parts."""
+    whole = isinstance(message["content"], str)
+    return {**message, "content": text if whole else [{"type": "text", "text": text}]}
 
 
 def text_of(message: Mapping[str, Any]) -> str:

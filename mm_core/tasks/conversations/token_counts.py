@@ -24,8 +24,11 @@ from mm_core.tasks.conversations.rows.reading import RawRow
 
 T = TypeVar("T")
 
-Measured = int | DataError
-"""Token count of a row, or the error of an unreadable one."""
+Count = tuple[int, int]
+"""Tokens of a row, and how many of them are those of images."""
+
+Measured = Count | DataError
+"""Counts of a row, or the error of an unreadable one."""
 
 CHUNK = 100
 """Rows per result of a process, and per check of a rank for a stop request."""
@@ -42,16 +45,16 @@ SECONDS = 10.0
 _logger = logging.getLogger(__name__)
 
 
-def lengths_of(rows: Sequence[RawRow], measure: Callable[[RawRow], int]) -> Tensor:
+def lengths_of(rows: Sequence[RawRow], measure: Callable[[RawRow], Count]) -> Tensor:
     """Counts the tokens of rows of conversations, on all ranks. Each rank measures its share, and all return
     the same result; all ranks call it.
 
     Args:
         rows: the rows.
-        measure: returns the token count of a row.
+        measure: returns the counts of a row.
 
     Returns:
-        Token counts [N] int64; 0 for a row for which `measure` raises DataError.
+        Counts [N,2] int64; 0 for a row for which `measure` raises DataError.
 
     Raises:
         DataError: `measure` raises it for every row; the first one.
@@ -60,7 +63,7 @@ def lengths_of(rows: Sequence[RawRow], measure: Callable[[RawRow], int]) -> Tens
     ranks = Ranks.current()
     # Ranks take rows in turn: slow rows are often neighbours, from one file.
     own, world = ranks.share(len(rows)), ranks.count
-    lengths, first, place = torch.zeros(len(own), dtype=torch.int64), None, 0
+    lengths, first, place = torch.zeros(len(own), 2, dtype=torch.int64), None, 0
     with closing(measured(rows, measure, own)) as chunks:
         parts = _with_progress(chunks, len(own), ranks.rank == 0, world)
         for _ in range(math.ceil(len(rows) / (world * CHUNK))):  # the same number on every rank
@@ -69,10 +72,10 @@ def lengths_of(rows: Sequence[RawRow], measure: Callable[[RawRow], int]) -> Tens
                 if isinstance(one, DataError):
                     first = first or (own[place], one)
                 else:
-                    lengths[place] = one
+                    lengths[place] = torch.tensor(one)
                 place += 1
     everyone = ranks.gather((lengths, first))
-    found = torch.zeros(len(rows), dtype=torch.int64)
+    found = torch.zeros(len(rows), 2, dtype=torch.int64)
     for number, (part, _) in enumerate(everyone):
         found[number::world] = part
     faults = [failed for _, failed in everyone if failed is not None]
@@ -105,13 +108,13 @@ def _with_progress(
 
 
 def measured(
-    rows: Sequence[RawRow], measure: Callable[[RawRow], int], numbers: range
+    rows: Sequence[RawRow], measure: Callable[[RawRow], Count], numbers: range
 ) -> Generator[list[Measured]]:
     """Counts tokens of conversations with several processes; yields `CHUNK` results at a time, in order.
 
     Args:
         rows: the rows.
-        measure: returns the token count of a row. Any error except DataError ends the measurement.
+        measure: returns the counts of a row. Any error except DataError ends the measurement.
         numbers: numbers of the rows to measure.
     """
     chunks = [numbers[first : first + CHUNK] for first in range(0, len(numbers), CHUNK)]
@@ -136,7 +139,7 @@ def measured(
 
 
 class _Rows(TorchDataset[list[Measured]]):
-    def __init__(self, rows: Sequence[RawRow], measure: Callable[[RawRow], int]) -> None:
+    def __init__(self, rows: Sequence[RawRow], measure: Callable[[RawRow], Count]) -> None:
         self.rows, self.measure = rows, measure
 
     def __getitem__(self, numbers: range) -> list[Measured]:

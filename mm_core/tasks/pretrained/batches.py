@@ -5,7 +5,7 @@ Most of what is refused here would otherwise crash an accelerator without a usef
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -200,17 +200,26 @@ class CountLabels:
         inputs = self.limits.checked(batch.inputs)
         if batch.pieces is not None:
             inputs = self.packed(inputs, batch.pieces[0])
-        return replace(batch, inputs=inputs, counts=self.counts(inputs["labels"]), tokens=_tokens(inputs))
+        counts = self.counts(inputs["labels"], batch.label_weights)
+        return replace(batch, inputs=inputs, counts=counts, tokens=_tokens(inputs))
 
-    def counts(self, labels: Tensor) -> list[int]:
-        """The number of labels in each row that enter the loss, from labels [B], [B,K] or [B,L]."""
+    def counts(self, labels: Tensor, weights: Tensor | None = None) -> Sequence[float]:
+        """The number of labels in each row that enter the loss, from labels [B], [B,K] or [B,L]; or the sum
+        of their weights [B,L]."""
         if labels.is_floating_point():
             return [1] * len(labels)
         if labels.dim() == 1:
             labels = labels[:, None]
         elif self.shifted:
             labels = labels[:, 1:]
-        return [int(count) for count in (labels != IGNORED_LABEL).flatten(1).sum(1)]
+        counted = labels != IGNORED_LABEL
+        if (factors := self.aligned(weights)) is not None:
+            return [float(each) for each in (counted * factors).double().sum(1)]
+        return [int(count) for count in counted.flatten(1).sum(1)]
+
+    def aligned(self, weights: Tensor | None) -> Tensor | None:
+        """Weights of labels [B,L] in the order of the model's losses."""
+        return weights if weights is None or not self.shifted else weights[:, 1:]
 
 
 def _mismatch_error(what: str, accepted: str | None = None, hint: str | None = None) -> ContractError:

@@ -35,9 +35,10 @@ class RowLosses:
 
     Attributes:
         weights: [B] float32, factors of the rows' losses in `total`.
+        label_weights: [B,L] float32, factors of the labels' losses in `rows`, from the first on; None: 1.
         keep_predictions: whether to keep the most likely labels, for evaluation.
         rows: [B] float32, the summed loss of each row.
-        counted: [B], the number of labels in each row's sum.
+        counted: [B], the number of labels in each row's sum, or the sum of their weights.
         total: the weighted sum returned to the model in place of its mean.
         predictions: the most likely label for each label.
         labels: the labels as the loss function received them.
@@ -46,6 +47,7 @@ class RowLosses:
     """
 
     weights: Tensor
+    label_weights: Tensor | None = None
     keep_predictions: bool = False
     rows: Tensor | None = None
     counted: Tensor | None = None
@@ -81,7 +83,7 @@ class RowLosses:
             # A row with several values counts once, as in the mean.
             losses = self._by_row(losses).mean(1)
             counted = torch.ones_like(losses)
-        self.rows, self.counted = self._by_row(losses).sum(1), self._by_row(counted).sum(1)
+        self.rows, self.counted = self._weighed(losses).sum(1), self._weighed(counted).sum(1)
         self.sums += 1
         self.total = (self.rows * self.weights).sum() if total is None else total
         self.version = self.total._version
@@ -96,7 +98,7 @@ class RowLosses:
             if options["label_smoothing"]:
                 raise _unsummable("it uses label smoothing", "set task.loss: plain")
             each = target.numel() // len(self.weights)  # labels in a row
-            weights = self.weights[:, None].expand(-1, each).reshape(-1)
+            weights = self._weighed(self.weights[:, None].expand(-1, each)).reshape(-1)
             total, losses, best = chunked_cross_entropy(found, target, weights, self.keep_predictions)
         else:
             smoothing = options["label_smoothing"]
@@ -107,6 +109,15 @@ class RowLosses:
         if best is not None:
             self.predictions, self.labels = self._by_row(best), self._by_row(target)
         return losses, total
+
+    def _weighed(self, values: Tensor) -> Tensor:
+        """Values of labels [B,L], times the weights of these."""
+        values = self._by_row(values)
+        if self.label_weights is None:
+            return values
+        if (more := values.shape[1] - self.label_weights.shape[1]) < 0:
+            raise _unsummable("it drops labels before the loss, so they cannot have weights")
+        return values * functional.pad(self.label_weights, (0, more))
 
     def _by_row(self, values: Tensor) -> Tensor:
         if values.numel() % len(self.weights):

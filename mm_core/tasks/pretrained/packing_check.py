@@ -75,7 +75,7 @@ def check_packing(
         record = _TokenLosses(torch.ones(len(ids), device=ids.device))
         run(inputs, record)
         assert record.each is not None
-        return record.each
+        return record.each.detach()
 
     refused, change = None, 0.0
     with _trying(model):

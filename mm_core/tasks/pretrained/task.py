@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from math import isclose
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -49,16 +50,18 @@ class PretrainedInputs:
     Attributes:
         inputs: arguments of the model's forward.
         weights: [B] float32 on the device, the weight of each row.
-        counts: number of labels in each row.
+        counts: number of labels in each row, or the sum of their weights.
         weight: total weight of the batch.
         tokens: number of tokens in the batch.
+        label_weights: [B,...] float32 on the device, those of labels in the order of their losses; None: 1.
     """
 
     inputs: dict[str, Tensor]
     weights: Tensor
-    counts: list[int]
+    counts: Sequence[float]
     weight: float
     tokens: int
+    label_weights: Tensor | None = None
 
 
 class PretrainedTask(TaskModule):
@@ -153,9 +156,10 @@ class PretrainedTask(TaskModule):
         self._schemas[True].check(batch.inputs)
         return _weight(batch, self._counts(batch))
 
-    def _counts(self, batch: TextBatch) -> list[int]:
+    def _counts(self, batch: TextBatch) -> Sequence[float]:
         """Labels of each row that enter the loss, as counted by data workers, or counted now."""
-        return batch.counts if batch.counts is not None else self._labels.counts(batch.inputs["labels"])
+        own = batch.counts
+        return self._labels.counts(batch.inputs["labels"], batch.label_weights) if own is None else own
 
     def batch_transform(self) -> Callable[[Batch], Batch]:
         """The transform that data workers apply to a batch: checking it and counting its labels."""
@@ -175,11 +179,12 @@ class PretrainedTask(TaskModule):
                 check_packing(self.model, batch, self._labels.packed, self._run)
         counts = self._counts(batch)
         weights = batch.sample_weights.to(next(iter(batch.inputs.values())).device, non_blocking=True)
-        return PretrainedInputs(batch.inputs, weights, counts, _weight(batch, counts), batch.tokens)
+        weight, factors = _weight(batch, counts), self._labels.aligned(batch.label_weights)
+        return PretrainedInputs(batch.inputs, weights, counts, weight, batch.tokens, factors)
 
     def loss(self, inputs: PretrainedInputs) -> Loss:
         """The Transformers model's own loss, in float32, as a weighted sum over labels."""
-        returned = self._forward(inputs, RowLosses(inputs.weights))
+        returned = self._forward(inputs, RowLosses(inputs.weights, inputs.label_weights))
         return Loss(returned.loss, inputs.weight, tokens=inputs.tokens)
 
     def _forward(self, inputs: PretrainedInputs, record: RowLosses) -> ModelOutput:
@@ -233,7 +238,8 @@ class PretrainedTask(TaskModule):
         """
         batch = cast(TextBatch, batch)  # `CountLabels` has checked it
         inputs = self.prepare(batch, rng)
-        record = RowLosses(torch.ones_like(inputs.weights), keep_predictions=True)
+        ones = torch.ones_like(inputs.weights)
+        record = RowLosses(ones, inputs.label_weights, keep_predictions=True)
         returned = self._forward(inputs, record)
         assert record.rows is not None
         outputs: dict[str, Tensor] = {}
@@ -307,11 +313,11 @@ def _head_of_chunks(model: PreTrainedModel, wanted: PretrainedConfig) -> tuple[n
     return ()
 
 
-def _check_counts(record: RowLosses, counts: Sequence[int]) -> None:
+def _check_counts(record: RowLosses, counts: Sequence[float]) -> None:
     """ContractError if the model's loss covers a different number of labels from what `weight` counted."""
     assert record.counted is not None
-    found = [int(count) for count in record.counted.tolist()]
-    if found != list(counts):
+    found, rounding = record.counted.tolist(), 0 if record.label_weights is None else 1e-5
+    if not all(isclose(*pair, rel_tol=rounding) for pair in zip(found, counts, strict=True)):
         raise ContractError(
             f"the model's loss covers {found} labels in the rows of a batch, but {list(counts)} were counted",
             where="task.auto_class",
@@ -319,6 +325,6 @@ def _check_counts(record: RowLosses, counts: Sequence[int]) -> None:
         )
 
 
-def _weight(batch: TextBatch, counts: Sequence[int]) -> float:
+def _weight(batch: TextBatch, counts: Sequence[float]) -> float:
     """The sum over rows of the number of labels times the row's weight."""
     return float(sum(w * n for w, n in zip(batch.sample_weights.tolist(), counts, strict=True)))

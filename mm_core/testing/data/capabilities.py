@@ -20,6 +20,7 @@ from mm_core.contracts import (
     SupportsRowSizes,
     SupportsSampleAt,
     SupportsSources,
+    SupportsWork,
     Turn,
     VideoTextBatch,
 )
@@ -42,6 +43,16 @@ def lengths(probe: DatasetProbe) -> None:
     )
     same = torch.equal(found, dataset.lengths()) and torch.equal(found, probe.build().lengths())
     probe.expect(same, "lengths() returns different numbers each time: a resumed run would batch differently")
+
+
+def work(probe: DatasetProbe) -> None:
+    """work_at() is a whole number for each sample, the same each time: ranks share out samples by it."""
+    probe.require(probe.dataset, SupportsWork)
+    rng = Randomness(SEED).at("data", 0, 0)
+    found, again = (
+        returned(SupportsWork.work_at, each.work_at(0, rng), each) for each in (probe.dataset, probe.build())
+    )
+    probe.expect(found == again, f"work_at returned {found}, then {again}", accepted="the same on every rank")
 
 
 def micro_batches(probe: DatasetProbe) -> None:

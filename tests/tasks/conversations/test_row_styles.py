@@ -142,7 +142,9 @@ def test_what_a_template_does_not_show_of_tools_is_a_bad_row(place, row, what):
             {"messages": [ASKED, ANSWER], "tools": {"name": "look"}},
             "`tools` of the row is no list of objects",
         ),
-        ({"messages": [ASKED, {**ANSWER, "weight": 0.5}]}, "`weight` of turn 2 is 0.5"),
+        ({"messages": [ASKED, {**ANSWER, "weight": -0.5}]}, "`weight` of turn 2 is -0.5"),
+        ({"messages": [ASKED, {**ANSWER, "weight": "2"}]}, "`weight` of turn 2 is '2'"),
+        ({"messages": [ASKED, {**ANSWER, "loss_scale": float("nan")}]}, "`loss_scale` of turn 2 is nan"),
         (
             {"messages": [ASKED, {**ANSWER, "loss": 0}]},
             "no turn has the role assistant, so there is nothing to learn",

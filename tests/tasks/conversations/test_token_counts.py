@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import signal
 import time
@@ -11,8 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from mm_internvl.testing import TOKENS
 from PIL import Image
 
+from mm_core.contracts import Randomness
 from mm_core.data.loading.stopping import StopRequested, stop_on
 from mm_core.data.loading.workers import StartWorker
 from mm_core.errors import DataError
@@ -53,6 +56,24 @@ def test_lengths_group_batches_and_are_kept_in_a_file(place, tmp_path, monkeypat
     assert dataset(place, lengths=str(file)).lengths().tolist() == wanted
     with pytest.raises(AssertionError, match="measured again"):
         dataset(place, lengths=str(file), system="another").lengths()
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_the_work_of_a_sample_is_that_of_its_images_in_every_epoch(place, tmp_path, packing):
+    file = tmp_path / "lengths.json"
+    rows = [*data.ROWS, *(data.asked("<image>what?", "red", image="a.png") for _ in range(5))]
+    found = dataset(place, rows, packing=packing, lengths=str(file), max_length=300)
+    for epoch in range(3):
+        for index in range(len(found)):
+            rng = Randomness(3).at("data", epoch, index)
+            tiles = len(sets.pixels_of(found.sample_at(index, rng)))
+            images = sum(len(piece.blocks) for piece in found.sample_at(index, rng)["pieces"])
+            assert found.work_at(index, rng) >= tiles * TOKENS
+            assert found.work_at(index, rng) <= tiles * TOKENS + 2 * max(images, tiles)  # tags around them
+    again = pickle.loads(pickle.dumps(found))
+    assert [again.work_at(n, rng) for n in range(len(again))] == [
+        found.work_at(n, rng) for n in range(len(found))
+    ]
 
 
 def test_an_image_that_has_grown_since_is_an_error_with_the_file_of_the_lengths(place, tmp_path):

@@ -153,7 +153,7 @@ def _conversation(value: object, learnt: bool) -> Conversation:
     answers = _answers(value)
     if learnt and answers and turns[-1].role == "user":
         turns += (RowTurn("assistant", answers[0]),)
-    if learnt and not any(turn.role == "assistant" and turn.learnt for turn in turns):
+    if learnt and not any(turn.role == "assistant" and turn.weight for turn in turns):
         raise RowFault(
             "no turn has the role assistant, so there is nothing to learn",
             "a turn of the assistant, or `answers` to the last question, of which the first is learnt",

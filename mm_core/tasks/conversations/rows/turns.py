@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,8 +47,8 @@ _URL = re.compile(r"(?i)(https?|ftp|file|s3|gs|data)(?=:)")
 _PATHS = ("path", "url", "image", "video")
 """Fields in which a part of a turn may name its file."""
 
-_LEARNT = ("weight", "loss", "train")
-"""Fields of a turn that show whether it is learnt: 0, 1, false or true."""
+_WEIGHTS = ("weight", "loss_scale", "loss", "train")
+"""Fields of a turn that hold the weight of its loss, or whether it is learnt."""
 
 _CALLS = '[{"type": "function", "function": {"name": "..", "arguments": {..}}}]'
 
@@ -69,14 +70,14 @@ class RowTurn:
         content: a text with placeholders, or a list of parts in the format of chat templates.
         from_field: whether it comes from the row's field `system` instead of its list of turns.
         calls: the calls of tools in a turn of the assistant, in the format of chat templates.
-        learnt: whether a turn of the assistant is learnt.
+        weight: factor of the loss of a turn of the assistant; 0: it is not learnt.
     """
 
     role: str
     content: str | tuple[Mapping[str, str], ...]
     from_field: bool = False
     calls: tuple[Mapping[str, Any], ...] = ()
-    learnt: bool = True
+    weight: float = 1.0
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -113,7 +114,7 @@ def read_turn(turn: object, number: int, keys: tuple[str, str], own: list[tuple[
         raise RowFault(
             f"the content of turn {number} is {kind_of(content)}, not a text", "a text, or a list of parts"
         )
-    made = RowTurn(ROLES[role], content, calls=calls, learnt=_is_learnt(turn, number))
+    made = RowTurn(ROLES[role], content, calls=calls, weight=_weight(turn, number))
     if made.role == "assistant":
         thought = _thinking(turn.get("reasoning_content"), number)
         if any(made.shown()) or PLACEHOLDER.search(thought):
@@ -121,7 +122,7 @@ def read_turn(turn: object, number: int, keys: tuple[str, str], own: list[tuple[
                 f"turn {number} is the assistant's, but has an image or a video",
                 "images and videos in user turns",
             )
-        made = RowTurn(made.role, thought + "".join(made.texts), calls=calls, learnt=made.learnt)
+        made = RowTurn(made.role, thought + "".join(made.texts), calls=calls, weight=made.weight)
     elif calls:
         raise RowFault(
             f"turn {number} calls a tool, but is of the role {role}", "tool calls of the assistant"
@@ -170,16 +171,15 @@ def _parsed(text: str, what: str) -> Any:
         raise RowFault(f"{what} is not JSON: {fault}", _CALLS) from None
 
 
-def _is_learnt(turn: Mapping[str, object], number: int) -> bool:
-    for key in _LEARNT:
-        value = turn.get(key)
-        if value is not None and value not in (0, 1):
-            raise RowFault(
-                f"`{key}` of turn {number} is {value!r}", "1 (learnt, also without it) or 0 (read only)"
-            )
-        if value is not None:
-            return bool(value)
-    return True
+def _weight(turn: Mapping[str, object], number: int) -> float:
+    key = next((key for key in _WEIGHTS if turn.get(key) is not None), None)
+    value = 1.0 if key is None else turn[key]
+    if not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise RowFault(
+            f"`{key}` of turn {number} is {value!r}",
+            "a number from 0 (read only); 1 is the weight of turns without it",
+        )
+    return float(value)
 
 
 def _thinking(thought: object, number: int) -> str:

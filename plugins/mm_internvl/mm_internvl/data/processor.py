@@ -23,6 +23,7 @@ from mm_core.tasks import (
     ChatProcessor,
     ChatTemplate,
     Encoded,
+    Learnt,
     Medium,
     Picture,
     Placed,
@@ -165,21 +166,21 @@ class InternVLProcessor(ChatProcessor):
     def encode(
         self,
         text: str,
-        spans: Sequence[tuple[int, int]],
+        spans: Sequence[Learnt],
         shown: Sequence[Shown],
         files: Sequence[Picture] | None = None,
         count: int | None = None,
     ) -> Encoded:
         """Tokens, labels and tiles; as of the base class."""
         tiled = [each for each in shown if isinstance(each, Tiled)][:count]
-        ids, labels, blocks = self._tokens(text, spans, tiled)
+        tokens, blocks = self._tokens(text, spans, tiled)
         vision = {}
         if files and tiled:
             tiling = self._shared([each.kind for each in shown])
             vision["pixel_values"] = torch.cat(
                 [self._pixels(file, each, tiling) for file, each in zip(files, tiled, strict=False)]
             )
-        return Encoded({"input_ids": ids, "labels": labels}, blocks, vision)
+        return Encoded(tokens, blocks, vision)
 
     def _pixels(self, file: Picture, shown: Tiled, tiling: Tiling) -> Tensor:
         pictures = self.media.pixels(file, shown)
@@ -200,9 +201,9 @@ class InternVLProcessor(ChatProcessor):
         return {"pixel_values": torch.cat([vision["pixel_values"] for row in rows for vision in row])}
 
     def _tokens(
-        self, text: str, spans: Sequence[tuple[int, int]], shown: Sequence[Tiled]
-    ) -> tuple[Tensor, Tensor, list[tuple[int, int]]]:
-        """Token ids, labels, and [start, end) of each image and video in tokens.
+        self, text: str, spans: Sequence[Learnt], shown: Sequence[Tiled]
+    ) -> tuple[dict[str, Tensor], list[tuple[int, int]]]:
+        """Token ids and labels, and [start, end) of each image and video in tokens.
 
         Each picture is `<img><IMG_CONTEXT></img>`, frames of a video are numbered as in Transformers'
         processor, and every tile has its full length.
@@ -232,4 +233,5 @@ class InternVLProcessor(ChatProcessor):
             # `<img>` precedes the first tile, `</img>` follows the last.
             blocks.append((int(ends[places[first] - 1]) - 1, int(ends[places[last] + 1])))
             first = last + 1
-        return ids.repeat_interleave(repeats), labels.repeat_interleave(repeats), blocks
+        tokens = {"input_ids": ids, **labels}
+        return {name: each.repeat_interleave(repeats) for name, each in tokens.items()}, blocks
