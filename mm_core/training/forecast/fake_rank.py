@@ -7,7 +7,7 @@ accelerators keep; on the meta device it would keep all scores.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -63,6 +63,7 @@ class FakeRank:
         micro_batches: of a step.
         batch: the first micro-batch; None: the data are missing, and the trained component's forward stands
             for the step.
+        on_cpu: whether the ranks compute on CPUs; else kernels of accelerators stand for some of the CPU's.
         request: of the first clip that the run samples; None: it samples none, or files are missing.
     """
 
@@ -71,6 +72,7 @@ class FakeRank:
     engine: Engine
     plan: EnginePlan
     micro_batches: int
+    on_cpu: bool
     batch: Batch | None = None
     request: SampleRequest | None = None
 
@@ -79,7 +81,8 @@ class FakeRank:
         if self.batch is not None:
             load_own(self.task)
         fakes = FakeTensorMode(allow_non_fake_inputs=True)
-        with _fake_ranks(self.plan.world), fakes, meter.counting():
+        kernels = nullcontext() if self.on_cpu else patch.object(torch, "rms_norm", _rms_norm)
+        with _fake_ranks(self.plan.world), fakes, kernels, meter.counting():
             self._run(meter)
 
     def _run(self, meter: Meter) -> None:
@@ -187,6 +190,33 @@ def _rows(tensor: Tensor, rows: int) -> Tensor:
     if tensor.is_floating_point():
         return torch.empty(shape, dtype=tensor.dtype, device="cpu")
     return torch.ones(shape, dtype=tensor.dtype, device="cpu")
+
+
+class _RMSNorm(torch.autograd.Function):
+    """What the fused kernels of accelerators keep and make; on the CPU, torch composes it of five others."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, kept: tuple[int, ...]) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(kept, dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None
+
+
+_composed = torch.rms_norm
+
+
+def _rms_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    if weight is not None and weight.dtype != x.dtype:
+        return _composed(x, shape, weight, eps)
+    kept = (*x.shape[: x.dim() - len(shape)], *[1] * len(shape))
+    found: Tensor = _RMSNorm.apply(x, weight, kept)  # type: ignore[no-untyped-call]
+    return found
 
 
 def _backward_of(enter: Callable[[str], None], segment: str, *call: Any) -> None:

@@ -145,7 +145,8 @@ def forecast(
     def rank(task: TaskModule) -> FakeRank:
         engine, own = _engine(config, task, machine.world)
         request = _request(config) if not plan.missing else None
-        return FakeRank(config, task, engine, own, plan.accumulation, batch, request)
+        on_cpu = machine.device.name == "cpu"
+        return FakeRank(config, task, engine, own, plan.accumulation, on_cpu, batch, request)
 
     try:
         phases = counted(build, plan.engine, rank)
@@ -247,7 +248,7 @@ def _seconds(phases: Phases, plan: RunPlan, machine: Machine) -> dict[str, float
 
 
 def _size(size: int) -> str:
-    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.1f} MiB"
 
 
 def _time(seconds: float) -> str:
