@@ -27,6 +27,9 @@ from mm_core.weights.adapters.inject import Structure
 ROUNDING = 0.03
 """Share that an accelerator's allocator adds: sizes are rounded up, and freed blocks leave gaps."""
 
+GLOO = 2.5
+"""Copies of the largest tensor that is reduced or gathered, which gloo makes in its threads: 0 to 4 at a time."""
+
 BUFFERS = round(0.6 * GIB)
 """Bytes of the communication library on each of several devices."""
 
@@ -221,7 +224,8 @@ def _need(
     top = max(segments.values(), key=lambda each: each.bytes)
     parts, host = dict(top.parts.most_common()), 0
     if machine.device.name == "cpu":
-        return Need(name, top.bytes, 0, parts)
+        copies = max((w.bytes for each in segments.values() for w in each.work if w.group > 1), default=0)
+        return Need(name, top.bytes + round(GLOO * copies), 0, parts)
     held = plan.host_bytes
     host = sum(held.values()) + sum(part.host_bytes for part in plan.engine.parts)
     if getattr(config.engine.options.get("offload"), "activations", None):
