@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+import tracemalloc
 
 import pytest
+import torch
 from PIL import Image
 
 from mm_core.builtin.configs.conversations import ConversationSource
 from mm_core.errors import CheckpointError, ContractError, DataError
 from mm_core.tasks import Conversations
+from mm_core.tasks.conversations.lengths import Lengths
 from support.chat_families import FAMILIES
 
 USER, SAID = {"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "A cat."}
@@ -140,6 +143,29 @@ def test_a_folder_without_the_image_processors_file_is_named(chat_model, place, 
     with pytest.raises(DataError, match="the model's folder has no processor for images") as fault:
         dataset(folder, place)[0]
     assert "copy the model's preprocessor_config.json" in fault.value.hint
+
+
+def test_stored_lengths_are_those_of_the_image_processors_settings(chat_model, place, tmp_path):
+    folder = tmp_path / "resized"
+    shutil.copytree(chat_model("qwen3_vl"), folder)
+    stored, settings = str(place / "lengths.json"), folder / "preprocessor_config.json"
+    before = dataset(folder, place, lengths=stored).lengths()
+    wanted = json.loads(settings.read_text())
+    wanted["size"] = {"shortest_edge": 64, "longest_edge": 512}
+    settings.write_text(json.dumps(wanted))
+    found = dataset(folder, place, lengths=stored)
+    assert found.lengths().tolist() == [len(found[0]["pieces"][0])] != before.tolist()
+
+
+def test_files_of_rows_are_not_read_whole_for_stored_lengths(place):
+    large = place / "large.parquet"
+    with large.open("wb") as file:
+        file.truncate(64 * 2**20)
+    stored = Lengths(place / "lengths.json", [ConversationSource(str(large))], str(place), [])
+    tracemalloc.start()
+    stored._keep(torch.ones(1, dtype=torch.int64))
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
 
 
 def test_an_image_processor_that_needs_torchvision_says_so(chat_model, place, tmp_path):

@@ -229,7 +229,7 @@ def read_files(row: Mapping[str, object], kind: str, wanted: int) -> list[Named]
 
 def read_file(kind: str, path: object) -> Named:
     """A path below the folder, or the image of a data URL or of a column of images. RowFault for others."""
-    given = path if isinstance(path, Mapping) else {"bytes": path}
+    given: Mapping[str, Any] = path if isinstance(path, Mapping) else {"bytes": path}
     if kind == "image" and isinstance(given.get("bytes"), bytes):
         return InMemory(str(given.get("path") or "of the row"), given["bytes"])
     if isinstance(path, Mapping):
