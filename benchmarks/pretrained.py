@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from mm_core import Component, hookimpl
 
@@ -112,8 +113,10 @@ def run_rank(args: argparse.Namespace) -> int:
     start_process_group()
     turns = (args.rounds + 1) * args.steps
     loops = {
-        "mm_core": Ours(folder, turns, args.accumulation),
-        "Trainer": Trained(folder, turns, args.accumulation),
+        "mm_core": Ours(folder, document_of(folder, turns, args.accumulation)),
+        "Trainer": ShardedTrained(
+            folder, turns, per_device_train_batch_size=MICRO, gradient_accumulation_steps=args.accumulation
+        ),
         "Accelerate": Accelerated(folder, args.accumulation),
     }
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
@@ -137,30 +140,23 @@ def run_rank(args: argparse.Namespace) -> int:
 
 
 class Ours:
-    """The training loop of mm_core."""
+    """The training loop of mm_core.
 
-    def __init__(self, folder: Path, turns: int, accumulation: int) -> None:
+    Args:
+        folder: for the run.
+        document: its config, without names and checkpoints.
+    """
+
+    def __init__(self, folder: Path, document: dict[str, Any]) -> None:
         import torch.distributed as dist
         import yaml
 
         import mm_core
         from mm_core.training.assembly import assemble
 
-        size = MICRO * accumulation * dist.get_world_size()
         document = {
+            **document,
             "run": {"name": "ours", "dir": str(folder / "runs")},
-            "plugins": {"path": [__file__]},
-            "task": {
-                "type": "pretrained",
-                "from_pretrained": str(folder / "model"),
-                "auto_class": "AutoModelForCausalLM",
-            },
-            "data": {
-                "train": {"type": "benchmark_tokens"},
-                "loader": {"workers": 0, "sampler": "sequential"},
-            },
-            "optimizer": {"type": "adamw", "lr": RATE, "weight_decay": 0.0},
-            "train": {"steps": turns, "micro_batch_size": MICRO, "global_batch_size": size},
             "checkpoint": {"every": 1_000_000},
         }
         path = folder / f"ours{dist.get_rank()}.yaml"
@@ -184,6 +180,27 @@ class Ours:
 
         rows = (self.assembly.reporter.run_dir / "metrics.jsonl").read_text().splitlines()
         return [row["loss"] for row in map(json.loads, rows) if "loss" in row]
+
+
+def document_of(folder: Path, turns: int, accumulation: int) -> dict[str, Any]:
+    """Config of mm_core's run."""
+    import torch.distributed as dist
+
+    return {
+        "plugins": {"path": [__file__]},
+        "task": {
+            "type": "pretrained",
+            "from_pretrained": str(folder / "model"),
+            "auto_class": "AutoModelForCausalLM",
+        },
+        "data": {"train": {"type": "benchmark_tokens"}, "loader": {"workers": 0, "sampler": "sequential"}},
+        "optimizer": {"type": "adamw", "lr": RATE, "weight_decay": 0.0},
+        "train": {
+            "steps": turns,
+            "micro_batch_size": MICRO,
+            "global_batch_size": MICRO * accumulation * dist.get_world_size(),
+        },
+    }
 
 
 def plugin_of(model):
@@ -258,15 +275,31 @@ class Accelerated:
 
 
 class Trained:
-    """Transformers' Trainer in its own thread, which waits for its turn at each step."""
+    """Transformers' Trainer in its own thread, which waits for its turn at each step.
 
-    def __init__(self, folder: Path, turns: int, accumulation: int) -> None:
-        self.folder, self.turns, self.accumulation = folder, turns, accumulation
+    Args:
+        folder: for the run.
+        turns: number of steps.
+        options: of `TrainingArguments`, beside those below.
+    """
+
+    def __init__(self, folder: Path, turns: int, **options: Any) -> None:
+        self.folder, self.turns, self.options = folder, turns, options
         self.losses: list[float] = []
         self.go, self.done = threading.Semaphore(0), threading.Semaphore(0)
         self.fault: BaseException | None = None
         threading.Thread(target=self.train, daemon=True).start()
         self.wait()  # until its first step is due
+
+    def parts(self) -> tuple[Any, Any, Any]:
+        """The model, the dataset, and what collates its samples."""
+        raise NotImplementedError
+
+    def prepare(self, trainer: Any) -> None:
+        """Changes the trainer before it trains."""
+
+    def check(self, model: Any) -> None:
+        """Checks the model before each step."""
 
     def run(self, steps: int) -> None:
         """Trains the next steps."""
@@ -283,7 +316,7 @@ class Trained:
     def train(self) -> None:
         """Runs `Trainer.train` in the thread."""
         from torch.utils.data import SequentialSampler
-        from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+        from transformers import Trainer, TrainerCallback, TrainingArguments
         from transformers.trainer_callback import PrinterCallback
 
         outer = self
@@ -294,7 +327,7 @@ class Trained:
 
         class Turns(TrainerCallback):
             def on_step_begin(self, args, state, control, model=None, **_) -> None:
-                check_sharded(model)
+                outer.check(model)
                 outer.done.release()
                 outer.go.acquire()
 
@@ -303,13 +336,11 @@ class Trained:
                     outer.losses.append(float(logs["loss"]))
 
         try:
-            model, data = AutoModelForCausalLM.from_pretrained(self.folder / "model"), Tokens()
+            model, data, collate = self.parts()
             arguments = TrainingArguments(
                 output_dir=str(self.folder / "trainer"),
                 use_cpu=True,
                 max_steps=self.turns + 1,
-                per_device_train_batch_size=MICRO,
-                gradient_accumulation_steps=self.accumulation,
                 learning_rate=RATE,
                 lr_scheduler_type="constant",
                 max_grad_norm=1.0,
@@ -321,36 +352,64 @@ class Trained:
                 disable_tqdm=True,
                 dataloader_pin_memory=False,
                 remove_unused_columns=False,
+                **self.options,
             )
-            trainer = InOrder(model, arguments, data.inputs, data, callbacks=[Turns()])
+            trainer = InOrder(model, arguments, collate, data, callbacks=[Turns()])
             trainer.remove_callback(PrinterCallback)
-            shard_on_cpu(trainer.accelerator, model)
-            trainer.is_fsdp_enabled = True
+            self.prepare(trainer)
             trainer.train()
         except BaseException as fault:
             self.fault = fault
             self.done.release()
 
 
+class ShardedTrained(Trained):
+    """Trainer with FSDP2, of the same text model and rows."""
+
+    def parts(self) -> tuple[Any, Any, Any]:
+        from transformers import AutoModelForCausalLM
+
+        data = Tokens()
+        return AutoModelForCausalLM.from_pretrained(self.folder / "model"), data, data.inputs
+
+    def prepare(self, trainer: Any) -> None:
+        shard_on_cpu(trainer.accelerator, trainer.model)
+        trainer.is_fsdp_enabled = True
+
+    def check(self, model: Any) -> None:
+        check_sharded(model)
+
+
 def report(times: dict[str, list[tuple[float, float]]], world: int) -> bool:
     """Prints the table and the RESULT lines; returns whether the bar is met."""
+    print_times(times, world)
+    met = True
+    for name in ("Trainer", "Accelerate"):
+        for column, kind in ((0, "step"), (1, "cpu")):
+            ratio = median_ratio(times, name, column)
+            met &= ratio <= BAR
+            verdict = "ok" if ratio <= BAR else "short"
+            print(f"RESULT pretrained_{kind}_{name.lower()} {ratio:.3f} {BAR} {verdict}")
+    return met
+
+
+def print_times(times: dict[str, list[tuple[float, float]]], world: int) -> None:
+    """Prints the wall and CPU time of each loop's steps."""
     print(f"{world} ranks, {len(times['mm_core'])} paired rounds; median (least to most) of a step")
     print(f"{'loop':<14}{'ms wall time':>24}{'ms CPU time':>24}")
     for name, values in times.items():
         columns = ([1000 * row[column] for row in values] for column in (0, 1))
         cells = (f"{statistics.median(c):.0f} ({min(c):.0f} to {max(c):.0f})" for c in columns)
         print(f"{name:<14}" + "".join(f"{cell:>24}" for cell in cells))
-    met = True
-    for name in ("Trainer", "Accelerate"):
-        for column, kind in ((0, "step"), (1, "cpu")):
-            pairs = zip(times["mm_core"], times[name], strict=True)
-            ratios = [ours[column] / theirs[column] for ours, theirs in pairs]
-            ratio = statistics.median(ratios)
-            met &= ratio <= BAR
-            verdict = "ok" if ratio <= BAR else "short"
-            print(f"against {name}, round by round: {min(ratios):.3f} to {max(ratios):.3f}")
-            print(f"RESULT pretrained_{kind}_{name.lower()} {ratio:.3f} {BAR} {verdict}")
-    return met
+
+
+def median_ratio(times: dict[str, list[tuple[float, float]]], name: str, column: int) -> float:
+    """The median of mm_core's times over another loop's, round by round; prints their range."""
+    pairs = zip(times["mm_core"], times[name], strict=True)
+    ratios = [ours[column] / theirs[column] for ours, theirs in pairs]
+    kind = ("wall", "CPU")[column]
+    print(f"{kind} time against {name}, round by round: {min(ratios):.3f} to {max(ratios):.3f}")
+    return statistics.median(ratios)
 
 
 if __name__ == "__main__":
