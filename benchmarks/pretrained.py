@@ -32,6 +32,8 @@ MODEL = {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 768, "num_
 MODEL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": True}
 MODEL |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 512}
 MICRO, RATE = 2, 1e-4
+Times = dict[str, list[tuple[float, float]]]
+"""Wall and CPU seconds of a step in each round, by loop."""
 
 
 @hookimpl
@@ -114,12 +116,16 @@ def run_rank(args: argparse.Namespace) -> int:
     turns = (args.rounds + 1) * args.steps
     loops = {
         "mm_core": Ours(folder, document_of(folder, turns, args.accumulation)),
-        "Trainer": ShardedTrained(
-            folder, turns, per_device_train_batch_size=MICRO, gradient_accumulation_steps=args.accumulation
+        "Trainer": TrainedOnTokens(
+            folder,
+            turns,
+            sharded=True,
+            per_device_train_batch_size=MICRO,
+            gradient_accumulation_steps=args.accumulation,
         ),
         "Accelerate": Accelerated(folder, args.accumulation),
     }
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
+    times: Times = {name: [] for name in loops}
     names = list(loops)
     for round_ in range(args.rounds + 1):
         for name in names[round_ % 3 :] + names[: round_ % 3]:
@@ -203,33 +209,33 @@ def document_of(folder: Path, turns: int, accumulation: int) -> dict[str, Any]:
     }
 
 
-def plugin_of(model):
+def plugin_of(blocks):
     """Accelerate's FSDP2 plugin with a group for each block, as in mm_core."""
     from accelerate import FullyShardedDataParallelPlugin
 
     return FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=[type(model.model.layers[0]).__name__],
+        transformer_cls_names_to_wrap=[type(block).__name__ for block in blocks],
         reshard_after_forward=True,
         cpu_ram_efficient_loading=False,
     )
 
 
-def shard_on_cpu(accelerator, model) -> None:
+def shard_on_cpu(accelerator, *blocks) -> None:
     """Makes Accelerate use FSDP2 on a CPU, which it supports only on accelerators."""
     from accelerate.utils import DistributedType
 
     accelerator.state.distributed_type = DistributedType.FSDP
-    accelerator.state.fsdp_plugin = plugin_of(model)
+    accelerator.state.fsdp_plugin = plugin_of(blocks)
     assert accelerator.is_fsdp2
 
 
-def check_sharded(model) -> None:
-    """Checks that the model is sharded with FSDP2, so that the comparison is fair."""
+def check_sharded(*modules) -> None:
+    """Checks that a model and its blocks are sharded with FSDP2, so that the comparison is fair."""
     from torch.distributed.fsdp import FSDPModule
 
-    assert isinstance(model, FSDPModule) and isinstance(model.model.layers[0], FSDPModule)
+    assert all(isinstance(module, FSDPModule) for module in modules)
 
 
 class Accelerated:
@@ -243,12 +249,12 @@ class Accelerated:
 
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
         model = AutoModelForCausalLM.from_pretrained(folder / "model").train()
-        shard_on_cpu(self.accelerator, model)
+        shard_on_cpu(self.accelerator, model.model.layers[0])
         data = Tokens()
         optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0, fused=True)
         loader = DataLoader(data, MICRO, collate_fn=data.inputs, drop_last=True)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer, loader)
-        check_sharded(self.model)
+        check_sharded(self.model, self.model.model.layers[0])
         self.batches, self.losses = self.forever(), []
 
     def forever(self):
@@ -280,11 +286,12 @@ class Trained:
     Args:
         folder: for the run.
         turns: number of steps.
+        sharded: whether the model is sharded with FSDP2.
         options: of `TrainingArguments`, beside those below.
     """
 
-    def __init__(self, folder: Path, turns: int, **options: Any) -> None:
-        self.folder, self.turns, self.options = folder, turns, options
+    def __init__(self, folder: Path, turns: int, sharded: bool, **options: Any) -> None:
+        self.folder, self.turns, self.sharded, self.options = folder, turns, sharded, options
         self.losses: list[float] = []
         self.go, self.done = threading.Semaphore(0), threading.Semaphore(0)
         self.fault: BaseException | None = None
@@ -295,11 +302,9 @@ class Trained:
         """The model, the dataset, and what collates its samples."""
         raise NotImplementedError
 
-    def prepare(self, trainer: Any) -> None:
-        """Changes the trainer before it trains."""
-
-    def check(self, model: Any) -> None:
-        """Checks the model before each step."""
+    def blocks(self, model: Any) -> tuple[Any, ...]:
+        """One block of each kind, for FSDP2."""
+        raise NotImplementedError
 
     def run(self, steps: int) -> None:
         """Trains the next steps."""
@@ -327,7 +332,8 @@ class Trained:
 
         class Turns(TrainerCallback):
             def on_step_begin(self, args, state, control, model=None, **_) -> None:
-                outer.check(model)
+                if outer.sharded:
+                    check_sharded(model, *outer.blocks(model))
                 outer.done.release()
                 outer.go.acquire()
 
@@ -356,15 +362,17 @@ class Trained:
             )
             trainer = InOrder(model, arguments, collate, data, callbacks=[Turns()])
             trainer.remove_callback(PrinterCallback)
-            self.prepare(trainer)
+            if self.sharded:
+                shard_on_cpu(trainer.accelerator, *self.blocks(model))
+                trainer.is_fsdp_enabled = True
             trainer.train()
         except BaseException as fault:
             self.fault = fault
             self.done.release()
 
 
-class ShardedTrained(Trained):
-    """Trainer with FSDP2, of the same text model and rows."""
+class TrainedOnTokens(Trained):
+    """Trainer of the text model."""
 
     def parts(self) -> tuple[Any, Any, Any]:
         from transformers import AutoModelForCausalLM
@@ -372,15 +380,11 @@ class ShardedTrained(Trained):
         data = Tokens()
         return AutoModelForCausalLM.from_pretrained(self.folder / "model"), data, data.inputs
 
-    def prepare(self, trainer: Any) -> None:
-        shard_on_cpu(trainer.accelerator, trainer.model)
-        trainer.is_fsdp_enabled = True
-
-    def check(self, model: Any) -> None:
-        check_sharded(model)
+    def blocks(self, model: Any) -> tuple[Any, ...]:
+        return (model.model.layers[0],)
 
 
-def report(times: dict[str, list[tuple[float, float]]], world: int) -> bool:
+def report(times: Times, world: int) -> bool:
     """Prints the table and the RESULT lines; returns whether the bar is met."""
     print_times(times, world)
     met = True
@@ -393,7 +397,7 @@ def report(times: dict[str, list[tuple[float, float]]], world: int) -> bool:
     return met
 
 
-def print_times(times: dict[str, list[tuple[float, float]]], world: int) -> None:
+def print_times(times: Times, world: int) -> None:
     """Prints the wall and CPU time of each loop's steps."""
     print(f"{world} ranks, {len(times['mm_core'])} paired rounds; median (least to most) of a step")
     print(f"{'loop':<14}{'ms wall time':>24}{'ms CPU time':>24}")
@@ -403,7 +407,7 @@ def print_times(times: dict[str, list[tuple[float, float]]], world: int) -> None
         print(f"{name:<14}" + "".join(f"{cell:>24}" for cell in cells))
 
 
-def median_ratio(times: dict[str, list[tuple[float, float]]], name: str, column: int) -> float:
+def median_ratio(times: Times, name: str, column: int) -> float:
     """The median of mm_core's times over another loop's, round by round; prints their range."""
     pairs = zip(times["mm_core"], times[name], strict=True)
     ratios = [ours[column] / theirs[column] for ours, theirs in pairs]
