@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from mm_core import Component, hookimpl
+from mm_core.errors import plural
 
 BAR = 1.0
 MODEL = {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
@@ -399,7 +400,7 @@ def report(times: Times, world: int) -> bool:
 
 def print_times(times: Times, world: int) -> None:
     """Prints the wall and CPU time of each loop's steps."""
-    print(f"{world} ranks, {len(times['mm_core'])} paired rounds; median (least to most) of a step")
+    print(f"{plural(world, 'rank')}, {len(times['mm_core'])} paired rounds; median (least to most) of a step")
     print(f"{'loop':<14}{'ms wall time':>24}{'ms CPU time':>24}")
     for name, values in times.items():
         columns = ([1000 * row[column] for row in values] for column in (0, 1))
