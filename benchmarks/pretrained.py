@@ -23,14 +23,18 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from mm_core import Component, hookimpl
+from mm_core.errors import plural
 
 BAR = 1.0
 MODEL = {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
 MODEL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": True}
 MODEL |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 512}
 MICRO, RATE = 2, 1e-4
+Times = dict[str, list[tuple[float, float]]]
+"""Wall and CPU seconds of a step in each round, by loop."""
 
 
 @hookimpl
@@ -112,11 +116,17 @@ def run_rank(args: argparse.Namespace) -> int:
     start_process_group()
     turns = (args.rounds + 1) * args.steps
     loops = {
-        "mm_core": Ours(folder, turns, args.accumulation),
-        "Trainer": Trained(folder, turns, args.accumulation),
+        "mm_core": Ours(folder, document_of(folder, turns, args.accumulation)),
+        "Trainer": TrainedOnTokens(
+            folder,
+            turns,
+            sharded=True,
+            per_device_train_batch_size=MICRO,
+            gradient_accumulation_steps=args.accumulation,
+        ),
         "Accelerate": Accelerated(folder, args.accumulation),
     }
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
+    times: Times = {name: [] for name in loops}
     names = list(loops)
     for round_ in range(args.rounds + 1):
         for name in names[round_ % 3 :] + names[: round_ % 3]:
@@ -137,30 +147,23 @@ def run_rank(args: argparse.Namespace) -> int:
 
 
 class Ours:
-    """The training loop of mm_core."""
+    """The training loop of mm_core.
 
-    def __init__(self, folder: Path, turns: int, accumulation: int) -> None:
+    Args:
+        folder: for the run.
+        document: its config, without names and checkpoints.
+    """
+
+    def __init__(self, folder: Path, document: dict[str, Any]) -> None:
         import torch.distributed as dist
         import yaml
 
         import mm_core
         from mm_core.training.assembly import assemble
 
-        size = MICRO * accumulation * dist.get_world_size()
         document = {
+            **document,
             "run": {"name": "ours", "dir": str(folder / "runs")},
-            "plugins": {"path": [__file__]},
-            "task": {
-                "type": "pretrained",
-                "from_pretrained": str(folder / "model"),
-                "auto_class": "AutoModelForCausalLM",
-            },
-            "data": {
-                "train": {"type": "benchmark_tokens"},
-                "loader": {"workers": 0, "sampler": "sequential"},
-            },
-            "optimizer": {"type": "adamw", "lr": RATE, "weight_decay": 0.0},
-            "train": {"steps": turns, "micro_batch_size": MICRO, "global_batch_size": size},
             "checkpoint": {"every": 1_000_000},
         }
         path = folder / f"ours{dist.get_rank()}.yaml"
@@ -186,33 +189,54 @@ class Ours:
         return [row["loss"] for row in map(json.loads, rows) if "loss" in row]
 
 
-def plugin_of(model):
+def document_of(folder: Path, turns: int, accumulation: int) -> dict[str, Any]:
+    """Config of mm_core's run."""
+    import torch.distributed as dist
+
+    return {
+        "plugins": {"path": [__file__]},
+        "task": {
+            "type": "pretrained",
+            "from_pretrained": str(folder / "model"),
+            "auto_class": "AutoModelForCausalLM",
+        },
+        "data": {"train": {"type": "benchmark_tokens"}, "loader": {"workers": 0, "sampler": "sequential"}},
+        "optimizer": {"type": "adamw", "lr": RATE, "weight_decay": 0.0},
+        "train": {
+            "steps": turns,
+            "micro_batch_size": MICRO,
+            "global_batch_size": MICRO * accumulation * dist.get_world_size(),
+        },
+    }
+
+
+def plugin_of(blocks):
     """Accelerate's FSDP2 plugin with a group for each block, as in mm_core."""
     from accelerate import FullyShardedDataParallelPlugin
 
     return FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=[type(model.model.layers[0]).__name__],
+        transformer_cls_names_to_wrap=[type(block).__name__ for block in blocks],
         reshard_after_forward=True,
         cpu_ram_efficient_loading=False,
     )
 
 
-def shard_on_cpu(accelerator, model) -> None:
+def shard_on_cpu(accelerator, *blocks) -> None:
     """Makes Accelerate use FSDP2 on a CPU, which it supports only on accelerators."""
     from accelerate.utils import DistributedType
 
     accelerator.state.distributed_type = DistributedType.FSDP
-    accelerator.state.fsdp_plugin = plugin_of(model)
+    accelerator.state.fsdp_plugin = plugin_of(blocks)
     assert accelerator.is_fsdp2
 
 
-def check_sharded(model) -> None:
-    """Checks that the model is sharded with FSDP2, so that the comparison is fair."""
+def check_sharded(*modules) -> None:
+    """Checks that a model and its blocks are sharded with FSDP2, so that the comparison is fair."""
     from torch.distributed.fsdp import FSDPModule
 
-    assert isinstance(model, FSDPModule) and isinstance(model.model.layers[0], FSDPModule)
+    assert all(isinstance(module, FSDPModule) for module in modules)
 
 
 class Accelerated:
@@ -226,12 +250,12 @@ class Accelerated:
 
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
         model = AutoModelForCausalLM.from_pretrained(folder / "model").train()
-        shard_on_cpu(self.accelerator, model)
+        shard_on_cpu(self.accelerator, model.model.layers[0])
         data = Tokens()
         optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0, fused=True)
         loader = DataLoader(data, MICRO, collate_fn=data.inputs, drop_last=True)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer, loader)
-        check_sharded(self.model)
+        check_sharded(self.model, self.model.model.layers[0])
         self.batches, self.losses = self.forever(), []
 
     def forever(self):
@@ -258,15 +282,30 @@ class Accelerated:
 
 
 class Trained:
-    """Transformers' Trainer in its own thread, which waits for its turn at each step."""
+    """Transformers' Trainer in its own thread, which waits for its turn at each step.
 
-    def __init__(self, folder: Path, turns: int, accumulation: int) -> None:
-        self.folder, self.turns, self.accumulation = folder, turns, accumulation
+    Args:
+        folder: for the run.
+        turns: number of steps.
+        sharded: whether the model is sharded with FSDP2.
+        options: of `TrainingArguments`, beside those below.
+    """
+
+    def __init__(self, folder: Path, turns: int, sharded: bool, **options: Any) -> None:
+        self.folder, self.turns, self.sharded, self.options = folder, turns, sharded, options
         self.losses: list[float] = []
         self.go, self.done = threading.Semaphore(0), threading.Semaphore(0)
         self.fault: BaseException | None = None
         threading.Thread(target=self.train, daemon=True).start()
         self.wait()  # until its first step is due
+
+    def parts(self) -> tuple[Any, Any, Any]:
+        """The model, the dataset, and what collates its samples."""
+        raise NotImplementedError
+
+    def blocks(self, model: Any) -> tuple[Any, ...]:
+        """One block of each kind, for FSDP2."""
+        raise NotImplementedError
 
     def run(self, steps: int) -> None:
         """Trains the next steps."""
@@ -283,7 +322,7 @@ class Trained:
     def train(self) -> None:
         """Runs `Trainer.train` in the thread."""
         from torch.utils.data import SequentialSampler
-        from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+        from transformers import Trainer, TrainerCallback, TrainingArguments
         from transformers.trainer_callback import PrinterCallback
 
         outer = self
@@ -294,7 +333,8 @@ class Trained:
 
         class Turns(TrainerCallback):
             def on_step_begin(self, args, state, control, model=None, **_) -> None:
-                check_sharded(model)
+                if outer.sharded:
+                    check_sharded(model, *outer.blocks(model))
                 outer.done.release()
                 outer.go.acquire()
 
@@ -303,13 +343,11 @@ class Trained:
                     outer.losses.append(float(logs["loss"]))
 
         try:
-            model, data = AutoModelForCausalLM.from_pretrained(self.folder / "model"), Tokens()
+            model, data, collate = self.parts()
             arguments = TrainingArguments(
                 output_dir=str(self.folder / "trainer"),
                 use_cpu=True,
                 max_steps=self.turns + 1,
-                per_device_train_batch_size=MICRO,
-                gradient_accumulation_steps=self.accumulation,
                 learning_rate=RATE,
                 lr_scheduler_type="constant",
                 max_grad_norm=1.0,
@@ -321,36 +359,62 @@ class Trained:
                 disable_tqdm=True,
                 dataloader_pin_memory=False,
                 remove_unused_columns=False,
+                **self.options,
             )
-            trainer = InOrder(model, arguments, data.inputs, data, callbacks=[Turns()])
+            trainer = InOrder(model, arguments, collate, data, callbacks=[Turns()])
             trainer.remove_callback(PrinterCallback)
-            shard_on_cpu(trainer.accelerator, model)
-            trainer.is_fsdp_enabled = True
+            if self.sharded:
+                shard_on_cpu(trainer.accelerator, *self.blocks(model))
+                trainer.is_fsdp_enabled = True
             trainer.train()
         except BaseException as fault:
             self.fault = fault
             self.done.release()
 
 
-def report(times: dict[str, list[tuple[float, float]]], world: int) -> bool:
+class TrainedOnTokens(Trained):
+    """Trainer of the text model."""
+
+    def parts(self) -> tuple[Any, Any, Any]:
+        from transformers import AutoModelForCausalLM
+
+        data = Tokens()
+        return AutoModelForCausalLM.from_pretrained(self.folder / "model"), data, data.inputs
+
+    def blocks(self, model: Any) -> tuple[Any, ...]:
+        return (model.model.layers[0],)
+
+
+def report(times: Times, world: int) -> bool:
     """Prints the table and the RESULT lines; returns whether the bar is met."""
-    print(f"{world} ranks, {len(times['mm_core'])} paired rounds; median (least to most) of a step")
+    print_times(times, world)
+    met = True
+    for name in ("Trainer", "Accelerate"):
+        for column, kind in ((0, "step"), (1, "cpu")):
+            ratio = median_ratio(times, name, column)
+            met &= ratio <= BAR
+            verdict = "ok" if ratio <= BAR else "short"
+            print(f"RESULT pretrained_{kind}_{name.lower()} {ratio:.3f} {BAR} {verdict}")
+    return met
+
+
+def print_times(times: Times, world: int) -> None:
+    """Prints the wall and CPU time of each loop's steps."""
+    print(f"{plural(world, 'rank')}, {len(times['mm_core'])} paired rounds; median (least to most) of a step")
     print(f"{'loop':<14}{'ms wall time':>24}{'ms CPU time':>24}")
     for name, values in times.items():
         columns = ([1000 * row[column] for row in values] for column in (0, 1))
         cells = (f"{statistics.median(c):.0f} ({min(c):.0f} to {max(c):.0f})" for c in columns)
         print(f"{name:<14}" + "".join(f"{cell:>24}" for cell in cells))
-    met = True
-    for name in ("Trainer", "Accelerate"):
-        for column, kind in ((0, "step"), (1, "cpu")):
-            pairs = zip(times["mm_core"], times[name], strict=True)
-            ratios = [ours[column] / theirs[column] for ours, theirs in pairs]
-            ratio = statistics.median(ratios)
-            met &= ratio <= BAR
-            verdict = "ok" if ratio <= BAR else "short"
-            print(f"against {name}, round by round: {min(ratios):.3f} to {max(ratios):.3f}")
-            print(f"RESULT pretrained_{kind}_{name.lower()} {ratio:.3f} {BAR} {verdict}")
-    return met
+
+
+def median_ratio(times: Times, name: str, column: int) -> float:
+    """The median of mm_core's times over another loop's, round by round; prints their range."""
+    pairs = zip(times["mm_core"], times[name], strict=True)
+    ratios = [ours[column] / theirs[column] for ours, theirs in pairs]
+    kind = ("wall", "CPU")[column]
+    print(f"{kind} time against {name}, round by round: {min(ratios):.3f} to {max(ratios):.3f}")
+    return statistics.median(ratios)
 
 
 if __name__ == "__main__":

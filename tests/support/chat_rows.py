@@ -17,11 +17,12 @@ ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
 SYSTEM = "You look at pictures and answer with one word."
 
 
-def make_chat_rows(folder: Path, rows: int = 60, seed: int = 0) -> Path:
+def make_chat_rows(folder: Path, rows: int = 60, seed: int = 0, scale: int = 1) -> Path:
     """Writes chat.jsonl and its pictures: one to three turns, up to two pictures, none in every fourth row.
-    Even rows are in the style `conversations`, odd ones in the style `messages`."""
+    Even rows are in the style `conversations`, odd ones in the style `messages`. Sides of pictures are times
+    `scale`."""
     folder.mkdir(parents=True, exist_ok=True)
-    lines = [_row(folder, number, random.Random(1000 * seed + number)) for number in range(rows)]
+    lines = [_row(folder, number, random.Random(1000 * seed + number), scale) for number in range(rows)]
     file = folder / "chat.jsonl"
     file.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
     return file
@@ -80,11 +81,11 @@ def library_inputs(processor: Any, messages: Sequence[Mapping[str, Any]], **opti
     return dict(ProcessorMixin.apply_chat_template(processor, list(messages), **options))
 
 
-def _row(folder: Path, number: int, rng: random.Random) -> dict[str, Any]:
+def _row(folder: Path, number: int, rng: random.Random, scale: int) -> dict[str, Any]:
     turns, images = rng.randint(1, 3), 0 if number % 4 == 3 else rng.randint(1, 2)
     shown = sorted(rng.randrange(turns) for _ in range(images))
     names = [f"{number:03}_{place}.{rng.choice(('png', 'jpg'))}" for place in range(images)]
-    drawn = [_draw(folder / name, rng) for name in names]
+    drawn = [_draw(folder / name, rng, scale) for name in names]
     said: list[tuple[list[str], str, str]] = []
     for turn in range(turns):
         here = [place for place, where in enumerate(shown) if where == turn]
@@ -123,9 +124,9 @@ def _located(part: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return {**part, "path": str(folder / part["path"])} if "path" in part else dict(part)
 
 
-def _draw(file: Path, rng: random.Random) -> tuple[str, str]:
+def _draw(file: Path, rng: random.Random, scale: int) -> tuple[str, str]:
     """Draws a form; returns its colour and its name."""
-    width, height = rng.choice(SIZES)
+    width, height = (scale * side for side in rng.choice(SIZES))
     ground, colour = rng.sample(COLOURS, 2)
     form = rng.choice(FORMS)
     image = Image.new("RGB", (width, height), ground)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 from PIL import Image
@@ -91,6 +92,11 @@ def test_an_answer_gives_the_boxes_back_in_pixels_of_the_file(name, boxes, chat_
             {"objects": {"ref": ["the cat"], "bbox": [[1, 2], [1, 2]], "image_id": [0, 1]}},
             "a box is on image 1, but the row has 1",
         ),
+        ({"objects": {"ref": ["the cat"], "bbox": [[1, 2], [1, math.nan]]}}, "neither four numbers nor two"),
+        ({"objects": {"ref": ["the cat"], "bbox": [[1, 2], 3]}}, "the box 3 has neither four numbers"),
+        ({"objects": {"ref": [None], "bbox": [[1, 2], [1, 2]]}}, "has names that are no texts"),
+        ({"objects": {"ref": "c", "bbox": [[1, 2], [1, 2]]}}, "has fields that are no lists"),
+        ({"objects": {"ref": ["c"], "bbox": [[1, 2], [1, 2]], "image_id": 1}}, "fields that are no lists"),
     ],
 )
 def test_boxes_that_do_not_match_are_a_bad_row(changed, sentence, chat_model, place):

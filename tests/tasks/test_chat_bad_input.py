@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+import tracemalloc
 
 import pytest
+import torch
 from PIL import Image
 
 from mm_core.builtin.configs.conversations import ConversationSource
 from mm_core.errors import CheckpointError, ContractError, DataError
 from mm_core.tasks import Conversations
+from mm_core.tasks.conversations.lengths import Lengths
 from support.chat_families import FAMILIES
 
 USER, SAID = {"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "A cat."}
@@ -67,6 +70,18 @@ def test_rows_are_refused_by_their_place_and_reason(row, sentence, chat_model, p
     assert "rows.jsonl, line 2" in str(fault.value.where) or "b.png" in str(fault.value.where)
 
 
+def test_a_call_without_a_text_begins_where_the_prompt_ends(chat_model, place):
+    called = {"role": "assistant", "content": None, "tool_calls": [{"name": "zoom", "arguments": {}}]}
+    messages = [{"role": "user", "content": "Where?"}, called]
+    tools = [{"type": "function", "function": {"name": "zoom"}}]
+    found = dataset(chat_model("qwen3_vl"), place, {"messages": messages, "tools": tools})
+    (read, _), (learnt, _), _ = found.rendered(1)
+    assert read.endswith("<|im_start|>assistant\n") and learnt.startswith("<tool_call>")
+    prompt = found.chat.processor.template.rendered([messages[0]], prompt=True, tools=tools)
+    ids = found.chat.processor.tokenizer(prompt)["input_ids"]  # those that the model is asked with
+    assert found[1]["pieces"][0].tokens["input_ids"].tolist()[: len(ids)] == ids
+
+
 def test_a_row_that_is_cut_to_nothing_is_a_bad_row(chat_model, place):
     with pytest.raises(DataError, match="nothing to learn: the first 3 tokens contain no text") as fault:
         dataset(chat_model("qwen3_vl"), place, max_length=8)[0]
@@ -107,9 +122,50 @@ def test_a_template_that_shows_no_images_is_named(chat_model, place, tmp_path):
     (folder / "chat_template.jinja").write_text(template + "<|im_end|>\n{% endfor %}")
     with pytest.raises(DataError, match="the chat template outputs 0 images, but the conversation has 1"):
         dataset(folder, place)[0]
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role + m.content }}{% endfor %}")
+    with pytest.raises(DataError, match="the chat template takes texts alone, but the conversation has im"):
+        dataset(folder, place)[0]
+    text = dataset(folder, place, {"messages": [{**USER, "content": "What?"}, SAID]})
+    with pytest.raises(CheckpointError, match="the chat template renders no images, of which batches of te"):
+        text.collate([{**text[1], "key": 0, "weight": 1.0}])
+    (folder / "chat_template.jinja").write_text("{% if messages %}{{ raise_exception('not so') }}{% endif %}")
+    with pytest.raises(DataError, match="the chat template refuses the conversation: not so"):
+        dataset(folder, place)[0]
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(CheckpointError, match="has no chat template"):
         dataset(folder, place)
+
+
+def test_a_folder_without_the_image_processors_file_is_named(chat_model, place, tmp_path):
+    folder = tmp_path / "half"
+    shutil.copytree(chat_model("qwen3_vl"), folder)
+    (folder / "preprocessor_config.json").unlink()
+    with pytest.raises(DataError, match="the model's folder has no processor for images") as fault:
+        dataset(folder, place)[0]
+    assert "copy the model's preprocessor_config.json" in fault.value.hint
+
+
+def test_stored_lengths_are_those_of_the_image_processors_settings(chat_model, place, tmp_path):
+    folder = tmp_path / "resized"
+    shutil.copytree(chat_model("qwen3_vl"), folder)
+    stored, settings = str(place / "lengths.json"), folder / "preprocessor_config.json"
+    before = dataset(folder, place, lengths=stored).lengths()
+    wanted = json.loads(settings.read_text())
+    wanted["size"] = {"shortest_edge": 64, "longest_edge": 512}
+    settings.write_text(json.dumps(wanted))
+    found = dataset(folder, place, lengths=stored)
+    assert found.lengths().tolist() == [len(found[0]["pieces"][0])] != before.tolist()
+
+
+def test_files_of_rows_are_not_read_whole_for_stored_lengths(place):
+    large = place / "large.parquet"
+    with large.open("wb") as file:
+        file.truncate(64 * 2**20)
+    stored = Lengths(place / "lengths.json", [ConversationSource(str(large))], str(place), [])
+    tracemalloc.start()
+    stored._keep(torch.ones(1, dtype=torch.int64))
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
 
 
 def test_an_image_processor_that_needs_torchvision_says_so(chat_model, place, tmp_path):

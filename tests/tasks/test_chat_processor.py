@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from PIL import Image
 
 from mm_core.builtin.configs.conversations import ConversationSource
 from mm_core.contracts import IGNORED_LABEL, TextBatch
@@ -83,6 +84,21 @@ def test_sixty_conversations_are_those_of_the_library(name, chat_model, chat_row
         counted, whole = found.chat.row(*_row(found, index), pixels=False)
         assert whole and torch.equal(counted.tokens["input_ids"], piece.tokens["input_ids"])
         assert counted.blocks == piece.blocks and not counted.vision
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "smolvlm"])
+@pytest.mark.parametrize("size", [(40, 3), (3, 40), (1, 1)])
+def test_rows_of_a_small_image_are_not_taken_for_channels(name, size, chat_model, tmp_path):
+    Image.effect_noise(size, 99).convert("RGB").save(tmp_path / "a.png")
+    parts = [{"type": "image", "path": "a.png"}, {"type": "text", "text": "What?"}]
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "A line."}]}
+    row = {"messages": [{"role": "user", "content": parts}, answer]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    found = dataset(chat_model(name), tmp_path / "rows.jsonl", max_length=2048)
+    wanted = library_inputs(library_processor(chat_model(name)), messages_of(row, tmp_path))
+    (piece,) = found[0]["pieces"]
+    assert torch.equal(piece.vision["pixel_values"], wanted["pixel_values"])
+    assert found.lengths().tolist() == [len(piece)] == [wanted["input_ids"].numel()]
 
 
 def _row(found, index):

@@ -22,7 +22,10 @@ from mm_core.tasks.conversations.token_counts import Count, lengths_of
 if TYPE_CHECKING:
     from mm_core.builtin.configs.conversations import ConversationSource
 
-_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "processor_config.json")
+_PROCESSOR = (
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json"),
+    *("processor_config.json", "preprocessor_config.json"),  # the latter has the sizes of images
+)
 
 
 class Lengths:
@@ -47,7 +50,7 @@ class Lengths:
     ) -> None:
         self.file = file
         self._annotations = [Path(source.annotations) for source in sources]
-        self._files = self._annotations + [Path(processor, name) for name in _TOKENIZER]
+        self._files = self._annotations + [Path(processor, name) for name in _PROCESSOR]
         self._facts = json.dumps([*facts, [source.folder for source in sources]])
 
     def of(self, rows: Sequence[RawRow], measure: Callable[[RawRow], Count]) -> Tensor:
@@ -83,8 +86,8 @@ class Lengths:
     def _key(self) -> str:
         digest = hashlib.sha256(self._facts.encode())
         for file in self._files:
-            with suppress(FileNotFoundError):
-                digest.update(hashlib.sha256(file.read_bytes()).digest())
+            with suppress(FileNotFoundError), file.open("rb") as held:  # files may exceed memory
+                digest.update(hashlib.file_digest(held, "sha256").digest())
             digest.update(b";")
         return digest.hexdigest()
 

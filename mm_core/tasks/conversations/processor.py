@@ -9,6 +9,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from mm_core.errors import CheckpointError, first_line
@@ -133,15 +134,18 @@ class ChatProcessor:
             p for each in given for p in (_split(each["text"]) if each["type"] == "text" else [each])
         ):
             if part["type"] == "text":
-                made.append({"type": "text", "text": self._kept_text(turn, part["text"])})
+                text = self._kept_text(turn, part["text"])
+                made += [{"type": "text", "text": text}] if text else []
             else:
                 made += [{"type": "image"}] * len(next(media).sizes)
+        if self.processor is None and any(part["type"] == "image" for part in made):
+            raise Fault(*_NO_IMAGES)
         if not self.template.takes_parts:
             if any(part["type"] == "image" for part in made):
                 raise Fault("the chat template takes texts alone, but the conversation has images")
             content: Any = "".join(part["text"] for part in made)
         else:
-            # Templates ask whether words precede a call.
+            # Templates write a line break between a content and a call, and a list of "" is one.
             content = made or ([] if turn.calls else [{"type": "text", "text": ""}])
         return {
             "role": turn.role,
@@ -192,7 +196,8 @@ class ChatProcessor:
         if files is None or not sizes:
             return self._counted(text, spans, sizes)
         pictures = pictures_of(files, shown, self.media)[: len(sizes)]
-        return self._made(text, spans, [picture.permute(1, 2, 0).numpy() for picture in pictures])
+        # Of an array of few rows, processors take these for channels.
+        return self._made(text, spans, [Image.fromarray(each.permute(1, 2, 0).numpy()) for each in pictures])
 
     def _made(self, text: str, spans: Sequence[Learnt], pictures: Sequence[Any]) -> Encoded:
         made = self._called(text, pictures)
@@ -261,7 +266,7 @@ class ChatProcessor:
 
     def _called(self, text: str, pictures: Sequence[Any]) -> Mapping[str, Any]:
         if self.processor is None:
-            raise Fault("the model's folder has no processor for images")
+            raise Fault(*_NO_IMAGES)
         try:
             made: Mapping[str, Any] = self.processor(
                 images=[[*pictures]] if pictures else None,
@@ -289,9 +294,16 @@ class ChatProcessor:
         if self._image_token is None:
             return None
         asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "u"}]}]
-        text = self.template.rendered(asked)
+        try:
+            text, why = self.template.rendered(asked), None
+        except Fault as fault:
+            text, why = "", fault
         if not (places := self.places(text)):
-            raise CheckpointError("the chat template renders no images", where=self.folder)
+            raise CheckpointError(
+                "the chat template renders no images, of which batches of text alone need a blank one",
+                where=self.folder,
+                hint="use the template of the model's own folder",
+            ) from why
         start, end = places[0]
         return self._made(text[start:end], (), [_black(_SMALL)])
 
@@ -331,6 +343,10 @@ class ChatProcessor:
         return made
 
 
+_NO_IMAGES = (
+    "the model's folder has no processor for images",
+    "copy the model's preprocessor_config.json to its folder, or use a model that sees images",
+)
 _USUAL = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
 _TEXT = ("attention_mask", "offset_mapping", "text_replacement_offsets")
 
@@ -343,8 +359,8 @@ def _of_tokens(value: object, ids: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == (1, *ids.shape)
 
 
-def _black(size: Size) -> Any:
-    return torch.zeros(*size, 3, dtype=torch.uint8).numpy()
+def _black(size: Size) -> Image.Image:
+    return Image.new("RGB", size[::-1])
 
 
 def _split(text: str) -> Iterator[dict[str, str]]:

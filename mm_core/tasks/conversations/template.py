@@ -189,8 +189,8 @@ class ChatTemplate:
     @cached_property
     def head_differs(self) -> bool:
         """Whether an answer follows another head in a training row than in a prompt."""
-        asked = [self.plain("user", "u")]
         try:
+            asked = [self.plain("user", "u")]
             answered = self.rendered([*asked, self.plain("assistant", "\ue000")])
             heads = (self.head, self.head.partition(THOUGHT_TAGS[0])[0])
         except Fault:  # each row reports it
@@ -211,6 +211,7 @@ class ChatTemplate:
         try:
             return "\ue000" in self.rendered(asked)
         except Fault:
+            self.rendered([{"role": "user", "content": "u"}])  # raises the error of a template without any
             return False
 
     def _ending(self, behind: str) -> int:

@@ -46,6 +46,12 @@ def test_a_part_without_a_path_is_a_bad_row(named):
         conversation(row({"type": "image_url", "image_url": named}), "x")
 
 
+def test_an_image_of_the_row_may_be_an_object_with_a_url():
+    turns = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "That."}]
+    row = {"images": [{"url": "a.jpg"}], "conversations": turns}
+    assert conversation(row, "x").media == (("image", "a.jpg"),)
+
+
 def test_a_part_whose_first_keys_are_null_is_named_by_the_others():
     part = {"type": "image", "path": None, "url": "a.jpg"}
     assert conversation(row(part), "x").media == (("image", "a.jpg"),)

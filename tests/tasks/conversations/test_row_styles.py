@@ -182,6 +182,13 @@ def test_a_query_follows_its_history():
     assert [turn.role for turn in asked.turns] == ["user"]
 
 
+def test_fields_of_other_styles_may_be_null():
+    row = {"messages": [ASKED, ANSWER], **dict.fromkeys(("conversations", "query", "answers", "images"))}
+    assert [turn.role for turn in conversation(row, "row").turns] == ["user", "assistant"]
+    with pytest.raises(DataError, match="`messages` is not a list of turns"):
+        conversation({"messages": None}, "row")
+
+
 # -- Parquet ---------------------------------------------------------------------------------------
 
 
@@ -191,8 +198,10 @@ def png(shade: int) -> bytes:
     return held.getvalue()
 
 
-def test_images_of_a_parquet_column_are_those_of_files(place):
-    files, column = place / "files", [[{"bytes": png(n), "path": None}] for n in range(6)]
+@pytest.mark.parametrize("bare", [False, True])
+def test_images_of_a_parquet_column_are_those_of_files(place, bare):
+    files = place / "files"
+    column = [[png(n) if bare else {"bytes": png(n), "path": None}] for n in range(6)]
     turns = [[{"role": "user", "content": f"<image>what {n}?"}, ANSWER] for n in range(6)]
     pq.write_table(pa.table({"messages": turns, "images": column}), files / "rows.parquet", row_group_size=2)
     rows = []

@@ -46,20 +46,28 @@ def read_boxes(
         return tuple(turns), ()
     if not isinstance(given, Mapping):
         raise RowFault("`objects` of the row is no object", _ACCEPTED)
-    numbers, names = given.get("bbox") or [], given.get("ref") or []
-    of_images = given.get("image_id") or [0] * len(numbers)
+    numbers, names, of_images = (given.get(name) or [] for name in ("bbox", "ref", "image_id"))
+    if not all(isinstance(each, list) for each in (numbers, names, of_images)):
+        raise RowFault("`objects` of the row has fields that are no lists", _ACCEPTED)
+    of_images = of_images or [0] * len(numbers)
     if len(numbers) != marks or len(of_images) != len(numbers):
         raise RowFault(f"the texts have {marks} {MARK}, but `objects` has {len(numbers)} boxes", _ACCEPTED)
     for each, image in zip(numbers, of_images, strict=True):
-        if len(each) not in (2, 4) or not all(isinstance(n, int | float) for n in each):
+        if not isinstance(each, list) or len(each) not in (2, 4) or not all(map(_is_pixel, each)):
             raise RowFault(f"the box {each!r} has neither four numbers nor two", _ACCEPTED)
         if not isinstance(image, int) or not 0 <= image < images:
             raise RowFault(f"a box is on image {image}, but the row has {images}", _ACCEPTED)
+    if not all(isinstance(name, str) for name in names):
+        raise RowFault("`ref` of `objects` has names that are no texts", _ACCEPTED)
     found = iter(names)
     if sum(text.count(REFERENCE) for turn in turns for text in turn.texts) != len(names):
         raise RowFault(f"the texts and `objects` have different numbers of names ({REFERENCE})", _ACCEPTED)
     named = tuple(_changed(turn, REFERENCE, found) for turn in turns)
     return named, tuple(Box(i, tuple(n)) for n, i in zip(numbers, of_images, strict=True))
+
+
+def _is_pixel(number: object) -> bool:
+    return isinstance(number, int | float) and abs(number) < 1e9  # neither NaN nor infinite
 
 
 def with_boxes(

@@ -167,11 +167,12 @@ def _conversation(value: object, learnt: bool) -> Conversation:
 
 def _turns_of(row: Mapping[str, object]) -> tuple[str, Sequence[object]]:
     """The style of a row, and its turns."""
-    styles = [name for name in ("conversations", "messages", "query") if name in row]
+    known = [name for name in ("conversations", "messages", "query") if name in row]
+    styles = [name for name in known if row[name] is not None] or known  # unions of data sets have nulls
     if len(styles) != 1:
         found = (
             " and ".join(styles)
-            or f"neither `conversations` nor `messages`, but {', '.join(row) or 'nothing'}"
+            or f"neither `conversations` nor `messages`, but {', '.join(row) or 'nothing that is read'}"
         )
         raise RowFault(f"the row has {found}", ACCEPTED)
     given = row[styles[0]]
@@ -205,7 +206,7 @@ def _with_system(system: object, turns: tuple[RowTurn, ...]) -> tuple[RowTurn, .
 
 
 def _answers(row: Mapping[str, object]) -> tuple[str, ...]:
-    found = row.get("answers", [])
+    found = row.get("answers") or []
     found = [found] if isinstance(found, str) else found
     if not isinstance(found, list) or not all(isinstance(answer, str) for answer in found):
         raise RowFault("`answers` is not a list of texts", "a list of all right answers")

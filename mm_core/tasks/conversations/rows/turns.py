@@ -229,10 +229,11 @@ def read_files(row: Mapping[str, object], kind: str, wanted: int) -> list[Named]
 
 def read_file(kind: str, path: object) -> Named:
     """A path below the folder, or the image of a data URL or of a column of images. RowFault for others."""
-    if kind == "image" and isinstance(path, Mapping) and isinstance(path.get("bytes"), bytes):
-        return InMemory(str(path.get("path") or "of the row"), path["bytes"])
+    given: Mapping[str, Any] = path if isinstance(path, Mapping) else {"bytes": path}
+    if kind == "image" and isinstance(given.get("bytes"), bytes):
+        return InMemory(str(given.get("path") or "of the row"), given["bytes"])
     if isinstance(path, Mapping):
-        path = path.get("path")
+        path = path.get("path") or path.get("url")
     if kind == "image" and isinstance(path, str) and path.lstrip()[:5].lower() == "data:":
         try:
             return InMemory(*decoded(path.strip()))
