@@ -103,7 +103,7 @@ def test_states_on_the_host_are_not_on_the_device(tiny):
 def test_what_a_device_lacks_is_the_peak_beyond_its_memory(tiny):
     found = forecast_of(tiny, "1x0.5GB", *LONG)  # its driver alone takes more
     assert found.lacking == found.peak.device_bytes - GIB // 2 > 0
-    assert f"does not fit, by {found.lacking / GIB:.1f} GiB, in: step" in "\n".join(found.render())
+    assert f"does not fit, by {found.lacking / 2**20:.1f} MiB, in: step" in "\n".join(found.render())
     assert "fits: " in "\n".join(forecast_of(tiny, "1x24GB", *LONG).render())
 
 

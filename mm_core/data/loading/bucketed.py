@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from math import prod
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -174,6 +175,15 @@ class BucketOrder:
         padded = [-rest % self.group if self.rests == "pad" else 0 for rest in rests]
         dropped = [rest if self.rests == "drop" else 0 for rest in rests]
         return [*zip(found, padded, dropped, strict=True)]
+
+    def largest(self) -> list[list[SlotSpec]]:
+        """A group of the epoch's micro-batches with the most pixels."""
+        buckets = self.samples.buckets
+        groups = self._groups(0) or [_Group(int(self._total(0).argmax()), 0)]
+        pixels = [
+            prod(buckets[group.bucket].size) * buckets[group.bucket].micro_batch_size for group in groups
+        ]
+        return self._micro_batches_of(0, groups[pixels.index(max(pixels))])
 
     # -- the stream of groups ---------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ from mm_core.optim.adamw import has_fused_adamw
 from mm_core.optim.configured import make_optimizer
 from mm_core.optim.ema import EMA
 from mm_core.parallel.layout import like_blocks
-from mm_core.training.forecast.meter import Meter
+from mm_core.training.forecast.meter import BACKWARD, Meter
 
 
 class _Covered:
@@ -139,6 +139,7 @@ class FakeRank:
             meter.enter("forward")
             engine.micro_step(partial(self._loss, meter, rng), last=micro == repeats - 1, scale=1.0)
             meter.call([p.grad for _, p in engine.named_parameters() if p.grad is not None], "gradients")
+            meter.rename(BACKWARD, "whole gradients, until the last micro-batch")
         meter.enter("update")
         norm = engine.grad_norm()
         with meter.making("optimizer"):

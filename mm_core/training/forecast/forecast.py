@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import Batch, DataRanks, Engine, EnginePlan, SampleRequest, TaskModule
+from mm_core.data.loading.bucketed import BucketOrder
+from mm_core.data.loading.sampler import SlotSpec
 from mm_core.device.machines import GIB, Machine
 from mm_core.errors import MMError
 from mm_core.evaluation.sampled_clips import with_trained_size
 from mm_core.parallel.layout import ShardedPlan
 from mm_core.plan import RunPlan, build_frozen, build_task, check_data
 from mm_core.plan.planning import state_tensors
-from mm_core.plan.samples import Samples
+from mm_core.plan.samples import InBuckets, Samples
 from mm_core.training.forecast.composed import Counted, Phases, counted
 from mm_core.training.forecast.fake_rank import FakeRank, forward_of
 from mm_core.training.forecast.meter import Work
@@ -28,7 +31,7 @@ ROUNDING = 0.03
 """Share that an accelerator's allocator adds: sizes are rounded up, and freed blocks leave gaps."""
 
 GLOO = 2.5
-"""Copies of the largest tensor that is reduced or gathered, which gloo makes in its threads: 0 to 4 at a time."""
+"""Copies of the largest tensor of a collective that gloo makes in its threads: 0 to 4 at a time."""
 
 BUFFERS = round(0.6 * GIB)
 """Bytes of the communication library on each of several devices."""
@@ -196,15 +199,30 @@ def _engine(config: RunConfig, task: TaskModule, world: int) -> tuple[Engine, En
 
 
 def _first_batch(config: RunConfig, plan: RunPlan, samples: Samples, task: TaskModule) -> Batch:
-    """The first micro-batch of rank 0."""
+    """The first micro-batch of rank 0; in buckets, one of the largest bucket."""
     loader = replace(config.data.loader, workers=0)
     config = replace(config, data=replace(config.data, loader=loader))
     engine: Engine = config.registry.build("engine", config.engine)
     engine.data_ranks = DataRanks(0, plan.engine.data_parallel)
     engine.device = torch.device("cpu")
+    if isinstance(samples, InBuckets):
+        samples = _InLargest(samples.dataset)
     _, batches = make_loader(config, plan, samples, task, engine, Restored(), lambda _: None)
     found: Batch = next(iter(batches))
     return found
+
+
+class _InLargest(InBuckets):
+    """Samples of which each step reads those of the largest bucket."""
+
+    def order(self, config: RunConfig, global_batch_size: int, lengths: Tensor | None = None) -> BucketOrder:
+        order = super().order(config, global_batch_size, lengths)
+        return _LargestOrder(**{each.name: getattr(order, each.name) for each in fields(order) if each.init})
+
+
+class _LargestOrder(BucketOrder):
+    def micro_batches(self, step: int, rank: int, data_parallel: int) -> list[list[SlotSpec]]:
+        return self.largest()[:1]
 
 
 def _request(config: RunConfig) -> SampleRequest | None:

@@ -136,9 +136,15 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Names the storages of tensors, for the past too."""
         for tensor in tensors:
             local = getattr(tensor, "_local_tensor", tensor)
-            if isinstance(local, FakeTensor) or not local.is_meta:
+            if local.device.type != "meta":
                 self._add(local)
                 self._known[local.untyped_storage()._cdata][0].part = part
+
+    def rename(self, part: str, to: str) -> None:
+        """Gives what is live of a part another name."""
+        for storage, _ in self._known.values():
+            if storage.part == part:
+                storage.part = to
 
     def parts(self, at: int) -> dict[str, int]:
         """The bytes of each part at a moment."""
@@ -192,7 +198,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = self._run(func, args, kwargs, given)
         made = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
         for tensor in made:
-            if isinstance(tensor, FakeTensor) or not tensor.is_meta:
+            if tensor.device.type != "meta":
                 self._add(tensor)
         packet = getattr(func, "overloadpacket", None)
         if packet is not None and func.namespace != "prim" and packet not in _NO_WORK and not func.is_view:
@@ -203,7 +209,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reads = func is torch.ops.aten._local_scalar_dense.default and isinstance(given[0], FakeTensor)
         if reads and given[0].is_floating_point():
             return 1.0
-        if any(each.is_meta and not isinstance(each, FakeTensor) for each in given):
+        if any(each.device.type == "meta" for each in given):
             return func(*args, **kwargs)
         kind = kwargs.get("dtype") or torch.get_default_dtype()
         if func in _UNSET and kind.is_floating_point:
@@ -230,7 +236,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif (formula := self._formulas.get(func.overloadpacket)) is not None:
             kind = "attention" if "attention" in name else "matmul"
             flops = formula(*args, **kwargs, out_val=out)
-        elif func.namespace == "fsdp":
+        elif func.namespace == "fsdp" and name != "chunk_cat":  # which copies gradients
             self.call(made or given[1:], GATHERED)
         self._segment.work[Work(kind, name, dtype, flops, size)] += 1
 
