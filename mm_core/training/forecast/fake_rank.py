@@ -100,6 +100,7 @@ class FakeRank:
             meter.call([*(p for _, p in engine.named_parameters()), *held], "parameters")
             with meter.making("average"):
                 ema = EMA(engine.shards, config.ema) if config.ema is not None else None
+            meter.enter("end")
         for name in task.trainable:  # those of a shortened model would miss blocks; the meter counts
             if isinstance(component := task.get_submodule(name), SupportsModuleFlops):
                 component.module_flops = lambda **_: ()  # type: ignore[method-assign]
