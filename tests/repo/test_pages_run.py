@@ -140,7 +140,11 @@ PAGES: dict[str, Page] = {
         {'runs/x --prompt "a door': 'runs/ends --prompt "a door', "runs/x": "runs/clips"},
         {"mm sample": "1 clip in"},
     ),
-    "docs/long-clips.md": Page({"run.yaml": "x.yaml"}, {"mm-train": "a rank computes 32 of the 64 tokens"}),
+    "docs/long-clips.md": Page({"run.yaml": "x.yaml"}, {"mm-train": "forecast for 2 x H100"}),
+    "docs/does-it-fit.md": Page(
+        {"run.yaml": "x.yaml train.micro_batch_size=1 train.global_batch_size=16"},
+        {"mm-train --config run.yaml --dry-run --on 2x8xH100": "forecast for 2 hosts of 8 x H100"},
+    ),
     "docs/scale-out.md": Page(
         {
             "run.yaml": "x.yaml train.micro_batch_size=1 engine.sharding_size=null",
