@@ -210,7 +210,6 @@ def allocated(case: Case, folder: str) -> int:
 
 def rank(path: str, overrides: list[str]) -> None:
     """Trains as a rank, and prints the largest sum of its live allocations."""
-    from torch._C._profiler import _EventType
     from torch.profiler import ProfilerActivity, profile
 
     import mm_core
@@ -228,7 +227,7 @@ def rank(path: str, overrides: list[str]) -> None:
     while tree:
         event = tree.pop()
         tree.extend(event.children)
-        if event.tag == _EventType.Allocation:
+        if event.tag.name == "Allocation":
             peak = max(peak, event.extra_fields.total_allocated)
     print("peak", peak, flush=True)
     held = wait_for_ranks()

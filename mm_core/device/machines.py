@@ -9,7 +9,7 @@ import os
 import re
 from dataclasses import dataclass, replace
 
-from mm_core.errors import MMError, did_you_mean
+from mm_core.errors import MMError, did_you_mean, plural
 
 GIB = 2**30
 
@@ -90,7 +90,7 @@ class Machine:
     @property
     def title(self) -> str:
         """As the plan names it."""
-        hosts = f"{self.hosts} hosts of " if self.hosts > 1 else ""
+        hosts = f"{plural(self.hosts, 'host')} of " if self.hosts > 1 else ""
         return f"{hosts}{self.ranks} x {self.device.name}"
 
 

@@ -33,7 +33,7 @@ __all__ = [
     "TorchDispatchMode",
     "compute_local_shape_and_global_offset",
     "divide_apart",
-    "fake_process_group",
+    "fake_store",
     "forget_layouts",
     "functorch_config",
     "in_backward",
@@ -96,8 +96,8 @@ def divide_apart() -> None:
     _fsdp_collectives._get_gradient_divide_factors = factors  # type: ignore[assignment]
 
 
-def fake_process_group(world: int) -> None:
-    """Joins a default process group of `world` ranks that exist in name only: its collectives do nothing."""
+def fake_store() -> Any:
+    """The store of a process group of the backend `fake`, whose other ranks exist in name only."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    torch.distributed.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    return FakeStore()

@@ -143,6 +143,7 @@ class FSDP2Engine(EngineBase):
             resharded=reshards,
             attention=decide_attention(task, task.trainable, config.attention, context),
             kept=kept_by(config),
+            activations_on_host=config.offload.activations == "cpu",
         )
 
     def _check_host(self, purpose: str, config: FSDP2Config, compiled: Sequence[str]) -> None:

@@ -61,6 +61,7 @@ class ShardedPlan(Layout, EnginePlan):
         resharded: modules that drop gathered parameters after their forward.
         attention: trained component -> library and its name of the kernel, where known.
         kept: operators whose outputs recomputed modules keep.
+        activations_on_host: whether wrapped modules keep in host memory what their backward needs.
     """
 
     context: ContextLayout | None = None
@@ -68,6 +69,7 @@ class ShardedPlan(Layout, EnginePlan):
     resharded: tuple[str, ...] = ()
     attention: Mapping[str, str] = field(default_factory=dict)
     kept: tuple[str, ...] = ()
+    activations_on_host: bool = False
 
 
 Patterns = Literal["auto"] | Sequence[str]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,7 @@ from mm_core.device import (
     device_type,
     environment_world,
 )
-from mm_core.device.torch_private import forget_layouts
+from mm_core.device.torch_private import fake_store, forget_layouts
 from mm_core.errors import MMError
 
 _FOREVER = timedelta(days=3650)
@@ -118,6 +120,29 @@ def end_process_group() -> None:
     """
     dist.destroy_process_group()
     forget_layouts()
+
+
+@contextmanager
+def fake_ranks(world: int) -> Iterator[None]:
+    """A context in which this process is rank 0 of a default process group whose other ranks exist in name
+    only: nothing is sent, and what would be received keeps the values that it has."""
+
+    def gathered(items: list[Any], item: Any, group: object = None) -> None:
+        items[:] = [item] * len(items)
+
+    dist.init_process_group("fake", rank=0, world_size=world, store=fake_store())
+    try:
+        with patch.object(dist, "all_gather_object", gathered):
+            yield
+    finally:
+        end_process_group()
+
+
+def ranks_of(arguments: Iterable[Any]) -> list[int]:
+    """The ranks of the process group among an operator's arguments; [0] if there is none."""
+    objects = (each for each in arguments if isinstance(each, torch.ScriptObject))
+    found = [each for each in objects if "ProcessGroup" in str(each._type())]
+    return dist.get_process_group_ranks(dist.ProcessGroup.unbox(found[0])) if found else [0]
 
 
 def meet_at_file(file: Path, rank: int, world: int, timeout: float) -> None:

@@ -27,6 +27,7 @@ from mm_core.device.torch_private import (
     TensorMeta,
     TorchDispatchMode,
     compute_local_shape_and_global_offset,
+    fake_store,
     forget_layouts,
     functorch_config,
     in_backward,
@@ -92,6 +93,16 @@ def test_what_depends_on_numbers_raises_where_there_are_none():
             torch.ones(3).nonzero()
     assert str(number.value.func) == "aten._local_scalar_dense.default"
     assert str(places.value.func) == "aten.nonzero.default"
+
+
+def test_the_other_ranks_of_a_fake_store_exist_in_name_only():
+    dist.init_process_group("fake", rank=0, world_size=3, store=fake_store())
+    try:
+        rows = torch.zeros(3)
+        dist.all_gather_into_tensor(rows, torch.ones(1))
+        assert dist.get_world_size() == 3 and rows.sum() <= 3
+    finally:
+        dist.destroy_process_group()
 
 
 def test_real_tensors_compute_where_fake_ones_are_set_aside():

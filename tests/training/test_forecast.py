@@ -17,7 +17,7 @@ from mm_core.training.forecast import composed
 from mm_core.training.forecast.forecast import Forecast, forecast
 from mm_core.training.forecast.meter import Meter, Work
 from mm_core.training.forecast.seconds import REACHED, of_call
-from tests.support.scripts import script
+from support.scripts import script
 
 GIB = 2**30
 LONG = ("task.predictor.num_layers=9", "data.train.annotations=absent.json")

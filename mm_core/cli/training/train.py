@@ -41,11 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     own_rank = "rank of this host (0 = the rendezvous host); only needed if it cannot be detected"
     add("--node-rank", metavar="N", help=own_rank)
     add("--dry-run", action="store_true", help="print the plan of the run and stop")
-    add(
-        "--on",
-        metavar="MACHINE",
-        help="with --dry-run: the machine to plan for, as 8xH100, 2x8xH100 (hosts x ranks) or 1x24GB",
-    )
+    add("--on", metavar="MACHINE", help="with --dry-run: plan for 8xH100, 2x8xH100 (hosts), 1x24GB")
     add(
         "--strict", action="store_true", help="with --dry-run: exit code 1 if a file to train with is missing"
     )

@@ -6,15 +6,14 @@ accelerators keep; on the meta device it would keep all scores.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -33,11 +32,12 @@ from mm_core.contracts import (
     TaskModule,
 )
 from mm_core.contracts.bases.task_module import loss_of
-from mm_core.device.torch_private import FakeTensorMode, fake_process_group, forget_layouts
+from mm_core.device.torch_private import FakeTensorMode
 from mm_core.optim.adamw import has_fused_adamw
 from mm_core.optim.configured import make_optimizer
 from mm_core.optim.ema import EMA
 from mm_core.parallel.layout import like_blocks
+from mm_core.runtime.groups import fake_ranks
 from mm_core.training.forecast.meter import BACKWARD, Meter
 
 
@@ -82,7 +82,8 @@ class FakeRank:
             load_own(self.task)
         fakes = FakeTensorMode(allow_non_fake_inputs=True)
         kernels = nullcontext() if self.on_cpu else patch.object(torch, "rms_norm", _rms_norm)
-        with _fake_ranks(self.plan.world), fakes, kernels, meter.counting():
+        has_fused_adamw("cpu")  # remembers its answer, which must not be a fake one
+        with fake_ranks(self.plan.world), fakes, kernels, meter.counting():
             self._run(meter)
 
     def _run(self, meter: Meter) -> None:
@@ -245,19 +246,3 @@ def groups_of(task: TaskModule) -> list[Group]:
         for path in paths:
             found.setdefault(f"{path.rpartition('.')[0]}.*", []).append(path)
     return [Group(label, tuple(own)) for label, own in found.items()]
-
-
-@contextmanager
-def _fake_ranks(world: int) -> Iterator[None]:
-    has_fused_adamw("cpu")  # remembers its answer, which must not be a fake one
-    fake_process_group(world)
-
-    def gathered(items: list[Any], item: Any, group: object = None) -> None:
-        items[:] = [item] * len(items)
-
-    try:
-        with patch.object(dist, "all_gather_object", gathered):
-            yield
-    finally:
-        dist.destroy_process_group()
-        forget_layouts()

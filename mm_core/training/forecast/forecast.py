@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from mm_core.contracts import Batch, DataRanks, Engine, EnginePlan, SampleReques
 from mm_core.data.loading.bucketed import BucketOrder
 from mm_core.data.loading.sampler import SlotSpec
 from mm_core.device.machines import GIB, Machine
-from mm_core.errors import MMError
+from mm_core.errors import MMError, first_line, plural
 from mm_core.evaluation.sampled_clips import with_trained_size
 from mm_core.parallel.layout import ShardedPlan
 from mm_core.plan import RunPlan, build_frozen, build_task, check_data
@@ -107,7 +108,7 @@ class Forecast:
             )
             lines += ["", f"a step takes about {_time(step)}: {shares}"]
             day = 86400 / step * self.samples
-            whole = f"{self.steps:,} steps take {_time(step * self.steps)}; " if self.steps else ""
+            whole = f"{plural(self.steps, 'step')} take {_time(step * self.steps)}; " if self.steps else ""
             lines.append(f"  {whole}{day:,.0f} samples a day")
         return [*lines, *(f"  {note}" for note in self.notes)]
 
@@ -129,7 +130,7 @@ def forecast(
         samples: of data.train; None: data are missing.
         adapters: see `build_task`.
     """
-    notes: list[str] = []
+    unknown = partial(_unknown, plan, machine)
 
     def build() -> TaskModule:
         task = build_task(config, adapters)
@@ -138,15 +139,13 @@ def forecast(
         return task
 
     if not isinstance(plan.engine, ShardedPlan):
-        return _unknown(
-            plan, machine, f"the engine {config.engine.type} is not counted: only its model states"
+        return unknown(
+            f"only the model states are known: the steps of the engine {config.engine.type} are not"
         )
     task = build()
     batch = _first_batch(config, plan, samples, task) if samples is not None and not plan.missing else None
     if batch is None and forward_of(task, config) is None:
-        return _unknown(plan, machine, "activations and seconds are known once the data are present")
-    if batch is None:
-        notes.append("encoders are not counted, and captions are as long as they can be: files are missing")
+        return unknown("activations and seconds are known once the data are present")
 
     def rank(task: TaskModule) -> FakeRank:
         engine, own = _engine(config, task, machine.world)
@@ -159,35 +158,30 @@ def forecast(
     except MMError:
         raise
     except Exception as error:  # whatever a model does that needs numbers: the plan is shown all the same
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         parts = ", ".join(task.trainable)
-        return _unknown(
-            plan, machine, f"activations and seconds are unknown: {parts} needs numbers ({reason})"
-        )
-    notes += ["compiled blocks are counted as eager ones: they need no more memory"] * bool(
-        plan.engine.compiled
-    )
-    needs = tuple(_need(name, own, config, plan, machine) for name, own in phases.items())
+        return unknown(f"activations and seconds are unknown: {parts} needs numbers ({first_line(error)})")
+    notes = []
+    if batch is None:
+        notes.append("encoders are not counted, and captions are as long as they can be: files are missing")
+    if plan.engine.compiled:
+        notes.append("the memory of compiled blocks is that of eager ones, which need no less")
+    needs = tuple(_need(name, own, plan, machine) for name, own in phases.items())
     seconds = _seconds(phases, plan, machine) if machine.device.timed else {}
-    return Forecast(
-        machine.title,
-        machine.device.memory,
-        needs,
-        seconds,
-        plan.global_batch_size,
-        plan.steps,
-        tuple(notes),
-    )
+    return _made(plan, machine, needs, seconds, *notes)
 
 
 def _unknown(plan: RunPlan, machine: Machine, note: str) -> Forecast:
     """A forecast of the model states alone."""
-    states = plan.device_bytes
-    need = Need(
-        "states", sum(states.values()) + machine.device.context, sum(plan.host_bytes.values()), states
-    )
-    size = machine.device.memory
-    return Forecast(machine.title, size, (need,), {}, plan.global_batch_size, plan.steps, (note,))
+    states, host = plan.device_bytes, sum(plan.host_bytes.values())
+    need = Need("states", sum(states.values()) + machine.device.context, host, states)
+    return _made(plan, machine, (need,), {}, note)
+
+
+def _made(
+    plan: RunPlan, machine: Machine, needs: tuple[Need, ...], seconds: dict[str, float], *notes: str
+) -> Forecast:
+    size, samples = machine.device.memory, plan.global_batch_size
+    return Forecast(machine.title, size, needs, seconds, samples, plan.steps, notes)
 
 
 def _engine(config: RunConfig, task: TaskModule, world: int) -> tuple[Engine, EnginePlan]:
@@ -236,9 +230,7 @@ def _request(config: RunConfig) -> SampleRequest | None:
     return with_trained_size(request, config.task, config.data.train)
 
 
-def _need(
-    name: str, segments: dict[str, Counted], config: RunConfig, plan: RunPlan, machine: Machine
-) -> Need:
+def _need(name: str, segments: dict[str, Counted], plan: RunPlan, machine: Machine) -> Need:
     top = max(segments.values(), key=lambda each: each.bytes)
     parts, host = dict(top.parts.most_common()), 0
     if machine.device.name == "cpu":
@@ -246,11 +238,10 @@ def _need(
         return Need(name, top.bytes + round(GLOO * copies), 0, parts)
     held = plan.host_bytes
     host = sum(held.values()) + sum(part.host_bytes for part in plan.engine.parts)
-    if getattr(config.engine.options.get("offload"), "activations", None):
-        # What a block keeps is on the device until it ends.
-        kept = {key: size for key, size in parts.items() if key.endswith(".*")}
-        blocks = len(plan.engine.wrapped) if isinstance(plan.engine, ShardedPlan) else 0
-        host += sum(kept.values()) * (blocks - 1) // max(blocks, 1)
+    assert isinstance(plan.engine, ShardedPlan)
+    if plan.engine.activations_on_host:  # but of the block that computes
+        kept, blocks = sum(parts[key] for key in parts if key.endswith(".*")), len(plan.engine.wrapped)
+        host += kept * (blocks - 1) // max(blocks, 1)
     device = round(max(0, top.bytes - host) * (1 + ROUNDING))
     device += machine.device.context + BUFFERS * (machine.world > 1)
     return Need(name, device, host, {key: size for key, size in parts.items() if key not in held})

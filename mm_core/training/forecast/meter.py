@@ -11,12 +11,12 @@ from typing import Any, Literal, NamedTuple
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from mm_core.device.torch_private import FakeTensor, TorchDispatchMode, in_backward
+from mm_core.runtime.groups import ranks_of
 from mm_core.telemetry.flop_counter import formulas
 from mm_core.telemetry.operators import run_operator
 
@@ -242,10 +242,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _collective(name: str, dtype: str, args: Iterable[Any], tensors: Iterable[Tensor]) -> Work:
-    groups = [
-        each for each in args if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type())
-    ]
-    ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(groups[0])) if groups else [0]
+    ranks = ranks_of(args)
     largest = max((each.nbytes for each in tensors), default=0)
     return Work("communication", name, dtype, 0, largest, len(ranks), ranks[-1] - ranks[0] + 1)
 
