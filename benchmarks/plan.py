@@ -1,9 +1,12 @@
 """Compares what `mm-train --dry-run` predicts of a run's memory with what its ranks allocate.
 
-    python benchmarks/plan.py [--only NAME ...]
+    python benchmarks/plan.py [--only NAME ...] [--seconds]
 
 Each case trains three steps of a tiny model on gloo ranks. Measured is the largest sum of live allocations of
 torch's CPU allocator on any rank, from the start to the third step, as torch.profiler records them.
+
+With --seconds instead: processor time of a step of `TIMED`, one rank and one thread, data read by a worker,
+against what the plan shows after `--calibrate`. The runs take turns; the median of five of each counts.
 """
 
 from __future__ import annotations
@@ -16,11 +19,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 BAR, BAR_OF_LANGUAGE, BAR_OF_MEDIAN = 0.10, 0.15, 0.04
+BAR_OF_SECONDS, BAR_OF_ORDER = 0.25, 0.9
 
 
 class Case(NamedTuple):
@@ -55,6 +60,16 @@ CASES = (
     Case("text, 2 ranks", TEXT, 2, language=True),
     Case("text, recomputed, chunked loss", TEXT, 1, "engine.recompute_modules=auto task.loss=chunked", True),
 )
+TIMED = (
+    Case("wan full, recomputed", WAN, 1),
+    Case("wan full, nothing recomputed", WAN, 1, NONE),
+    Case("wan LoRA", "wan/t2v_tiny_lora", 1),
+    Case("dit", DIT, 1),
+    Case("dit, twice the samples", DIT, 1, "train.micro_batch_size=16"),
+    Case("z-image full, buckets", ZIMAGE, 1),
+    Case("text", TEXT, 1),
+    Case("text, recomputed", TEXT, 1, "engine.recompute_modules=auto"),
+)
 ALWAYS = (
     *("run.dir=runs", "train.steps=3", "log.trackers=[]", "data.loader.workers=0", "checkpoint.every=100000"),
     "lr_schedule.warmup_steps=0",
@@ -65,7 +80,10 @@ def main() -> int:
     """Runs the cases and prints the table; in a child process, trains as one of the ranks."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", nargs="*", help="words of the names of cases")
+    parser.add_argument("--seconds", action="store_true")
     args = parser.parse_args()
+    if args.seconds:
+        return compare_seconds()
     ratios = {}
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(folder))
@@ -87,6 +105,64 @@ def main() -> int:
     good = "ok" if median <= BAR_OF_MEDIAN else "short"
     print(f"RESULT plan_peak_median {median:.4f} {BAR_OF_MEDIAN} {good}")
     return int(within < len(offs) or median > BAR_OF_MEDIAN)
+
+
+def compare_seconds() -> int:
+    """Prints predicted and measured processor time of each timed case."""
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(Path(folder))
+        os.environ |= {"OMP_NUM_THREADS": "1", "XDG_STATE_HOME": f"{folder}/state"}
+        for case in TIMED:
+            forecast_of(case, folder, "--calibrate")
+        expected = [float(forecast_of(case, folder)["step_seconds"]) for case in TIMED]
+        rounds = [[processor_time(case, folder) for case in TIMED] for _ in range(5)]
+    measured = [statistics.median(column) for column in zip(*rounds, strict=True)]
+    for case, one, other in zip(TIMED, expected, measured, strict=True):
+        print(f"{case.name:<40} {1000 * one:8.1f} {1000 * other:8.1f} ms  {one / other:.3f}")
+    worst = max(abs(one / other - 1) for one, other in zip(expected, measured, strict=True))
+    ranks = [[sorted(values).index(value) for value in values] for values in (expected, measured)]
+    order = statistics.correlation(*ranks)
+    good = worst <= BAR_OF_SECONDS, order >= BAR_OF_ORDER
+    print(f"RESULT plan_seconds_worst {worst:.3f} {BAR_OF_SECONDS} {'ok' if good[0] else 'short'}")
+    print(f"RESULT plan_seconds_order {order:.3f} {BAR_OF_ORDER} {'ok' if good[1] else 'short'}")
+    return int(not all(good))
+
+
+def processor_time(case: Case, folder: str) -> float:
+    """The median processor seconds of a step in a process of its own."""
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from plan import timed; timed(sys.argv[1:])",
+        *words_of(case),
+    ]
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    last = ["train.steps=12", "train.global_batch_size=null", "data.loader.workers=1"]
+    out = subprocess.run([*command, *last], cwd=folder, env=env, check=True, stdout=subprocess.PIPE).stdout
+    return next(float(line.split()[1]) for line in out.decode().splitlines() if line.startswith("seconds "))
+
+
+def timed(words: list[str]) -> None:
+    """Trains alone, and prints the median processor time of the steps after the first four."""
+    from dataclasses import replace
+
+    import mm_core
+    from mm_core.runtime.groups import start_process_group
+    from mm_core.training.assembly import assemble
+    from mm_core.training.loop import run_steps
+
+    start_process_group()
+    config = mm_core.load_config(words[0], words[1:])
+    run = assemble(config, "never")
+    run.between.steps = 1 << 30
+    whole, times = run.plan, []
+    for step in range(config.train.steps or 0):
+        run.plan = replace(whole, steps=step + 1)
+        began = time.process_time()
+        run_steps(run, step)
+        times.append(time.process_time() - began)
+    print("seconds", statistics.median(times[4:]), flush=True)
+    os._exit(0)
 
 
 def prepare(folder: Path) -> None:
@@ -168,16 +244,23 @@ def words_of(case: Case) -> list[str]:
 
 def predicted(case: Case, folder: str) -> int:
     """The predicted bytes of a rank at its peak."""
+    found = forecast_of(case, folder)
+    for note in found["notes"]:
+        print(f"  {note}")
+    return max(int(need["device_bytes"]) for need in found["needs"] if need["phase"] in ("load", "step"))
+
+
+def forecast_of(case: Case, folder: str, *options: str) -> dict[str, Any]:
+    """The forecast of a case on this host."""
     mm = [sys.executable, "-m", "mm_core.cli.main"]
     if "data.cache.dir" in case.overrides:
         built = [*mm, "cache", "build", "--config", *words_of(case)]
         subprocess.run(built, cwd=folder, check=True, stdout=subprocess.DEVNULL)
-    command = [*mm, "train", "--dry-run", "--json", "--on", f"{case.ranks}xcpu", "--config", *words_of(case)]
-    run = subprocess.run(command, cwd=folder, check=True, stdout=subprocess.PIPE)
-    found = json.loads(run.stdout)["forecast"]
-    for note in found["notes"]:
-        print(f"  {note}")
-    return max(int(need["device_bytes"]) for need in found["needs"] if need["phase"] in ("load", "step"))
+    run = [*mm, "train", "--dry-run", "--json", "--nproc", str(case.ranks), *options, "--config"]
+    last = ["train.global_batch_size=null"] * ("--calibrate" in options or case in TIMED)
+    done = subprocess.run([*run, *words_of(case), *last], cwd=folder, check=True, stdout=subprocess.PIPE)
+    found: dict[str, Any] = json.loads(done.stdout)["forecast"]
+    return found
 
 
 def allocated(case: Case, folder: str) -> int:

@@ -29,6 +29,7 @@ class Device:
         to_host: bytes per second to its host's memory.
         context: bytes that the driver and its libraries take, which no allocator shows.
         call: seconds that a process needs to start an operator.
+        timed: whether its speed is published; that of a processor has to be measured.
     """
 
     name: str
@@ -41,17 +42,14 @@ class Device:
     to_host: float = 0.0
     context: int = round(0.7 * GIB)
     call: float = 6e-6
-
-    @property
-    def timed(self) -> bool:
-        """Whether its speed is known."""
-        return self.bf16 > 0
+    timed: bool = False
 
 
 def _device(name: str, gib: float, bf16: float, fp32: float, memory: float, *links: float) -> Device:
     """A device in the units of data sheets: GiB, TFLOP/s, TB/s, and GB/s."""
     link, network, host = (1e9 * each for each in links)
-    return Device(name, round(gib * GIB), bf16 * 1e12, fp32 * 1e12, memory * 1e12, link, network, host)
+    speed = bf16 * 1e12, fp32 * 1e12, memory * 1e12
+    return Device(name, round(gib * GIB), *speed, link, network, host, timed=True)
 
 
 _DEVICES = (
@@ -70,7 +68,7 @@ _DEVICES = (
     # Of one of the two dies of a package, which are two devices: arXiv 2506.12708, section 3.
     _device("910C", 61.0, 376, 94, 1.6, 196, 25, 32),
 )
-_CPU = Device("cpu", 0, context=0)  # the speed of processors differs too much
+_CPU = Device("cpu", 0, 1e11, 1e11, 2e10, 5e9, 1e9, 1e10, context=0)
 DEVICES = {device.name: device for device in _DEVICES}
 
 

@@ -188,8 +188,8 @@ def test_a_step_has_the_flops_of_the_plan(tiny):
     counts: Counter[str] = Counter()
     original = composed._run
 
-    def seen(rank):
-        phases = original(rank)
+    def seen(rank, calls):
+        phases = original(rank, calls)
         for segment in phases["step"].values():
             for work, count in segment.work.items():
                 # The plan's backward is two forwards; that of attention computes the scores again.

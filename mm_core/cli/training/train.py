@@ -42,6 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--node-rank", metavar="N", help=own_rank)
     add("--dry-run", action="store_true", help="print the plan of the run and stop")
     add("--on", metavar="MACHINE", help="with --dry-run: plan for 8xH100, 2x8xH100 (hosts), 1x24GB")
+    add("--calibrate", action="store_true", help="with --dry-run: measure this machine for its seconds")
     add(
         "--strict", action="store_true", help="with --dry-run: exit code 1 if a file to train with is missing"
     )
@@ -184,7 +185,7 @@ def _dry_run(config: RunConfig, machine: Machine, args: argparse.Namespace) -> i
     world = machine.world
     adapters = adapters_begun(config.train.adapters, config.run.folder)
     plan, samples = plan_shown(config, world, build_task(config, adapters))
-    found = forecast(config, plan, machine, samples, adapters)
+    found = forecast(config, plan, machine, samples, adapters, args.calibrate)
     choices = base_choices(config, world, adapters)
     unread = any(file.of_data for file in plan.missing)
     operators = _operators(config, args.device) if args.ops and not unread else None
@@ -250,6 +251,8 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
     elif args.on and (not args.dry_run or args.nproc is not None or args.nnodes is not None):
         what = "--on gives the ranks of a plan: it works with --dry-run, without --nproc and --nnodes"
         hint = "mm-train --config FILE --dry-run --on 8xH100"
+    elif args.calibrate and (not args.dry_run or args.on is not None):
+        what, hint = "--calibrate measures this machine, in a dry run of it", "add --dry-run, and remove --on"
     elif args.strict and not args.dry_run:
         what, hint = "--strict works only with --dry-run: no run starts without its files", "add --dry-run"
     elif (args.ops and not args.dry_run) or (args.device and not args.ops):

@@ -36,9 +36,15 @@ class Counted:
 
 Phases = dict[str, dict[str, Counted]]
 
+Calls = dict[Work, tuple[Any, Any, Any]]
+"""See `Meter.calls`."""
+
 
 def counted(
-    build: Callable[[], TaskModule], plan: EnginePlan, rank: Callable[[TaskModule], FakeRank]
+    build: Callable[[], TaskModule],
+    plan: EnginePlan,
+    rank: Callable[[TaskModule], FakeRank],
+    calls: Calls,
 ) -> Phases:
     """What the phases of a run need.
 
@@ -46,25 +52,29 @@ def counted(
         build: makes the run's task, on the meta device.
         plan: the engine's plan of it.
         rank: a rank of a task, with the engine's plan of it.
+        calls: receives an example of each operator.
     """
     task = build()
     long = [group for group in groups_of(task) if len(group.paths) > SHORT + 1 and _alike(task, plan, group)]
     if not long:
-        return _run(rank(task))
+        return _run(rank(task), calls)
     try:
-        return _composed(build, rank, long)
+        return _composed(build, rank, long, calls)
     except Exception:  # a model may count on the length of its lists
-        return _run(rank(task))
+        return _run(rank(task), calls)
 
 
 def _composed(
-    build: Callable[[], TaskModule], rank: Callable[[TaskModule], FakeRank], long: Sequence[Group]
+    build: Callable[[], TaskModule],
+    rank: Callable[[TaskModule], FakeRank],
+    long: Sequence[Group],
+    calls: Calls,
 ) -> Phases:
     def of(lengths: Mapping[str, int]) -> Phases:
         short = build()
         for group in long:
             _shorten(short, group, lengths[group.label])
-        return _run(rank(short))
+        return _run(rank(short), calls)
 
     least = {group.label: SHORT for group in long}
     base = of(least)
@@ -75,9 +85,10 @@ def _composed(
     return found
 
 
-def _run(rank: FakeRank) -> Phases:
+def _run(rank: FakeRank, calls: Calls) -> Phases:
     meter = Meter()
     rank.run(meter)
+    calls.update(meter.calls)
     found = {
         name: {key: Counted(Counter(meter.parts(s.at)), s.work) for key, s in own.items()}
         for name, own in meter.phases.items()

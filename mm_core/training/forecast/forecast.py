@@ -20,10 +20,11 @@ from mm_core.parallel.layout import ShardedPlan
 from mm_core.plan import RunPlan, build_frozen, build_task, check_data
 from mm_core.plan.planning import state_tensors
 from mm_core.plan.samples import InBuckets, Samples
-from mm_core.training.forecast.composed import Counted, Phases, counted
+from mm_core.training.forecast.calibration import calibrate, factors_of, keep
+from mm_core.training.forecast.composed import Calls, Counted, Phases, counted
 from mm_core.training.forecast.fake_rank import FakeRank, forward_of
 from mm_core.training.forecast.meter import Work
-from mm_core.training.forecast.seconds import seconds_of
+from mm_core.training.forecast.seconds import published, seconds_of
 from mm_core.training.parts import Restored
 from mm_core.training.training_samples import make_loader
 from mm_core.weights.adapters.inject import Structure
@@ -119,7 +120,12 @@ class Forecast:
 
 
 def forecast(
-    config: RunConfig, plan: RunPlan, machine: Machine, samples: Samples | None, adapters: Structure
+    config: RunConfig,
+    plan: RunPlan,
+    machine: Machine,
+    samples: Samples | None,
+    adapters: Structure,
+    measure: bool = False,
 ) -> Forecast:
     """What a run needs on a machine, computed without its weights.
 
@@ -129,6 +135,7 @@ def forecast(
         machine: runs it.
         samples: of data.train; None: data are missing.
         adapters: see `build_task`.
+        measure: whether to measure the run's operators on this machine first, and to keep the result.
     """
     unknown = partial(_unknown, plan, machine)
 
@@ -153,8 +160,9 @@ def forecast(
         on_cpu = machine.device.name == "cpu"
         return FakeRank(config, task, engine, own, plan.accumulation, on_cpu, batch, request)
 
+    calls: Calls = {}
     try:
-        phases = counted(build, plan.engine, rank)
+        phases = counted(build, plan.engine, rank, calls)
     except MMError:
         raise
     except Exception as error:  # whatever a model does that needs numbers: the plan is shown all the same
@@ -166,7 +174,7 @@ def forecast(
     if plan.engine.compiled:
         notes.append("the memory of compiled blocks is that of eager ones, which need no less")
     needs = tuple(_need(name, own, plan, machine) for name, own in phases.items())
-    seconds = _seconds(phases, plan, machine) if machine.device.timed else {}
+    seconds = _seconds(phases, plan, machine, calls if measure else None)
     return _made(plan, machine, needs, seconds, *notes)
 
 
@@ -247,8 +255,8 @@ def _need(name: str, segments: dict[str, Counted], plan: RunPlan, machine: Machi
     return Need(name, device, host, {key: size for key, size in parts.items() if key not in held})
 
 
-def _seconds(phases: Phases, plan: RunPlan, machine: Machine) -> dict[str, float]:
-    """Those of a step; two micro-batches stand for all of it."""
+def _seconds(phases: Phases, plan: RunPlan, machine: Machine, calls: Calls | None) -> dict[str, float]:
+    """Those of a step; two micro-batches stand for all of it. With calls, they are measured first."""
     assert isinstance(plan.engine, ShardedPlan)
     times = plan.accumulation / min(plan.accumulation, 2)
     step: dict[Work, float] = {}
@@ -257,7 +265,15 @@ def _seconds(phases: Phases, plan: RunPlan, machine: Machine) -> dict[str, float
         into = encoding if key == "encoding" else step
         for work, count in segment.work.items():
             into[work] = into.get(work, 0.0) + count * (1 if key == "update" else times)
-    return seconds_of(step, encoding, machine, bool(plan.engine.compiled))
+    device = machine.device
+    if calls is not None:
+        whole = {work: step.get(work, 0.0) + encoding.get(work, 0.0) for work in calls}
+        seen = {work: call for work, call in calls.items() if whole[work]}
+        keep(device.name, calibrate(seen, whole, lambda work: published(work, device)))
+    factors = factors_of(device.name)
+    if factors is None and not device.timed:
+        return {}
+    return seconds_of(step, encoding, machine, bool(plan.engine.compiled), factors)
 
 
 def _size(size: int) -> str:

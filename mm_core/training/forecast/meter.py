@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mm_core.device.torch_private import FakeTensor, TorchDispatchMode, in_backward
 from mm_core.runtime.groups import ranks_of
@@ -46,6 +46,14 @@ class Work(NamedTuple):
     span: int = 1
 
 
+class Shape(NamedTuple):
+    """A tensor among the arguments of an operator."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
 @dataclass(slots=True)
 class _Storage:
     size: int
@@ -72,12 +80,14 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         phases: the segments of each phase, by name.
         part: the name of what storages belong to that are made now, outside of modules.
+        calls: of each operator and work its arguments, with `Shape` for tensors.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.phases: dict[str, dict[str, Segment]] = {}
         self.part = "other"
+        self.calls: dict[Work, tuple[Any, Any, Any]] = {}
         self._segment = Segment()
         self._segments: dict[str, Segment] = {}
         self._paths: list[str] = []
@@ -238,7 +248,14 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             flops = formula(*args, **kwargs, out_val=out)
         elif func.namespace == "fsdp" and name != "chunk_cat":  # which copies gradients
             self.call(made or given[1:], GATHERED)
-        self._segment.work[Work(kind, name, dtype, flops, size)] += 1
+        work = Work(kind, name, dtype, flops, size)
+        self._segment.work[work] += 1
+        if work not in self.calls:
+            self.calls[work] = (func, *tree_map_only(Tensor, _shape_of, (args, kwargs)))
+
+
+def _shape_of(tensor: Tensor) -> Shape:
+    return Shape(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
 
 def _collective(name: str, dtype: str, args: Iterable[Any], tensors: Iterable[Tensor]) -> Work:

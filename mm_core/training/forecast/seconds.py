@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mm_core.device.machines import Machine
+from mm_core.device.machines import Device, Machine
+from mm_core.training.forecast.calibration import Factors
 from mm_core.training.forecast.meter import Work
 
 REACHED: Mapping[str, float] = {
@@ -23,34 +24,41 @@ _SHORTEST = 2e-6
 
 
 def seconds_of(
-    step: Mapping[Work, float], encoding: Mapping[Work, float], machine: Machine, compiled: bool
+    step: Mapping[Work, float],
+    encoding: Mapping[Work, float],
+    machine: Machine,
+    compiled: bool,
+    factors: Factors | None = None,
 ) -> dict[str, float]:
     """The seconds of a step on a machine, by what takes them.
 
     What is communicated while the device computes is hidden. A device waits where its process starts
-    operators more slowly than it runs them.
+    operators more slowly than it runs them; a processor does one after the other.
 
     Args:
         step: how often each operator of all micro-batches and the update runs.
         encoding: the same of encoders.
         machine: its device's speed is known.
         compiled: whether blocks are compiled.
+        factors: what was measured for the device.
     """
     times = dict.fromkeys(REACHED, 0.0)
     for work, count in step.items():
         share = COMPILED if compiled and work.kind == "elementwise" else 1.0
-        times[work.kind] += of_call(work, machine) * share * count
+        times[work.kind] += of_call(work, machine, factors) * share * count
     sent = times.pop("communication")
-    busy = sum(times.values())
+    busy, calls = sum(times.values()), sum(step.values())
+    on_cpu = machine.device.name == "cpu"
+    host = calls * (machine.device.call if factors is None else factors.call)
     return {
         **times,
-        "communication not hidden": max(0.0, sent - busy),
-        "encoding": sum(of_call(work, machine) * count for work, count in encoding.items()),
-        "host": max(0.0, sum(step.values()) * machine.device.call - busy),
+        "communication not hidden": sent if on_cpu else max(0.0, sent - busy),
+        "encoding": sum(of_call(work, machine, factors) * count for work, count in encoding.items()),
+        "host": host if on_cpu else max(0.0, host - busy),
     }
 
 
-def of_call(work: Work, machine: Machine) -> float:
+def of_call(work: Work, machine: Machine, factors: Factors | None = None) -> float:
     """Seconds of one call of an operator."""
     device, share = machine.device, REACHED[work.kind]
     if work.kind == "communication":
@@ -61,7 +69,16 @@ def of_call(work: Work, machine: Machine) -> float:
         # A ring sends all but a rank's own part; sum and spread of an all-reduce are two of them.
         times = 2 if "allreduce" in work.name else 1
         return times * work.bytes * (work.group - 1) / work.group / (speed * share)
-    peak = device.fp32 if work.dtype in ("float32", "float64") else device.bf16
-    return max(
-        work.flops / (peak * share), work.bytes / (device.bandwidth * REACHED["elementwise"]), _SHORTEST
-    )
+    if factors is not None:
+        return factors.of(work, published(work, device))
+    moved = work.bytes / (device.bandwidth * REACHED["elementwise"])
+    return max(work.flops / (_peak(work, device) * share), moved, _SHORTEST)
+
+
+def published(work: Work, device: Device) -> float:
+    """Seconds of an operator at the device's published peaks."""
+    return max(work.flops / _peak(work, device), work.bytes / device.bandwidth)
+
+
+def _peak(work: Work, device: Device) -> float:
+    return device.fp32 if work.dtype in ("float32", "float64") else device.bf16

@@ -1,0 +1,159 @@
+"""What this machine reaches: a step's operators, measured one by one and kept for later forecasts."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from mm_core.device import current_device, synchronize
+from mm_core.files import replace_text
+from mm_core.training.forecast.meter import Meter, Shape, Work
+
+SECONDS = 10.0
+"""How long the operators of a run are measured."""
+
+_START = 3e-6  # seconds of a call that do not depend on its size
+_TINY = 1e-7  # published seconds that show nothing of what grows with the size
+_ROUNDS = 5
+_LARGEST = 1 << 30  # bytes of an operator's tensors
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What a device was measured to take.
+
+    Attributes:
+        call: seconds of the host for an operator within a step, besides the operator itself.
+        operators: name and dtype -> seconds of a call, and its seconds in those of the published peaks.
+    """
+
+    call: float = 0.0
+    operators: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def of(self, work: Work, published: float) -> float:
+        """Seconds of an operator that takes `published` at the device's peaks; of one that was not measured
+        those of the median one."""
+        call, slope = self.operators.get(_key(work)) or self._usual
+        return call + slope * published
+
+    @cached_property
+    def _usual(self) -> tuple[float, float]:
+        calls, slopes = zip(*self.operators.values(), strict=True) if self.operators else ([0.0], [1.0])
+        return statistics.median(calls), statistics.median(slopes)
+
+
+def _key(work: Work) -> str:
+    return f"{work.name} {work.dtype}"
+
+
+def factors_of(name: str) -> Factors | None:
+    """What was measured for a device on this host with as many threads; None: nothing."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        document = json.loads(_file(name).read_text(encoding="utf-8"))
+        operators = {key: (float(a), float(b)) for key, (a, b) in document["operators"].items()}
+        return Factors(float(document["call"]), operators)
+    return None
+
+
+def keep(name: str, factors: Factors) -> Path:
+    """Writes what was measured, beside what was before; returns the file."""
+    before = factors_of(name)
+    operators = {**(before.operators if before is not None else {}), **factors.operators}
+    file = _file(name)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(file, json.dumps(asdict(Factors(factors.call, operators)), indent=1))
+    return file
+
+
+def _file(name: str) -> Path:
+    state = Path(os.environ.get("XDG_STATE_HOME", ""))
+    state = state if state.is_absolute() else Path("~/.local/state").expanduser()
+    threads = f"_{torch.get_num_threads()}_threads" if name == "cpu" else ""
+    return state / "mm_core" / "calibrated" / f"{name.replace(' ', '_')}{threads}.json"
+
+
+def calibrate(
+    calls: Mapping[Work, tuple[Any, Any, Any]],
+    weights: Mapping[Work, float],
+    published: Callable[[Work], float],
+) -> Factors:
+    """Measures operators on this process's device for `SECONDS`, those that take most first.
+
+    Args:
+        calls: an operator with its arguments, tensors as `Shape`.
+        weights: how often each runs.
+        published: seconds of a call at the device's peaks.
+    """
+    device, ends = current_device(), time.perf_counter() + SECONDS
+    order = sorted(calls, key=lambda work: -weights[work] * max(published(work), 1e-6))
+    measured: dict[str, list[tuple[float, float, float]]] = {}
+    for work in order:
+        if time.perf_counter() > ends:
+            break
+        if work.kind != "communication" and work.bytes <= _LARGEST:
+            with suppress(RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
+                seconds = _seconds(*calls[work], device)
+                measured.setdefault(_key(work), []).append((published(work), seconds, weights[work]))
+    return Factors(_host_call(), {key: _line(points) for key, points in measured.items()})
+
+
+def _line(points: list[tuple[float, float, float]]) -> tuple[float, float]:
+    """The line a + b x through the measured seconds, weighted by the calls; a and b are not negative."""
+    total = sum(w for *_, w in points)
+    x = sum(w * px for px, _, w in points) / total
+    y = sum(w * py for _, py, w in points) / total
+    spread = sum(w * (px - x) ** 2 for px, _, w in points)
+    slope = sum(w * (px - x) * (py - y) for px, py, w in points) / spread if spread else -1.0
+    if slope >= 0 and y >= slope * x:
+        return y - slope * x, slope
+    start = min(y, _START)  # of one size, or of none that lie on a line
+    return start, (y - start) / x if x > _TINY else 1.0
+
+
+def _seconds(func: Any, args: Any, kwargs: Any, device: torch.device) -> float:
+    """The median of some calls, each with tensors of its own: a step has none of them in a cache."""
+
+    def made(shape: Shape) -> Tensor:
+        values = torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype, device=device)
+        return values.uniform_(-1, 1) if shape.dtype.is_floating_point else values.zero_()
+
+    times = []
+    with torch.no_grad():
+        for round_ in range(_ROUNDS):
+            own_args, own_kwargs = tree_map_only(Shape, made, (args, kwargs))
+            synchronize()
+            began = time.perf_counter()
+            func(*own_args, **own_kwargs)
+            synchronize()
+            if round_:
+                times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def _host_call() -> float:
+    """Seconds that Python and autograd take for an operator, from a step of a module of almost no work."""
+    layers = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(8)]
+    module = nn.Sequential(*layers)
+    x = torch.ones(4, 8, requires_grad=True)
+    meter = Meter()
+    with meter.phase("step"), meter.counting():
+        module(x).sum().backward()
+    operators = sum(meter.phases["step"]["begin"].work.values())
+    times = []
+    for _ in range(30):
+        began = time.perf_counter()
+        module(x).sum().backward()
+        times.append(time.perf_counter() - began)
+    return max(0.0, statistics.median(times) / operators - 2e-6)
