@@ -20,7 +20,7 @@ from mm_core.training.forecast.seconds import REACHED, of_call
 from support.scripts import script
 
 GIB = 2**30
-LONG = ("task.predictor.num_layers=9", "data.train.annotations=absent.json")
+LONG = ("task.predictor.num_layers=6", "data.train.annotations=absent.json")
 
 
 def forecast_of(path, machine: str | Machine, *overrides: str) -> Forecast:
@@ -51,7 +51,13 @@ def test_the_predicted_peak_is_what_the_ranks_allocate(tmp_path, name):
     assert abs(ratio - 1) <= (benchmark.BAR_OF_LANGUAGE if case.language else benchmark.BAR)
 
 
-@pytest.mark.parametrize("sharded", [(), ("engine.recompute_modules=auto", "ema.decay=0.9")])
+@pytest.mark.parametrize(
+    "sharded",
+    [
+        pytest.param((), marks=pytest.mark.slow),
+        ("engine.recompute_modules=auto", "ema.decay=0.9"),
+    ],
+)
 def test_a_model_composed_of_short_ones_needs_what_the_whole_needs(tiny, monkeypatch, sharded):
     found = []
     for short in (composed.SHORT, 100):
@@ -70,7 +76,7 @@ def test_a_model_that_counts_on_the_length_of_its_lists_is_computed_whole(tiny, 
     forward = CustomDiT.forward
 
     def counting(self, *args, **kwargs):
-        assert len(self.blocks) == 9
+        assert len(self.blocks) == 6
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(CustomDiT, "forward", counting)
@@ -123,6 +129,7 @@ def test_a_forward_that_needs_numbers_leaves_the_model_states(tiny, monkeypatch)
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_nothing_is_allocated_for_a_model_of_a_hundred_gibibytes(tiny):
     wide = (
         "train.global_batch_size=16",

@@ -150,9 +150,14 @@ def forecast(
             f"only the model states are known: the steps of the engine {config.engine.type} are not"
         )
     task = build()
-    batch = _first_batch(config, plan, samples, task) if samples is not None and not plan.missing else None
+    batch, why = None, "files are missing"
+    if samples is not None and not plan.missing:
+        try:
+            batch = _first_batch(config, plan, samples, task)
+        except MMError as error:  # the run would end with it
+            why = f"no batch can be read: {first_line(error)}"
     if batch is None and forward_of(task, config) is None:
-        return unknown("activations and seconds are known once the data are present")
+        return unknown(f"activations and seconds are unknown: {why}")
 
     def rank(task: TaskModule) -> FakeRank:
         engine, own = _engine(config, task, machine.world)
@@ -170,7 +175,7 @@ def forecast(
         return unknown(f"activations and seconds are unknown: {parts} needs numbers ({first_line(error)})")
     notes = []
     if batch is None:
-        notes.append("encoders are not counted, and captions are as long as they can be: files are missing")
+        notes.append(f"encoders are not counted, and captions are as long as they can be: {why}")
     if plan.engine.compiled:
         notes.append("the memory of compiled blocks is that of eager ones, which need no less")
     needs = tuple(_need(name, own, plan, machine) for name, own in phases.items())
