@@ -143,7 +143,10 @@ PAGES: dict[str, Page] = {
     "docs/long-clips.md": Page({"run.yaml": "x.yaml"}, {"mm-train": "forecast for 2 x H100"}),
     "docs/does-it-fit.md": Page(
         {"run.yaml": "x.yaml train.micro_batch_size=1 train.global_batch_size=16"},
-        {"mm-train --config run.yaml --dry-run --on 2x8xH100": "forecast for 2 hosts of 8 x H100"},
+        {
+            "mm-train --config run.yaml --dry-run --on 2x8xH100": "forecast for 2 hosts of 8 x H100",
+            "mm-train --config run.yaml --dry-run --calibrate": "a step takes about",
+        },
     ),
     "docs/scale-out.md": Page(
         {

@@ -51,13 +51,8 @@ def test_the_predicted_peak_is_what_the_ranks_allocate(tmp_path, name):
     assert abs(ratio - 1) <= (benchmark.BAR_OF_LANGUAGE if case.language else benchmark.BAR)
 
 
-@pytest.mark.parametrize(
-    "sharded",
-    [
-        pytest.param((), marks=pytest.mark.slow),
-        ("engine.recompute_modules=auto", "ema.decay=0.9"),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [(), ("engine.recompute_modules=auto", "ema.decay=0.9")])
 def test_a_model_composed_of_short_ones_needs_what_the_whole_needs(tiny, monkeypatch, sharded):
     found = []
     for short in (composed.SHORT, 100):
@@ -69,6 +64,7 @@ def test_a_model_composed_of_short_ones_needs_what_the_whole_needs(tiny, monkeyp
     assert short.peak.device_bytes < found[0].peak.device_bytes
 
 
+@pytest.mark.slow
 def test_a_model_that_counts_on_the_length_of_its_lists_is_computed_whole(tiny, monkeypatch):
     from mm_custom_dit.model import CustomDiT
 
@@ -189,6 +185,7 @@ def test_a_collective_takes_the_links_between_its_ranks():
     assert of_call(within._replace(group=1, span=1), machine) == 0
 
 
+@pytest.mark.slow
 def test_a_step_has_the_flops_of_the_plan(tiny):
     config = load_config(tiny, [*LONG, "train.global_batch_size=2"])
     plan, _ = plan_shown(config, 1, build_task(config, {}))
