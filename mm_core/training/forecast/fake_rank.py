@@ -101,6 +101,8 @@ class FakeRank:
             meter.call([*(p for _, p in engine.named_parameters()), *held], "parameters")
             with meter.making("average"):
                 ema = EMA(engine.shards, config.ema) if config.ema is not None else None
+            if plan.optimizer_on_host:
+                meter.rename("weights being loaded", "copies")
             meter.enter("end")
         for name in task.trainable:  # those of a shortened model would miss blocks; the meter counts
             if isinstance(component := task.get_submodule(name), SupportsModuleFlops):
@@ -108,7 +110,11 @@ class FakeRank:
         self._watch(meter, groups)
         task.train()
         with meter.phase("step"), meter.making("loss"):
-            self._step(meter, ema, rng)
+            untrained = self._step(meter, ema, rng)
+        with meter.phase("other steps"), meter.making("optimizer"):
+            for parameter in untrained:  # other steps train them, such as those of another expert
+                parameter.grad = torch.zeros_like(parameter)
+            engine.step(1.0, None)
         with meter.phase("between steps"):
             pass
         if config.validation is not None:
@@ -135,19 +141,22 @@ class FakeRank:
                 hook = partial(_backward_of, meter.enter, f"backward of {group.label} {place}")
                 block.register_forward_hook(hook)
 
-    def _step(self, meter: Meter, ema: EMA | None, rng: Randomness) -> None:
+    def _step(self, meter: Meter, ema: EMA | None, rng: Randomness) -> list[nn.Parameter]:
+        """Trains a step; returns the parameters that it has no gradients of."""
         engine, repeats = self.engine, min(self.micro_batches, 2)
         for micro in range(repeats):
             meter.enter("forward")
             engine.micro_step(partial(self._loss, meter, rng), last=micro == repeats - 1, scale=1.0)
             meter.call([p.grad for _, p in engine.named_parameters() if p.grad is not None], "gradients")
             meter.rename(BACKWARD, "whole gradients, until the last micro-batch")
+        untrained = [p for _, p in engine.named_parameters() if p.requires_grad and p.grad is None]
         meter.enter("update")
         norm = engine.grad_norm()
         with meter.making("optimizer"):
             engine.step(norm, self.config.train.clip_grad_norm)
         if ema is not None:
             ema.update(0)
+        return untrained
 
     def _loss(self, meter: Meter, rng: Randomness) -> Loss:
         task = self.task
@@ -184,8 +193,11 @@ def load_own(task: TaskModule) -> None:
 
 
 def forward_of(task: TaskModule, config: RunConfig) -> tuple[str, Mapping[str, Any]] | None:
-    """A forward of a trained component that needs no data; None where there is none."""
-    return task.sample_forward(config.data.train.options) if isinstance(task, SupportsSampleForward) else None
+    """A forward of a trained component that needs no data; None where there is none. Clips of many sizes are
+    those of the largest area."""
+    given = config.data.train.options
+    most = {name: given[f"max_{name}"] for name in ("height", "width") if given.get(f"max_{name}")}
+    return task.sample_forward({**given, **most}) if isinstance(task, SupportsSampleForward) else None
 
 
 def _rows(tensor: Tensor, rows: int) -> Tensor:
