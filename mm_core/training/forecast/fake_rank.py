@@ -37,6 +37,7 @@ from mm_core.optim.adamw import has_fused_adamw
 from mm_core.optim.configured import make_optimizer
 from mm_core.optim.ema import EMA
 from mm_core.parallel.layout import like_blocks
+from mm_core.plan.bucketing import offered_buckets
 from mm_core.runtime.groups import fake_ranks
 from mm_core.training.forecast.meter import BACKWARD, Meter
 
@@ -179,7 +180,7 @@ class FakeRank:
         """A loss of the trained component's forward alone."""
         found = forward_of(self.task, self.config)
         assert found is not None, "checked before"
-        (root, given), rows = found, self.config.train.micro_batch_size
+        root, given, rows = found
         out = self.task.get_submodule(root)(**tree_map_only(Tensor, partial(_rows, rows=rows), given))
         first = next(each for each in tree_leaves(out) if isinstance(each, Tensor))
         return Loss(first.float().square().mean(), float(rows))
@@ -192,12 +193,18 @@ def load_own(task: TaskModule) -> None:
             component.load(torch.device("cpu"))
 
 
-def forward_of(task: TaskModule, config: RunConfig) -> tuple[str, Mapping[str, Any]] | None:
-    """A forward of a trained component that needs no data; None where there is none. Clips of many sizes are
-    those of the largest area."""
-    given = config.data.train.options
-    most = {name: given[f"max_{name}"] for name in ("height", "width") if given.get(f"max_{name}")}
-    return task.sample_forward({**given, **most}) if isinstance(task, SupportsSampleForward) else None
+def forward_of(task: TaskModule, config: RunConfig) -> tuple[str, Mapping[str, Any], int] | None:
+    """A forward of a trained component that needs no data: its path, arguments of one sample, and samples of
+    a micro-batch. In buckets, of the largest; None where there is none."""
+    if not isinstance(task, SupportsSampleForward):
+        return None
+    options, rows = config.data.train.options, config.train.micro_batch_size
+    if config.data.loader.mode == "variable":
+        size, own = next(iter(offered_buckets(config, task, options).sizes.items()))
+        options = {**options, **dict(zip(("num_frames", "height", "width"), size, strict=True))}
+        rows = own or rows
+    found = task.sample_forward(options)
+    return None if found is None else (*found, rows)
 
 
 def _rows(tensor: Tensor, rows: int) -> Tensor:
