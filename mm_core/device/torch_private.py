@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
@@ -17,6 +20,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
@@ -39,6 +43,7 @@ __all__ = [
     "in_backward",
     "is_traceable_wrapper_subclass",
     "kernel_of",
+    "layouts_unseen",
     "shards_mixed",
     "unset_fake_temporarily",
     "without_modes",
@@ -66,6 +71,19 @@ def forget_layouts() -> None:
     """Drops what DTensor keeps of its operators' results: layouts on meshes."""
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
     getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
+
+
+@contextmanager
+def layouts_unseen() -> Iterator[None]:
+    """A context in which modes see no tensor of the whole sizes with which DTensor computes shapes."""
+    compute = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def unseen(self: ShardingPropagator, *given: Any) -> Any:
+        with without_modes():
+            return compute(self, *given)
+
+    with patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen):
+        yield
 
 
 def shards_mixed() -> bool:

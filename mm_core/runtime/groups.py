@@ -202,7 +202,8 @@ def device_mesh(shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
         rows = mesh.swapdims(-1, dimension).reshape(-1, size).tolist()
         group, _ = dist.new_subgroups_by_enumeration(rows, timeout=_patience[0])  # type: ignore[no-untyped-call]
         groups.append(group)
-    return DeviceMesh.from_group(groups, device_type(), mesh, mesh_dim_names=tuple(names))
+    kind = "cpu" if dist.get_backend() == "fake" else device_type()  # where fakes are, on any host
+    return DeviceMesh.from_group(groups, kind, mesh, mesh_dim_names=tuple(names))
 
 
 def adjacent_group(size: int) -> dist.ProcessGroup:

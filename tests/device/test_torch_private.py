@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.library import Library, fallthrough_kernel
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from mm_core.device import torch_private
@@ -33,6 +35,7 @@ from mm_core.device.torch_private import (
     in_backward,
     is_traceable_wrapper_subclass,
     kernel_of,
+    layouts_unseen,
     shards_mixed,
     unset_fake_temporarily,
     without_modes,
@@ -125,6 +128,37 @@ def test_modes_are_handed_over_and_see_nothing_until_the_end():
     assert set(modes) == {outer, inner}
     assert "aten::exp" not in outer.seen + inner.seen
     assert "aten::log" in outer.seen and "aten::log" in inner.seen
+
+
+class Sizes(TorchDispatchMode):
+    """Elements of the tensors that operators made within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        self.seen += [each.numel() for each in tree_leaves(out) if isinstance(each, Tensor)]
+        return out
+
+
+def test_modes_do_not_see_how_shapes_of_sharded_tensors_are_computed():
+    seen = []
+    for unseen in (nullcontext(), layouts_unseen()):
+        dist.init_process_group("fake", rank=0, world_size=4, store=fake_store())
+        try:
+            mesh = dist.init_device_mesh("cpu", (4,))
+            sharded = distribute_tensor(torch.ones(8, 3), mesh, [Shard(0)], src_data_rank=None)
+            with unseen, Sizes() as sizes:
+                torch._foreach_exp([sharded])
+        finally:
+            dist.destroy_process_group()
+            forget_layouts()
+        seen.append(max(sizes.seen))
+    assert seen == [24, 6]
 
 
 class Scaled(Tensor):

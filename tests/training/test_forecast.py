@@ -94,12 +94,61 @@ def test_phases_are_those_that_the_run_has_with_the_data_and_encoders(tiny):
     assert "encoders are not counted" in alone.notes[0]
 
 
-def test_states_on_the_host_are_not_on_the_device(tiny):
-    device = forecast_of(tiny, "1xH100", *LONG).peak
-    host = forecast_of(tiny, "1xH100", *LONG, "engine.offload.optimizer=cpu").peak
+@pytest.mark.parametrize("machine", ["1xH100", "8xH100"])
+def test_states_on_the_host_are_not_on_the_device(tiny, machine):
+    steps = (*LONG, "train.global_batch_size=16", "task.predictor.ffn_dim=16384")
+    device = forecast_of(tiny, machine, *steps).peak
+    host = forecast_of(tiny, machine, *steps, "engine.offload.optimizer=cpu").peak
     assert host.host_bytes > device.host_bytes == 0
     assert host.device_bytes < device.device_bytes
-    assert "optimizer" in device.parts and "optimizer" not in host.parts
+    assert "optimizer" in device.parts and not {"optimizer", "copies"} & host.parts.keys()
+
+
+def test_the_peak_on_a_device_is_not_that_of_an_update_on_the_host(tiny):
+    wide = (*LONG, "task.predictor.ffn_dim=65536", "engine.offload.parameters=cpu")
+    load, step = forecast_of(tiny, "1xH100", *wide).needs
+    assert "activations of predictor.blocks.*" in step.parts
+    assert step.device_bytes > load.device_bytes
+
+
+def test_weights_are_on_the_device_at_the_end_of_loading_with_an_optimizer_on_the_host(tiny):
+    wide = (*LONG, "task.predictor.ffn_dim=65536", "engine.offload.optimizer=cpu")
+    load = forecast_of(tiny, "1xH100", *wide).needs[0]
+    assert load.device_bytes > load.parts["parameters"] + machine_of("1xH100").device.context
+
+
+def test_the_optimizer_has_states_of_what_only_other_steps_train(tiny, monkeypatch):
+    from mm_custom_dit.model import CustomDiT
+
+    def states() -> int:
+        return forecast_of(tiny, "1xH100", *LONG).needs[1].parts["optimizer"]
+
+    before, init = states(), CustomDiT.__init__
+
+    def with_another(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        self.another = torch.nn.Linear(1000, 1000)
+
+    monkeypatch.setattr(CustomDiT, "__init__", with_another)
+    assert states() == pytest.approx(before + 8 * 1_001_000, rel=1e-4)
+
+
+def test_without_data_clips_of_many_sizes_have_that_of_the_largest_bucket(tiny):
+    def needs(sizes: str, *more: str):
+        one = f"data.train={{type: media_text, sources: [{{annotations: absent}}], num_frames: 4, {sizes}}}"
+        found = forecast_of(tiny, "1xH100", one, "task.predictor.num_layers=9", *more)
+        assert "encoders are not counted" in found.notes[0]
+        return found.needs
+
+    # 27 is no side that the patches divide; sides of the same area are.
+    many = needs("max_height: 27, max_width: 32", "data.loader.mode=variable")
+    assert many == needs("height: 36, width: 24")
+
+
+def test_a_host_with_an_accelerator_forecasts_what_one_without_does(tiny, monkeypatch):
+    without = forecast_of(tiny, "2xH100", *LONG)
+    monkeypatch.setattr("mm_core.runtime.groups.device_type", lambda: "cuda")
+    assert forecast_of(tiny, "2xH100", *LONG) == without
 
 
 def test_what_a_device_lacks_is_the_peak_beyond_its_memory(tiny):

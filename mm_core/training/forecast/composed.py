@@ -94,11 +94,10 @@ def _run(rank: FakeRank, calls: Calls) -> Phases:
         for name, own in meter.phases.items()
     }
     # What the first step leaves, the optimizer's state, is there in all of the others.
-    left = Counter(found.pop("between steps")["begin"].parts)
-    left.subtract(found["step"]["begin"].parts)
+    left = found.pop("between steps")["begin"].parts - found["step"]["begin"].parts
+    del found["other steps"]
     for key, segment in found["step"].items():
-        if key != "update":
-            segment.parts += +left
+        segment.parts = segment.parts | left if key == "update" else segment.parts + left
     return found
 
 

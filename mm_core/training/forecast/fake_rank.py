@@ -37,6 +37,7 @@ from mm_core.optim.adamw import has_fused_adamw
 from mm_core.optim.configured import make_optimizer
 from mm_core.optim.ema import EMA
 from mm_core.parallel.layout import like_blocks
+from mm_core.plan.bucketing import offered_buckets
 from mm_core.runtime.groups import fake_ranks
 from mm_core.training.forecast.meter import BACKWARD, Meter
 
@@ -101,6 +102,8 @@ class FakeRank:
             meter.call([*(p for _, p in engine.named_parameters()), *held], "parameters")
             with meter.making("average"):
                 ema = EMA(engine.shards, config.ema) if config.ema is not None else None
+            if plan.optimizer_on_host:
+                meter.rename("weights being loaded", "copies")
             meter.enter("end")
         for name in task.trainable:  # those of a shortened model would miss blocks; the meter counts
             if isinstance(component := task.get_submodule(name), SupportsModuleFlops):
@@ -108,7 +111,11 @@ class FakeRank:
         self._watch(meter, groups)
         task.train()
         with meter.phase("step"), meter.making("loss"):
-            self._step(meter, ema, rng)
+            untrained = self._step(meter, ema, rng)
+        with meter.phase("other steps"), meter.making("optimizer"):
+            for parameter in untrained:  # other steps train them, such as those of another expert
+                parameter.grad = torch.zeros_like(parameter)
+            engine.step(1.0, None)
         with meter.phase("between steps"):
             pass
         if config.validation is not None:
@@ -135,19 +142,22 @@ class FakeRank:
                 hook = partial(_backward_of, meter.enter, f"backward of {group.label} {place}")
                 block.register_forward_hook(hook)
 
-    def _step(self, meter: Meter, ema: EMA | None, rng: Randomness) -> None:
+    def _step(self, meter: Meter, ema: EMA | None, rng: Randomness) -> list[nn.Parameter]:
+        """Trains a step; returns the parameters that it has no gradients of."""
         engine, repeats = self.engine, min(self.micro_batches, 2)
         for micro in range(repeats):
             meter.enter("forward")
             engine.micro_step(partial(self._loss, meter, rng), last=micro == repeats - 1, scale=1.0)
             meter.call([p.grad for _, p in engine.named_parameters() if p.grad is not None], "gradients")
             meter.rename(BACKWARD, "whole gradients, until the last micro-batch")
+        untrained = [p for _, p in engine.named_parameters() if p.requires_grad and p.grad is None]
         meter.enter("update")
         norm = engine.grad_norm()
         with meter.making("optimizer"):
             engine.step(norm, self.config.train.clip_grad_norm)
         if ema is not None:
             ema.update(0)
+        return untrained
 
     def _loss(self, meter: Meter, rng: Randomness) -> Loss:
         task = self.task
@@ -170,7 +180,7 @@ class FakeRank:
         """A loss of the trained component's forward alone."""
         found = forward_of(self.task, self.config)
         assert found is not None, "checked before"
-        (root, given), rows = found, self.config.train.micro_batch_size
+        root, given, rows = found
         out = self.task.get_submodule(root)(**tree_map_only(Tensor, partial(_rows, rows=rows), given))
         first = next(each for each in tree_leaves(out) if isinstance(each, Tensor))
         return Loss(first.float().square().mean(), float(rows))
@@ -183,9 +193,18 @@ def load_own(task: TaskModule) -> None:
             component.load(torch.device("cpu"))
 
 
-def forward_of(task: TaskModule, config: RunConfig) -> tuple[str, Mapping[str, Any]] | None:
-    """A forward of a trained component that needs no data; None where there is none."""
-    return task.sample_forward(config.data.train.options) if isinstance(task, SupportsSampleForward) else None
+def forward_of(task: TaskModule, config: RunConfig) -> tuple[str, Mapping[str, Any], int] | None:
+    """A forward of a trained component that needs no data: its path, arguments of one sample, and samples of
+    a micro-batch. In buckets, of the largest; None where there is none."""
+    if not isinstance(task, SupportsSampleForward):
+        return None
+    options, rows = config.data.train.options, config.train.micro_batch_size
+    if config.data.loader.mode == "variable":
+        size, own = next(iter(offered_buckets(config, task, options).sizes.items()))
+        options = {**options, **dict(zip(("num_frames", "height", "width"), size, strict=True))}
+        rows = own or rows
+    found = task.sample_forward(options)
+    return None if found is None else (*found, rows)
 
 
 def _rows(tensor: Tensor, rows: int) -> Tensor:

@@ -244,18 +244,20 @@ def _request(config: RunConfig) -> SampleRequest | None:
 
 
 def _need(name: str, segments: dict[str, Counted], plan: RunPlan, machine: Machine) -> Need:
-    top = max(segments.values(), key=lambda each: each.bytes)
-    parts, host = dict(top.parts.most_common()), 0
+    held = plan.host_bytes if machine.device.name != "cpu" else {}
+    top = max(segments.values(), key=lambda each: each.bytes - sum(each.parts[key] for key in held))
+    parts = dict(top.parts.most_common())
     if machine.device.name == "cpu":
         copies = max((w.bytes for each in segments.values() for w in each.work if w.group > 1), default=0)
         return Need(name, top.bytes + round(GLOO * copies), 0, parts)
-    held = plan.host_bytes
-    host = sum(held.values()) + sum(part.host_bytes for part in plan.engine.parts)
+    frozen = sum(part.host_bytes for part in plan.engine.parts)
+    host, there = sum(held.values()) + frozen, sum(top.parts[key] for key in held) + frozen
     assert isinstance(plan.engine, ShardedPlan)
     if plan.engine.activations_on_host:  # but of the block that computes
         kept, blocks = sum(parts[key] for key in parts if key.endswith(".*")), len(plan.engine.wrapped)
-        host += kept * (blocks - 1) // max(blocks, 1)
-    device = round(max(0, top.bytes - host) * (1 + ROUNDING))
+        kept = kept * (blocks - 1) // max(blocks, 1)
+        host, there = host + kept, there + kept
+    device = round((top.bytes - there) * (1 + ROUNDING))
     device += machine.device.context + BUFFERS * (machine.world > 1)
     return Need(name, device, host, {key: size for key, size in parts.items() if key not in held})
 

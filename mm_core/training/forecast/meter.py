@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from mm_core.device.torch_private import FakeTensor, TorchDispatchMode, in_backward
+from mm_core.device.torch_private import FakeTensor, TorchDispatchMode, in_backward, layouts_unseen
 from mm_core.runtime.groups import ranks_of
 from mm_core.telemetry.flop_counter import formulas
 from mm_core.telemetry.operators import run_operator
@@ -134,7 +134,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._known[storage._cdata] = (self._enter(storage.nbytes(), known[0].part), known[1])
             return found
 
-        with patch.object(torch.UntypedStorage, "resize_", counted), self:
+        with patch.object(torch.UntypedStorage, "resize_", counted), layouts_unseen(), self:
             yield
 
     def watch(self, module: nn.Module, label: str) -> None:
