@@ -42,10 +42,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--node-rank", metavar="N", help=own_rank)
     add("--dry-run", action="store_true", help="print the plan of the run and stop")
     add("--on", metavar="MACHINE", help="with --dry-run: plan for 8xH100, 2x8xH100 (hosts), 1x24GB")
-    add("--calibrate", action="store_true", help="with --dry-run: measure this machine for its seconds")
-    add(
-        "--strict", action="store_true", help="with --dry-run: exit code 1 if a file to train with is missing"
-    )
+    add("--calibrate", action="store_true", help="with --dry-run: measure this machine first")
+    add("--strict", action="store_true", help="with --dry-run: exit code 1 if a file is missing")
     add("--json", action="store_true", help="with --dry-run: print the plan as JSON")
     add("--ops", action="store_true", help="with --dry-run: also list operators of a forward and backward")
     add("--device", metavar="KIND", help="with --ops: how a kind of device runs each, where it is installed")

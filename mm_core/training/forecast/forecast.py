@@ -150,12 +150,7 @@ def forecast(
             f"only the model states are known: the steps of the engine {config.engine.type} are not"
         )
     task = build()
-    batch, why = None, "files are missing"
-    if samples is not None and not plan.missing:
-        try:
-            batch = _first_batch(config, plan, samples, task)
-        except MMError as error:  # the run would end with it
-            why = f"no batch can be read: {first_line(error)}"
+    batch, why = _batch(config, plan, samples, task)
     if batch is None and forward_of(task, config) is None:
         return unknown(f"activations and seconds are unknown: {why}")
 
@@ -203,6 +198,18 @@ def _engine(config: RunConfig, task: TaskModule, world: int) -> tuple[Engine, En
     plan = engine.plan(task, world, state_tensors(config))
     assert isinstance(plan, ShardedPlan)
     return engine, replace(plan, compiled=())  # the compiler would compile
+
+
+def _batch(
+    config: RunConfig, plan: RunPlan, samples: Samples | None, task: TaskModule
+) -> tuple[Batch | None, str]:
+    """The first micro-batch, or None and why there is none."""
+    if samples is None or plan.missing:
+        return None, "files are missing"
+    try:
+        return _first_batch(config, plan, samples, task), ""
+    except MMError as error:  # the run would end with it
+        return None, f"no batch can be read: {first_line(error)}"
 
 
 def _first_batch(config: RunConfig, plan: RunPlan, samples: Samples, task: TaskModule) -> Batch:
