@@ -170,7 +170,7 @@ def test_a_forward_that_needs_numbers_leaves_the_model_states(tiny, monkeypatch)
     monkeypatch.setattr(CustomDiT, "forward", choosing)
     found = forecast_of(tiny, "2xH100", *LONG)
     assert [need.phase for need in found.needs] == ["states"]
-    assert "unknown: predictor needs numbers" in found.notes[0]
+    assert "unknown: predictor stopped" in found.notes[0]
     assert not dist.is_initialized()
 
 

@@ -163,11 +163,9 @@ def forecast(
     calls: Calls = {}
     try:
         phases = counted(build, plan.engine, rank, calls)
-    except MMError:
-        raise
     except Exception as error:  # whatever a model does that needs numbers: the plan is shown all the same
         parts = ", ".join(task.trainable)
-        return unknown(f"activations and seconds are unknown: {parts} needs numbers ({first_line(error)})")
+        return unknown(f"activations and seconds are unknown: {parts} stopped ({first_line(error)})")
     notes = []
     if batch is None:
         notes.append(f"encoders are not counted, and captions are as long as they can be: {why}")
