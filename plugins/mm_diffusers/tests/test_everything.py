@@ -116,12 +116,12 @@ def test_compiled_blocks_take_the_steps_of_a_plain_run(run):
 
 
 @representative
-def test_a_plan_of_ranks_that_share_samples_has_their_tokens_and_refuses_the_ring(run):
+def test_a_plan_of_ranks_that_share_samples_has_their_memory_and_refuses_the_ring(run):
     text = run.read_text().replace("max_", "").replace("mode: variable", "mode: sampler")
     one_size = run.with_name("one_size.yaml")
     one_size.write_text(text, encoding="utf-8")
     given = ("train", "--config", one_size, "--nproc", 2, "--dry-run")
     shown = mm(*given, "engine.context_parallel={size: 2}")
-    assert "FLOPs per step" in shown and "tokens" in shown.lower()
+    assert "FLOPs per step" in shown and "activations of predictor" in shown
     refused = mm(*given, "engine.context_parallel={size: 2, kind: ring}", code=1)
     assert "predictor uses masks in its attention, which ring attention does not have" in refused
