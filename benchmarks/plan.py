@@ -70,6 +70,9 @@ TIMED = (
     Case("text", TEXT, 1),
     Case("text, recomputed", TEXT, 1, "engine.recompute_modules=auto"),
 )
+ALONE = ("train.global_batch_size=null",)
+"""Of timed cases: a step is one micro-batch."""
+
 ALWAYS = (
     *("run.dir=runs", "train.steps=3", "log.trackers=[]", "data.loader.workers=0", "checkpoint.every=100000"),
     "lr_schedule.warmup_steps=0",
@@ -113,8 +116,8 @@ def compare_seconds() -> int:
         prepare(Path(folder))
         os.environ |= {"OMP_NUM_THREADS": "1", "XDG_STATE_HOME": f"{folder}/state"}
         for case in TIMED:
-            forecast_of(case, folder, "--calibrate")
-        expected = [float(forecast_of(case, folder)["step_seconds"]) for case in TIMED]
+            forecast_of(case, folder, "--calibrate", *ALONE)
+        expected = [float(forecast_of(case, folder, *ALONE)["step_seconds"]) for case in TIMED]
         rounds = [[processor_time(case, folder) for case in TIMED] for _ in range(5)]
     measured = [statistics.median(column) for column in zip(*rounds, strict=True)]
     for case, one, other in zip(TIMED, expected, measured, strict=True):
@@ -137,7 +140,7 @@ def processor_time(case: Case, folder: str) -> float:
         *words_of(case),
     ]
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
-    last = ["train.steps=12", "train.global_batch_size=null", "data.loader.workers=1"]
+    last = ["train.steps=12", *ALONE, "data.loader.workers=1"]
     out = subprocess.run([*command, *last], cwd=folder, env=env, check=True, stdout=subprocess.PIPE).stdout
     return next(float(line.split()[1]) for line in out.decode().splitlines() if line.startswith("seconds "))
 
@@ -250,14 +253,13 @@ def predicted(case: Case, folder: str) -> int:
     return max(int(need["device_bytes"]) for need in found["needs"] if need["phase"] in ("load", "step"))
 
 
-def forecast_of(case: Case, folder: str, *options: str) -> dict[str, Any]:
-    """The forecast of a case on this host."""
+def forecast_of(case: Case, folder: str, *last: str) -> dict[str, Any]:
+    """The forecast of a case on this host, with further words of the command."""
     mm = [sys.executable, "-m", "mm_core.cli.main"]
     if "data.cache.dir" in case.overrides:
         built = [*mm, "cache", "build", "--config", *words_of(case)]
         subprocess.run(built, cwd=folder, check=True, stdout=subprocess.DEVNULL)
-    run = [*mm, "train", "--dry-run", "--json", "--nproc", str(case.ranks), *options, "--config"]
-    last = ["train.global_batch_size=null"] * ("--calibrate" in options or case in TIMED)
+    run = [*mm, "train", "--dry-run", "--json", "--nproc", str(case.ranks), "--config"]
     done = subprocess.run([*run, *words_of(case), *last], cwd=folder, check=True, stdout=subprocess.PIPE)
     found: dict[str, Any] = json.loads(done.stdout)["forecast"]
     return found
