@@ -116,7 +116,7 @@ def compare_seconds() -> int:
         prepare(Path(folder))
         os.environ |= {"OMP_NUM_THREADS": "1", "XDG_STATE_HOME": f"{folder}/state"}
         for case in TIMED:
-            forecast_of(case, folder, "--calibrate", *ALONE)
+            forecast_of(case, folder, *ALONE, "--calibrate")
         expected = [float(forecast_of(case, folder, *ALONE)["step_seconds"]) for case in TIMED]
         rounds = [[processor_time(case, folder) for case in TIMED] for _ in range(5)]
     measured = [statistics.median(column) for column in zip(*rounds, strict=True)]
