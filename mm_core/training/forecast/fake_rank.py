@@ -41,6 +41,9 @@ from mm_core.plan.bucketing import offered_buckets
 from mm_core.runtime.groups import fake_ranks
 from mm_core.training.forecast.meter import BACKWARD, Meter
 
+Forward = tuple[str, Mapping[str, Any], int]
+"""A component's path, arguments of its forward for one sample, and samples of a micro-batch."""
+
 
 class _Covered:
     """Weights that need no values. Satisfies `WeightPlan` and `InitialWeights`."""
@@ -62,9 +65,9 @@ class FakeRank:
         task: on the meta device.
         plan: the engine's, of this task.
         micro_batches: of a step.
-        batch: the first micro-batch; None: the data are missing, and the trained component's forward stands
-            for the step.
         on_cpu: whether the ranks compute on CPUs; else kernels of accelerators stand for some of the CPU's.
+        batch: the first micro-batch; None: the data are missing.
+        forward: stands for the step then, see `forward_of`.
         request: of the first clip that the run samples; None: it samples none, or files are missing.
     """
 
@@ -75,6 +78,7 @@ class FakeRank:
     micro_batches: int
     on_cpu: bool
     batch: Batch | None = None
+    forward: Forward | None = None
     request: SampleRequest | None = None
 
     def run(self, meter: Meter) -> None:
@@ -178,9 +182,8 @@ class FakeRank:
 
     def _stand_in(self) -> Loss:
         """A loss of the trained component's forward alone."""
-        found = forward_of(self.task, self.config)
-        assert found is not None, "checked before"
-        root, given, rows = found
+        assert self.forward is not None
+        root, given, rows = self.forward
         out = self.task.get_submodule(root)(**tree_map_only(Tensor, partial(_rows, rows=rows), given))
         first = next(each for each in tree_leaves(out) if isinstance(each, Tensor))
         return Loss(first.float().square().mean(), float(rows))
@@ -193,9 +196,8 @@ def load_own(task: TaskModule) -> None:
             component.load(torch.device("cpu"))
 
 
-def forward_of(task: TaskModule, config: RunConfig) -> tuple[str, Mapping[str, Any], int] | None:
-    """A forward of a trained component that needs no data: its path, arguments of one sample, and samples of
-    a micro-batch. In buckets, of the largest; None where there is none."""
+def forward_of(task: TaskModule, config: RunConfig) -> Forward | None:
+    """A forward of a trained component that needs no data, in buckets of the largest; None: there is none."""
     if not isinstance(task, SupportsSampleForward):
         return None
     options, rows = config.data.train.options, config.train.micro_batch_size

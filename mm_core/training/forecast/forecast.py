@@ -151,14 +151,15 @@ def forecast(
         )
     task = build()
     batch, why = _batch(config, plan, samples, task)
-    if batch is None and forward_of(task, config) is None:
+    forward = forward_of(task, config) if batch is None else None
+    if batch is None and forward is None:
         return unknown(f"activations and seconds are unknown: {why}")
 
     def rank(task: TaskModule) -> FakeRank:
         engine, own = _engine(config, task, machine.world)
         request = _request(config) if not plan.missing else None
         on_cpu = machine.device.name == "cpu"
-        return FakeRank(config, task, engine, own, plan.accumulation, on_cpu, batch, request)
+        return FakeRank(config, task, engine, own, plan.accumulation, on_cpu, batch, forward, request)
 
     calls: Calls = {}
     try:
