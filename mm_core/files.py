@@ -36,6 +36,15 @@ _KINDS = {
 _STAGE = re.compile(r".*\.tmp-[0-9a-f]+(?:-(\d+)@(.+))?\Z")
 
 
+def state_folder(name: str) -> Path | None:
+    """A folder for what is kept between runs of this user: `$XDG_STATE_HOME/mm_core/NAME`, by default below
+    `~/.local/state`; None: the user has no home folder."""
+    state = Path(os.environ.get("XDG_STATE_HOME", ""))
+    if not state.is_absolute():
+        state = Path(os.path.expanduser("~/.local/state"))  # noqa: PTH111 - no error without an account
+    return state / "mm_core" / name if state.is_absolute() else None
+
+
 def kind_of_file(mode: int) -> str:
     """The kind of anything but a plain file, by its `st_mode`: `a named pipe`."""
     return _KINDS.get(stat.S_IFMT(mode), "no file")

@@ -9,6 +9,7 @@ import os
 import re
 from dataclasses import dataclass, replace
 
+from mm_core.device.peaks import published_peak
 from mm_core.errors import MMError, did_you_mean, plural
 
 GIB = 2**30
@@ -45,28 +46,38 @@ class Device:
     timed: bool = False
 
 
-def _device(name: str, gib: float, bf16: float, fp32: float, memory: float, *links: float) -> Device:
-    """A device in the units of data sheets: GiB, TFLOP/s, TB/s, and GB/s."""
+def _device(
+    torch_name: str, gib: float, fp32: float, memory: float, *links: float, bf16: float | None = None
+) -> Device:
+    """A device in the units of data sheets: GiB, TFLOP/s, TB/s, and GB/s; bf16 where `published_peak` has no
+    row of it."""
+    peak = published_peak(torch_name) if bf16 is None else bf16 * 1e12
+    assert peak is not None
     link, network, host = (1e9 * each for each in links)
-    speed = bf16 * 1e12, fp32 * 1e12, memory * 1e12
-    return Device(name, round(gib * GIB), *speed, link, network, host, timed=True)
+    speed = peak, fp32 * 1e12, memory * 1e12
+    return Device(_short(torch_name), round(gib * GIB), *speed, link, network, host, timed=True)
+
+
+def _short(name: str) -> str:
+    """The name of a device as `--on` takes it."""
+    return re.sub(r"[\s_-]|ascend|nvidia", "", name, flags=re.I)
 
 
 _DEVICES = (
     # Memory as torch reports it for a whole card. Data sheets of nvidia.com: NVLink and PCIe are published
     # for both directions together. Networks: DGX H100, H200 and B200 have 400 Gbit/s a device, DGX A100 200;
     # for cards without such a system, 100.
-    _device("B200", 178.4, 2250, 80, 8.0, 900, 50, 64),
-    _device("H200", 139.8, 989.4, 67, 4.8, 450, 50, 64),
-    _device("H100", 79.2, 989.4, 67, 3.35, 450, 50, 64),
-    _device("A100", 79.2, 312, 19.5, 2.039, 300, 25, 32),
-    _device("L40S", 44.4, 362.05, 91.6, 0.864, 32, 12.5, 32),
-    _device("RTX4090", 23.5, 165.2, 82.6, 1.008, 32, 12.5, 32),
-    _device("RTX5090", 31.4, 209.5, 104.8, 1.792, 64, 12.5, 64),
+    _device("B200", 178.4, 80, 8.0, 900, 50, 64),
+    _device("H200", 139.8, 67, 4.8, 450, 50, 64),
+    _device("H100", 79.2, 67, 3.35, 450, 50, 64),
+    _device("A100", 79.2, 19.5, 2.039, 300, 25, 32),
+    _device("L40S", 44.4, 91.6, 0.864, 32, 12.5, 32),
+    _device("RTX 4090", 23.5, 82.6, 1.008, 32, 12.5, 32),
+    _device("RTX 5090", 31.4, 104.8, 1.792, 64, 12.5, 64, bf16=209.5),
     # Huawei Atlas 800T A2: 8 devices with HCCS of 392 GB/s for both directions, and 200 Gbit/s of RoCE each.
-    _device("910B", 61.0, 354, 88, 1.6, 196, 25, 32),
+    _device("Ascend910B", 61.0, 88, 1.6, 196, 25, 32),
     # Of one of the two dies of a package, which are two devices: arXiv 2506.12708, section 3.
-    _device("910C", 61.0, 376, 94, 1.6, 196, 25, 32),
+    _device("Ascend910C", 61.0, 94, 1.6, 196, 25, 32, bf16=376),
 )
 _CPU = Device("cpu", 0, 1e11, 1e11, 2e10, 5e9, 1e9, 1e10, context=0)
 DEVICES = {device.name: device for device in _DEVICES}
@@ -102,7 +113,7 @@ def machine_of(text: str) -> Machine:
     accepted = f"RANKSxDEVICE or HOSTSxRANKSxDEVICE; devices: {', '.join(DEVICES)}, cpu, or a size as 24GB"
     if found is None or not int(found[2]) or (found[1] and not int(found[1])):
         raise MMError(f"{text!r} is not a machine", where="--on", accepted=accepted)
-    name = re.sub(r"[\s_-]|ascend|nvidia", "", found[3], flags=re.I)
+    name = _short(found[3])
     hosts, ranks = int(found[1] or 1), int(found[2])
     known = {key.lower(): device for key, device in {**DEVICES, "cpu": _CPU}.items()}
     if (device := known.get(name.lower())) is not None:
@@ -127,6 +138,6 @@ def this_machine(hosts: int, ranks: int) -> Machine:
         return Machine(hosts, ranks, replace(_CPU, memory=size // ranks))
     module = torch.get_device_module(kind)
     name, size = str(module.get_device_name()), int(module.get_device_properties(0).total_memory)
-    key = re.sub(r"[\s_-]|ascend", "", name, flags=re.I).lower()
+    key = _short(name).lower()
     known = next((device for part, device in DEVICES.items() if part.lower() in key), Device(name, size))
     return Machine(hosts, ranks, replace(known, memory=size))

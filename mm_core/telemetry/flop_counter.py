@@ -117,11 +117,11 @@ def formulas(failed: list[object]) -> dict[object, Callable[..., int]]:
 
         return count
 
-    ours = dict.fromkeys(_ATTENTION, _attention)
+    ours = dict.fromkeys(_ATTENTION, attention_flops)
     return {operator: tolerant(operator, formula) for operator, formula in {**flop_registry, **ours}.items()}
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:
+def attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:
     """FLOPs of attention: the scores and their product with the values.
 
     Args:

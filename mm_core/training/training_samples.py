@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from mm_core.config.sections import LoaderSection, RunConfig
 from mm_core.contracts import (
+    Batch,
+    DataRanks,
     Dataset,
     Engine,
     Randomness,
@@ -122,6 +125,18 @@ def make_loader(
         device_type=engine.device.type,
         decode_seconds=config.data.decode_seconds,
     )
+
+
+def first_batch(config: RunConfig, plan: RunPlan, samples: Samples, task: TaskModule) -> Batch:
+    """The first micro-batch of rank 0, read in this process and on the CPU."""
+    loader = replace(config.data.loader, workers=0)
+    config = replace(config, data=replace(config.data, loader=loader))
+    engine: Engine = config.registry.build("engine", config.engine)
+    engine.data_ranks = DataRanks(0, plan.engine.data_parallel)
+    engine.device = torch.device("cpu")
+    _, batches = make_loader(config, plan, samples, task, engine, Restored(), lambda _: None)
+    found: Batch = next(iter(batches))
+    return found
 
 
 def _check_shares(engine: Engine, plan: RunPlan) -> None:

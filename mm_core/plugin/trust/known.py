@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mm_core.errors import MMError, TrustError, plain_reason
+from mm_core.files import state_folder
 
 MAX_SOURCE = 8 * 2**20
 """Most bytes in a code file: a path in somebody else's config may name an endless file."""
@@ -65,10 +66,7 @@ class KnownCode:
 
         It is in `$XDG_STATE_HOME/mm_core/trusted_code`, by default `~/.local/state/mm_core/trusted_code`.
         """
-        state = Path(os.environ.get("XDG_STATE_HOME", ""))
-        if not state.is_absolute():
-            state = Path(os.path.expanduser("~/.local/state"))  # noqa: PTH111 - no error without an account
-        return cls(state / "mm_core" / "trusted_code" if state.is_absolute() else None)
+        return cls(state_folder("trusted_code"))
 
     def fault(self) -> str | None:
         """Why the list of trusted code cannot be used; None if it can, or does not exist yet."""

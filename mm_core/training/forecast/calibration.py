@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from mm_core.device import current_device, synchronize
-from mm_core.files import replace_text
+from mm_core.files import replace_text, state_folder
 from mm_core.training.forecast.meter import Meter, Shape, Work
 
 SECONDS = 10.0
@@ -60,28 +59,28 @@ def _key(work: Work) -> str:
 
 def factors_of(name: str) -> Factors | None:
     """What was measured for a device on this host with as many threads; None: nothing."""
+    file = _file(name)
     with suppress(OSError, ValueError, TypeError, KeyError):
-        document = json.loads(_file(name).read_text(encoding="utf-8"))
+        document = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
         operators = {key: (float(a), float(b)) for key, (a, b) in document["operators"].items()}
         return Factors(float(document["call"]), operators)
     return None
 
 
-def keep(name: str, factors: Factors) -> Path:
-    """Writes what was measured, beside what was before; returns the file."""
+def keep(name: str, factors: Factors) -> Path | None:
+    """Writes what was measured, beside what was before; returns the file, None for a user without a home."""
     before = factors_of(name)
     operators = {**(before.operators if before is not None else {}), **factors.operators}
-    file = _file(name)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(file, json.dumps(asdict(Factors(factors.call, operators)), indent=1))
+    if (file := _file(name)) is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(file, json.dumps(asdict(Factors(factors.call, operators)), indent=1))
     return file
 
 
-def _file(name: str) -> Path:
-    state = Path(os.environ.get("XDG_STATE_HOME", ""))
-    state = state if state.is_absolute() else Path("~/.local/state").expanduser()
+def _file(name: str) -> Path | None:
+    folder = state_folder("calibrated")
     threads = f"_{torch.get_num_threads()}_threads" if name == "cpu" else ""
-    return state / "mm_core" / "calibrated" / f"{name.replace(' ', '_')}{threads}.json"
+    return None if folder is None else folder / f"{name.replace(' ', '_')}{threads}.json"
 
 
 def calibrate(
@@ -103,6 +102,7 @@ def calibrate(
         if time.perf_counter() > ends:
             break
         if work.kind != "communication" and work.bytes <= _LARGEST:
+            # Some operators take no numbers of our own: they count as the median one.
             with suppress(RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
                 seconds = _seconds(*calls[work], device)
                 measured.setdefault(_key(work), []).append((published(work), seconds, weights[work]))

@@ -41,6 +41,7 @@ Calls = dict[Work, tuple[Any, Any, Any]]
 
 
 def counted(
+    task: TaskModule,
     build: Callable[[], TaskModule],
     plan: EnginePlan,
     rank: Callable[[TaskModule], FakeRank],
@@ -49,12 +50,12 @@ def counted(
     """What the phases of a run need.
 
     Args:
-        build: makes the run's task, on the meta device.
+        task: the run's, on the meta device; it cannot be used afterwards.
+        build: makes another.
         plan: the engine's plan of it.
         rank: a rank of a task, with the engine's plan of it.
         calls: receives an example of each operator.
     """
-    task = build()
     long = [group for group in groups_of(task) if len(group.paths) > SHORT + 1 and _alike(task, plan, group)]
     if not long:
         return _run(rank(task), calls)

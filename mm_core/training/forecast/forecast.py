@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mm_core.config.sections import RunConfig
-from mm_core.contracts import Batch, DataRanks, Engine, EnginePlan, SampleRequest, TaskModule
+from mm_core.contracts import Batch, Engine, EnginePlan, SampleRequest, TaskModule
 from mm_core.data.loading.bucketed import BucketOrder
 from mm_core.data.loading.sampler import SlotSpec
 from mm_core.device.machines import GIB, Machine
@@ -25,8 +25,7 @@ from mm_core.training.forecast.composed import Calls, Counted, Phases, counted
 from mm_core.training.forecast.fake_rank import FakeRank, forward_of
 from mm_core.training.forecast.meter import Work
 from mm_core.training.forecast.seconds import published, seconds_of
-from mm_core.training.parts import Restored
-from mm_core.training.training_samples import make_loader
+from mm_core.training.training_samples import first_batch
 from mm_core.weights.adapters.inject import Structure
 
 ROUNDING = 0.03
@@ -163,7 +162,7 @@ def forecast(
 
     calls: Calls = {}
     try:
-        phases = counted(build, plan.engine, rank, calls)
+        phases = counted(task, build, plan.engine, rank, calls)
     except Exception as error:  # whatever a model does that needs numbers: the plan is shown all the same
         parts = ", ".join(task.trainable)
         return unknown(f"activations and seconds are unknown: {parts} stopped ({first_line(error)})")
@@ -202,27 +201,14 @@ def _engine(config: RunConfig, task: TaskModule, world: int) -> tuple[Engine, En
 def _batch(
     config: RunConfig, plan: RunPlan, samples: Samples | None, task: TaskModule
 ) -> tuple[Batch | None, str]:
-    """The first micro-batch, or None and why there is none."""
+    """The first micro-batch, in buckets one of the largest; or None, and why there is none."""
     if samples is None or plan.missing:
         return None, "files are missing"
     try:
-        return _first_batch(config, plan, samples, task), ""
+        largest = _InLargest(samples.dataset) if isinstance(samples, InBuckets) else samples
+        return first_batch(config, plan, largest, task), ""
     except MMError as error:  # the run would end with it
         return None, f"no batch can be read: {first_line(error)}"
-
-
-def _first_batch(config: RunConfig, plan: RunPlan, samples: Samples, task: TaskModule) -> Batch:
-    """The first micro-batch of rank 0; in buckets, one of the largest bucket."""
-    loader = replace(config.data.loader, workers=0)
-    config = replace(config, data=replace(config.data, loader=loader))
-    engine: Engine = config.registry.build("engine", config.engine)
-    engine.data_ranks = DataRanks(0, plan.engine.data_parallel)
-    engine.device = torch.device("cpu")
-    if isinstance(samples, InBuckets):
-        samples = _InLargest(samples.dataset)
-    _, batches = make_loader(config, plan, samples, task, engine, Restored(), lambda _: None)
-    found: Batch = next(iter(batches))
-    return found
 
 
 class _InLargest(InBuckets):

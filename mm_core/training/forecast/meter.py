@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mm_core.device.torch_private import FakeTensor, TorchDispatchMode, in_backward, layouts_unseen
 from mm_core.runtime.groups import ranks_of
-from mm_core.telemetry.flop_counter import formulas
+from mm_core.telemetry.flop_counter import attention_flops, formulas
 from mm_core.telemetry.operators import run_operator
 
 Kind = Literal["matmul", "attention", "elementwise", "communication"]
@@ -242,7 +242,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         elif "attention" in name and "backward" in name:
             kind = "attention"
-            flops = 5 * _attention_flops(args[1:4]) // 2
+            flops = 5 * attention_flops(*args[1:4]) // 2
         elif (formula := self._formulas.get(func.overloadpacket)) is not None:
             kind = "attention" if "attention" in name else "matmul"
             flops = formula(*args, **kwargs, out_val=out)
@@ -262,9 +262,3 @@ def _collective(name: str, dtype: str, args: Iterable[Any], tensors: Iterable[Te
     ranks = ranks_of(args)
     largest = max((each.nbytes for each in tensors), default=0)
     return Work("communication", name, dtype, 0, largest, len(ranks), ranks[-1] - ranks[0] + 1)
-
-
-def _attention_flops(operands: Iterable[Tensor]) -> int:
-    """FLOPs of attention's forward, of a query [..., S, D], a key [..., L, D] and a value [..., L, V]."""
-    query, key, value = operands
-    return 2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])

@@ -12,7 +12,6 @@ from torch.nn import Parameter
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import (
     Batch,
-    DataRanks,
     Engine,
     EnginePlan,
     Randomness,
@@ -33,8 +32,7 @@ from mm_core.parallel.layout import ShardedPlan
 from mm_core.plan import build_frozen, build_task, check_data, in_buckets, in_cache, make_plan
 from mm_core.telemetry.operators import Calls, Operators, Signature, make_fake
 from mm_core.training.forecast.fake_rank import load_own
-from mm_core.training.parts import Restored
-from mm_core.training.training_samples import make_loader
+from mm_core.training.training_samples import first_batch
 
 
 @dataclass(frozen=True)
@@ -73,9 +71,7 @@ def first_forward(config: RunConfig) -> Forward:
     datasets, *_ = in_cache(config, task, in_buckets(config, task, {"train": train}))
     samples = datasets["train"]
     plan = make_plan(config, 1, task, engine, samples)
-    engine.data_ranks = DataRanks(0, plan.engine.data_parallel)
-    _, batches = make_loader(config, plan, samples, task, engine, Restored(), lambda _: None)
-    batch = next(iter(batches)).to(torch.device("cpu"))
+    batch = first_batch(config, plan, samples, task)
     build_frozen(task)
     load_own(task)
     return Forward(task, batch, config.run.seed, _as_engine(task, plan.engine))
