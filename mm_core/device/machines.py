@@ -31,6 +31,7 @@ class Device:
         context: bytes that the driver and its libraries take, which no allocator shows.
         call: seconds that a process needs to start an operator.
         timed: whether its speed is published; that of a processor has to be measured.
+        like: the device whose speed it has, of one that is known by its memory alone.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Device:
     context: int = round(0.7 * GIB)
     call: float = 6e-6
     timed: bool = False
+    like: str = ""
 
 
 def _device(
@@ -120,11 +122,22 @@ def machine_of(text: str) -> Machine:
         return Machine(hosts, ranks, device)
     if size := re.fullmatch(r"(\d+(?:\.\d+)?)(gi?b)", name, re.I):
         # What is printed on a card is what its driver counts in powers of two.
-        return Machine(hosts, ranks, Device(found[3], round(float(size[1]) * GIB)))
+        here, memory = this_machine(1, 1).device, round(float(size[1]) * GIB)
+        context = Device("", 0).context
+        return Machine(
+            hosts, ranks, replace(here, name=found[3], memory=memory, context=context, like=here.name)
+        )
     hint = did_you_mean(name.upper(), list(DEVICES))
     if re.fullmatch(r"\d+(\.\d+)?", name):
         hint = f"a size of memory has a unit: {found[2]}x{name}GB"
     raise MMError(f"the device {found[3]!r} is not known", where="--on", accepted=accepted, hint=hint)
+
+
+def ranked(machine: Machine) -> Machine:
+    """A machine with the speed of an A100, by which settings can be compared where its own is unknown."""
+    device = machine.device
+    known = replace(DEVICES["A100"], name=device.name, memory=device.memory, like=device.like)
+    return replace(machine, device=known)
 
 
 def this_machine(hosts: int, ranks: int) -> Machine:

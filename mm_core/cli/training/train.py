@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, NoReturn
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from mm_core.device.machines import Machine
     from mm_core.runtime.launch.signals import StopFlag
     from mm_core.telemetry.operators import Operator
+    from mm_core.training.forecast.fit import Setting
+    from mm_core.training.forecast.forecast import Study
 
 _OF_LAUNCH = ("nproc", "nnodes", "rdzv_endpoint", "rdzv_id", "node_rank")
 """Options that set how many ranks run, and on which hosts."""
@@ -42,6 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--node-rank", metavar="N", help=own_rank)
     add("--dry-run", action="store_true", help="print the plan of the run and stop")
     add("--on", metavar="MACHINE", help="with --dry-run: plan for 8xH100, 2x8xH100 (hosts), 1x24GB")
+    add("--fit", action="store_true", help="with --dry-run: also show the fastest settings that fit")
     add("--calibrate", action="store_true", help="with --dry-run: measure this machine first")
     add("--strict", action="store_true", help="with --dry-run: exit code 1 if a file is missing")
     add("--json", action="store_true", help="with --dry-run: print the plan as JSON")
@@ -178,23 +182,31 @@ def _verify_resume(args: argparse.Namespace, config: RunConfig, nproc: int, host
 def _dry_run(config: RunConfig, machine: Machine, args: argparse.Namespace) -> int:
     from mm_core.checkpoint.reading import adapters_begun
     from mm_core.plan import base_choices, build_task, plan_shown, table_of
-    from mm_core.training.forecast.forecast import forecast
+    from mm_core.training.forecast.forecast import Study
 
     world = machine.world
     adapters = adapters_begun(config.train.adapters, config.run.folder)
     plan, samples = plan_shown(config, world, build_task(config, adapters))
-    found = forecast(config, plan, machine, samples, adapters, args.calibrate)
+    study = Study(config, plan, machine, samples, adapters)
+    found = study.forecast(args.calibrate)
     choices = base_choices(config, world, adapters)
     unread = any(file.of_data for file in plan.missing)
     operators = _operators(config, args.device) if args.ops and not unread else None
+    settings, least = _settings(args, study) if args.fit else ([], 0)
     if args.json:
         document = plan.to_mapping() | {"forecast": found.to_mapping()}
+        if args.fit:
+            document["fit"] = [asdict(each) | {"forecast": each.forecast.to_mapping()} for each in settings]
         document["base_choices"] = [asdict(choice) for choice in choices]
         if operators is not None:
             document["operators"] = [asdict(each) for each in operators]
         print_json(document)
         return int(args.strict and bool(plan.files_to_start))
     print("\n".join([plan.render(), *(["", *table_of(choices)] if choices else []), "", *found.render()]))
+    if args.fit:
+        from mm_core.training.forecast.fit import shown
+
+        print("\n".join(["", *shown(settings, machine, least)]))
     if operators is not None:
         from mm_core.telemetry.operators import table
 
@@ -205,6 +217,19 @@ def _dry_run(config: RunConfig, machine: Machine, args: argparse.Namespace) -> i
     if args.strict:
         refuse_missing(plan.files_to_start)
     return 0
+
+
+def _settings(args: argparse.Namespace, study: Study) -> tuple[list[Setting], int]:
+    from mm_core.config.load import load_config
+    from mm_core.training.forecast.fit import Search
+
+    fixed = [override.partition("=")[0].lstrip("+~") for override in args.overrides]
+
+    def load(more: Sequence[str]) -> RunConfig:
+        return load_config(args.config, [*more, *args.overrides], allow_code=args.allow_code)
+
+    search = Search(load, fixed, study)
+    return search.settings(), search.least
 
 
 def _operators(config: RunConfig, device: str | None) -> list[Operator]:
@@ -249,6 +274,8 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
     elif args.on and (not args.dry_run or args.nproc is not None or args.nnodes is not None):
         what = "--on gives the ranks of a plan: it works with --dry-run, without --nproc and --nnodes"
         hint = "mm-train --config FILE --dry-run --on 8xH100"
+    elif args.fit and not args.dry_run:
+        what, hint = "--fit works only with --dry-run: it trains nothing", "add --dry-run"
     elif args.calibrate and (not args.dry_run or args.on is not None):
         what, hint = "--calibrate measures this machine, in a dry run of it", "add --dry-run, and remove --on"
     elif args.strict and not args.dry_run:

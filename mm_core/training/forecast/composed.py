@@ -50,19 +50,19 @@ def counted(
     """What the phases of a run need.
 
     Args:
-        task: the run's, on the meta device; it cannot be used afterwards.
-        build: makes another.
+        task: the run's, on the meta device.
+        build: makes another, which cannot be used afterwards.
         plan: the engine's plan of it.
         rank: a rank of a task, with the engine's plan of it.
         calls: receives an example of each operator.
     """
     long = [group for group in groups_of(task) if len(group.paths) > SHORT + 1 and _alike(task, plan, group)]
     if not long:
-        return _run(rank(task), calls)
+        return _run(rank(build()), calls)
     try:
         return _composed(build, rank, long, calls)
     except Exception:  # a model may count on the length of its lists
-        return _run(rank(task), calls)
+        return _run(rank(build()), calls)
 
 
 def _composed(
@@ -83,6 +83,21 @@ def _composed(
     for length in {len(group.paths): None for group in long}:  # of lists of one length a block each together
         grown = {group.label: SHORT + 1 for group in long if len(group.paths) == length}
         _add(found, base, of({**least, **grown}), length - SHORT)
+    return found
+
+
+def mixed(one: Phases, other: Phases, share: float) -> Phases:
+    """What phases need of a model of which a share is as in `other`, and the rest as in `one`."""
+    found: Phases = {}
+    for name in one:
+        for key in {**one[name], **other[name]}:
+            into = found.setdefault(name, {}).setdefault(key, Counted())
+            for phases, part in ((one, 1 - share), (other, share)):
+                own = phases[name].get(key, Counted())
+                for size in own.parts:
+                    into.parts[size] += round(part * own.parts[size])
+                for work in own.work:
+                    into.work[work] += part * own.work[work]  # type: ignore[assignment]
     return found
 
 

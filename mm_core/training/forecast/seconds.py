@@ -23,7 +23,7 @@ _SHORTEST = 2e-6
 """Seconds of the shortest kernel."""
 
 
-def seconds_of(
+def roofline(
     step: Mapping[Work, float],
     encoding: Mapping[Work, float],
     machine: Machine,
@@ -48,7 +48,7 @@ def seconds_of(
         times[work.kind] += of_call(work, machine, factors) * share * count
     sent = times.pop("communication")
     busy, calls = sum(times.values()), sum(step.values())
-    on_cpu = machine.device.name == "cpu"
+    on_cpu = "cpu" in (machine.device.name, machine.device.like)
     host = calls * (machine.device.call if factors is None else factors.call)
     return {
         **times,
