@@ -92,6 +92,12 @@ class Machine:
     hosts: int
     ranks: int  # of a host
     device: Device
+    memory: int = 0  # of a host; 0: unknown
+
+    @property
+    def host_share(self) -> int:
+        """Bytes of host memory for a rank; of unknown hosts those of servers, three times the device's."""
+        return self.memory // self.ranks or 3 * self.device.memory
 
     @property
     def world(self) -> int:
@@ -146,11 +152,11 @@ def this_machine(hosts: int, ranks: int) -> Machine:
 
     from mm_core.device.kind import device_type
 
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if (kind := device_type()) == "cpu":
-        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return Machine(hosts, ranks, replace(_CPU, memory=size // ranks))
+        return Machine(hosts, ranks, replace(_CPU, memory=whole // ranks), whole)
     module = torch.get_device_module(kind)
     name, size = str(module.get_device_name()), int(module.get_device_properties(0).total_memory)
     key = _short(name).lower()
     known = next((device for part, device in DEVICES.items() if part.lower() in key), Device(name, size))
-    return Machine(hosts, ranks, replace(known, memory=size))
+    return Machine(hosts, ranks, replace(known, memory=size), whole)

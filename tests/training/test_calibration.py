@@ -14,7 +14,7 @@ from mm_core.training.forecast import calibration
 from mm_core.training.forecast.calibration import Factors, calibrate, factors_of, keep
 from mm_core.training.forecast.forecast import forecast
 from mm_core.training.forecast.meter import Meter, Work
-from mm_core.training.forecast.seconds import of_call, seconds_of
+from mm_core.training.forecast.seconds import of_call, roofline
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +85,7 @@ def test_on_a_processor_one_thing_follows_another():
     factors = Factors(1e-5, {"add float32": (0.0, 1.0)})
     add = Work("elementwise", "add", "float32", 0, 10**8)
     gather = Work("communication", "_allgather_base_", "float32", 0, 10**8, group=2, span=2)
-    found = seconds_of({add: 10, gather: 10}, {}, machine, False, factors)
+    found = roofline({add: 10, gather: 10}, {}, machine, False, factors)
     assert found["host"] == pytest.approx(20e-5)
     assert found["communication not hidden"] == pytest.approx(10 * of_call(gather, machine))
 

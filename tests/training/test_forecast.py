@@ -238,7 +238,7 @@ def test_a_step_has_the_flops_of_the_plan(tiny):
     config = load_config(tiny, [*LONG, "train.global_batch_size=2"])
     plan, _ = plan_shown(config, 1, build_task(config, {}))
     counts: Counter[str] = Counter()
-    original = composed._run
+    original = composed.counted_whole
 
     def seen(rank, calls):
         phases = original(rank, calls)
@@ -250,7 +250,7 @@ def test_a_step_has_the_flops_of_the_plan(tiny):
         return phases
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(composed, "_run", seen)
+        patch.setattr(composed, "counted_whole", seen)
         patch.setattr(composed, "SHORT", 100)
         forecast(config, plan, machine_of("1xH100"), None, {})
     assert counts["all"] == pytest.approx(plan.flops.forward + plan.flops.backward, rel=0.01)

@@ -56,13 +56,30 @@ def counted(
         rank: a rank of a task, with the engine's plan of it.
         calls: receives an example of each operator.
     """
-    long = [group for group in groups_of(task) if len(group.paths) > SHORT + 1 and _alike(task, plan, group)]
-    if not long:
-        return _run(rank(build()), calls)
+    if not (long := _long(task, plan)):
+        return counted_whole(rank(build()), calls)
     try:
         return _composed(build, rank, long, calls)
     except Exception:  # a model may count on the length of its lists
-        return _run(rank(build()), calls)
+        return counted_whole(rank(build()), calls)
+
+
+def shortened(task: TaskModule, build: Callable[[], TaskModule], plan: EnginePlan) -> TaskModule:
+    """A task with `SHORT` blocks in place of those of a long list; arguments as of `counted`."""
+    return _of_lengths(build, dict.fromkeys(_long(task, plan), SHORT))
+
+
+def _long(task: TaskModule, plan: EnginePlan) -> list[Group]:
+    return [group for group in groups_of(task) if len(group.paths) > SHORT + 1 and _alike(task, plan, group)]
+
+
+def _of_lengths(build: Callable[[], TaskModule], lengths: Mapping[Group, int]) -> TaskModule:
+    short = build()
+    for group, length in lengths.items():
+        blocks = short.get_submodule(group.label.removesuffix(".*"))
+        assert isinstance(blocks, nn.ModuleList)
+        del blocks[length:]
+    return short
 
 
 def _composed(
@@ -71,17 +88,14 @@ def _composed(
     long: Sequence[Group],
     calls: Calls,
 ) -> Phases:
-    def of(lengths: Mapping[str, int]) -> Phases:
-        short = build()
-        for group in long:
-            _shorten(short, group, lengths[group.label])
-        return _run(rank(short), calls)
+    def of(lengths: Mapping[Group, int]) -> Phases:
+        return counted_whole(rank(_of_lengths(build, lengths)), calls)
 
-    least = {group.label: SHORT for group in long}
+    least = dict.fromkeys(long, SHORT)
     base = of(least)
     found = {name: {key: Counted(+c.parts, +c.work) for key, c in own.items()} for name, own in base.items()}
     for length in {len(group.paths): None for group in long}:  # of lists of one length a block each together
-        grown = {group.label: SHORT + 1 for group in long if len(group.paths) == length}
+        grown = {group: SHORT + 1 for group in long if len(group.paths) == length}
         _add(found, base, of({**least, **grown}), length - SHORT)
     return found
 
@@ -101,7 +115,8 @@ def mixed(one: Phases, other: Phases, share: float) -> Phases:
     return found
 
 
-def _run(rank: FakeRank, calls: Calls) -> Phases:
+def counted_whole(rank: FakeRank, calls: Calls) -> Phases:
+    """What the phases need of a model that is computed as it is; arguments as of `counted`."""
     meter = Meter()
     rank.run(meter)
     calls.update(meter.calls)
@@ -132,13 +147,6 @@ def _add(found: Phases, base: Phases, more: Phases, times: int) -> None:
 def _grow(into: Counter[Any], one: Counter[Any], other: Counter[Any], times: int) -> None:
     for key in {**one, **other}:
         into[key] += times * (one[key] - other[key])
-
-
-def _shorten(task: TaskModule, group: Group, length: int) -> None:
-    """Drops the last blocks of a list."""
-    blocks = task.get_submodule(group.label.removesuffix(".*"))
-    assert isinstance(blocks, nn.ModuleList)
-    del blocks[length:]
 
 
 def _alike(task: TaskModule, plan: EnginePlan, group: Group) -> bool:

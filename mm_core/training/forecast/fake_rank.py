@@ -6,6 +6,7 @@ accelerators keep; on the meta device it would keep all scores.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from mm_core.contracts import (
     TaskModule,
 )
 from mm_core.contracts.bases.task_module import loss_of
+from mm_core.device import current_device, synchronize
 from mm_core.device.torch_private import FakeTensorMode
 from mm_core.optim.adamw import has_fused_adamw
 from mm_core.optim.configured import make_optimizer
@@ -39,6 +41,7 @@ from mm_core.optim.ema import EMA
 from mm_core.parallel.layout import like_blocks
 from mm_core.plan.bucketing import offered_buckets
 from mm_core.runtime.groups import fake_ranks
+from mm_core.training.forecast.calibration import clock
 from mm_core.training.forecast.meter import BACKWARD, Meter
 
 Forward = tuple[str, Mapping[str, Any], int]
@@ -55,6 +58,18 @@ class _Covered:
 
     def covers(self, state: Mapping[str, Tensor]) -> _Covered:
         return _Covered(state)
+
+
+class _Drawn(_Covered):
+    """Weights drawn at random."""
+
+    def fill(self, state: Mapping[str, Tensor]) -> None:
+        for tensor in state.values():
+            if tensor.is_floating_point():
+                tensor.normal_(std=0.02)
+
+    def covers(self, state: Mapping[str, Tensor]) -> _Drawn:
+        return _Drawn(state)
 
 
 @dataclass
@@ -91,6 +106,27 @@ class FakeRank:
         with fake_ranks(self.plan.world), fakes, kernels, meter.counting():
             self._run(meter)
 
+    def seconds(self) -> float:
+        """Seconds of a step of this process's device with weights drawn at random, none of them fake: the
+        median of some."""
+        if self.batch is not None:
+            load_own(self.task)
+        self.engine.device = current_device()
+        rng, times, unused = Randomness(self.config.run.seed), [], Meter()
+        optimizer = partial(make_optimizer, self.config.registry, self.config.optimizer, self.config.train)
+        with fake_ranks(self.plan.world):
+            self.engine.place_frozen(self.task, self.plan, _Drawn(()))
+            self.engine.prepare(self.task, self.plan, optimizer, rng, None)
+            _without_flops(self.task)
+            self.task.train()
+            for _ in range(5):
+                synchronize()
+                began = clock()
+                self._step(unused, None, rng)
+                synchronize()
+                times.append(clock() - began)
+        return statistics.median(times[2:])
+
     def _run(self, meter: Meter) -> None:
         config, task, engine, plan = self.config, self.task, self.engine, self.plan
         rng, groups = Randomness(config.run.seed), groups_of(task)
@@ -109,9 +145,7 @@ class FakeRank:
             if plan.optimizer_on_host:
                 meter.rename("weights being loaded", "copies")
             meter.enter("end")
-        for name in task.trainable:  # those of a shortened model would miss blocks; the meter counts
-            if isinstance(component := task.get_submodule(name), SupportsModuleFlops):
-                component.module_flops = lambda **_: ()  # type: ignore[method-assign]
+        _without_flops(task)
         self._watch(meter, groups)
         task.train()
         with meter.phase("step"), meter.making("loss"):
@@ -187,6 +221,13 @@ class FakeRank:
         out = self.task.get_submodule(root)(**tree_map_only(Tensor, partial(_rows, rows=rows), given))
         first = next(each for each in tree_leaves(out) if isinstance(each, Tensor))
         return Loss(first.float().square().mean(), float(rows))
+
+
+def _without_flops(task: TaskModule) -> None:
+    """Those of a shortened model would miss blocks; the meter counts."""
+    for name in task.trainable:
+        if isinstance(component := task.get_submodule(name), SupportsModuleFlops):
+            component.module_flops = lambda **_: ()  # type: ignore[method-assign]
 
 
 def load_own(task: TaskModule) -> None:

@@ -89,6 +89,7 @@ class Search:
     study: Study
     least: int = 0
     _found: list[_Candidate] = field(default_factory=list)
+    _roomy: bool = False
 
     def __post_init__(self) -> None:
         self.machine, self._own = self.study.machine, to_mapping(self.study.config)
@@ -101,8 +102,10 @@ class Search:
         """
         for values, changes in self._rungs():
             try:
-                study = self._study(values)
-                self._found += self._candidates(study, values, changes)
+                own = [*self._candidates(self._study(values), values, changes)]
+                # Whether it fits with nothing recomputed and nothing on the host.
+                self._roomy = any(each.values.keys() <= {*values, _MODULES} for each in own)
+                self._found += own
             except MMError:  # the task, the engine or this number of ranks has no such setting
                 if not self.least:
                     raise
@@ -160,7 +163,8 @@ class Search:
     # -- what is tried -------------------------------------------------------------------------
 
     def _rungs(self) -> Iterator[tuple[Values, str]]:
-        """Settings whose steps are counted, each with the ones before it, until enough of them fit."""
+        """Settings whose steps are counted; those that need less, each with the ones before it, until
+        enough fit."""
         offloads = [f"engine.offload.{part}" for part in ("optimizer", "parameters", "activations")]
         values: Values = {key: None for key in offloads if self._now(key) and self._free(key)}
         if self._now("engine.offload_to_cpu") and self._free("engine.offload_to_cpu"):
@@ -172,7 +176,7 @@ class Search:
         if batch:
             whole = size // plan.engine.data_parallel
             for more in (n for n in range(micro + 1, whole + 1) if whole % n == 0):
-                if not any(each.values.get(_MODULES) == [] for each in self._found[-SHOWN:]):
+                if not self._roomy:
                     break
                 yield {**values, "train.micro_batch_size": more, "train.global_batch_size": size}, ""
         for own, changes in self._leaner(plan, micro if batch else 1):
@@ -195,7 +199,7 @@ class Search:
             yield {"engine.sharding_size": "auto", "engine.reshard_after_forward": True}, ""
         if self._now("train.adapters"):
             yield {"engine.base.stream": True}, ""
-        if world > 1 and (plan.accumulation > 1 or micro > 1):
+        if plan.accumulation > 1 or micro > 1:
             yield {"engine.accumulate": "reduced"}, "rounding"
         for ranks in (2**n for n in range(1, 7)):
             if ranks <= self.machine.ranks:
@@ -280,9 +284,14 @@ class Search:
                 yield values
 
     def _fits(self, plan: RunPlan, of: Callable[[int], Phases], step: int) -> bool:
-        peak = max(need.device_bytes for need in needs_of(plan, self.machine, of(step)))
+        needs = needs_of(plan, self.machine, of(step))
+        peak, host = (
+            max(column) for column in zip(*((n.device_bytes, n.host_bytes) for n in needs), strict=True)
+        )
+        if host > self.machine.host_share:
+            return False
         self.least = min(self.least or peak, peak)
-        return peak <= self.machine.device.memory * (1 - ROOM)
+        return bool(peak <= self.machine.device.memory * (1 - ROOM))
 
     def _timed(self, candidate: _Candidate, plan: RunPlan) -> _Candidate:
         found = [seconds_of(plan, each, candidate.phases) for each in (self.machine, ranked(self.machine))]
@@ -302,7 +311,8 @@ def shown(settings: Sequence[Setting], machine: Machine, least: int) -> list[str
     """The settings as text."""
     if not settings:
         lacking = size_text(least - round(machine.device.memory * (1 - ROOM)))
-        return [f"no settings were found that fit {machine.title}: at least {lacking} are lacking"]
+        host = f"with {size_text(machine.host_share)} of host memory for each device"
+        return [f"no settings were found that fit {machine.title} {host}: {lacking} are lacking at least"]
     lines = [f"settings that fit {machine.title}, the fastest first; add one line to the command"]
     for each in settings:
         peak, step = each.forecast.peak, sum(each.forecast.seconds.values())

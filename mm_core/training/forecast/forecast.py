@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,11 +23,19 @@ from mm_core.parallel.layout import ShardedPlan
 from mm_core.plan import RunPlan, build_frozen, build_task, check_data
 from mm_core.plan.planning import state_tensors
 from mm_core.plan.samples import InBuckets, Samples
-from mm_core.training.forecast.calibration import calibrate, factors_of, keep
-from mm_core.training.forecast.composed import Calls, Counted, Phases, counted, mixed
+from mm_core.training.forecast.calibration import SECONDS, calibrate, factors_of, keep
+from mm_core.training.forecast.composed import (
+    Calls,
+    Counted,
+    Phases,
+    counted,
+    counted_whole,
+    mixed,
+    shortened,
+)
 from mm_core.training.forecast.fake_rank import FakeRank, forward_of, groups_of
 from mm_core.training.forecast.meter import Work
-from mm_core.training.forecast.seconds import REACHED, published, roofline
+from mm_core.training.forecast.seconds import REACHED, of_call, published, roofline
 from mm_core.training.training_samples import first_batch
 from mm_core.weights.adapters.inject import Structure
 
@@ -204,20 +214,38 @@ class Study:
             none = self.phases(**{**changes, "recompute_modules": []})
             return mixed(none, self.phases(**{**changes, "recompute_modules": "auto"}), share)
 
-        def rank(task: TaskModule) -> FakeRank:
-            engine = self.engine(changes)
-            own = engine.plan(task, self.machine.world, state_tensors(self.config))
-            assert isinstance(own, ShardedPlan)
-            own = replace(own, compiled=())  # the compiler would compile
-            on_cpu, given = self.machine.device.name == "cpu", (self._batch, self._forward, self._request)
-            return FakeRank(self.config, task, engine, own, self.plan.accumulation, on_cpu, *given)
-
         try:
-            return counted(self.task, self._build, whole, rank, self.calls)
+            return counted(self.task, self._build, whole, partial(self._rank, changes), self.calls)
         except Exception as error:  # whatever a model does that needs numbers: the plan is shown all the same
             parts = ", ".join(self.task.trainable)
             what = f"activations and seconds are unknown: {parts} stopped ({first_line(error)})"
             raise PlanError(what, hint="only the model states are known") from error
+
+    def _rank(self, changes: Mapping[str, object], task: TaskModule) -> FakeRank:
+        engine = self.engine(changes)
+        own = engine.plan(task, self.machine.world, state_tensors(self.config))
+        assert isinstance(own, ShardedPlan)
+        own = replace(own, compiled=())  # the compiler would compile
+        on_cpu, given = self.machine.device.name == "cpu", (self._batch, self._forward, self._request)
+        return FakeRank(self.config, task, engine, own, self.plan.accumulation, on_cpu, *given)
+
+    def _measure(self, phases: Phases) -> None:
+        """Measures the run's operators on this machine, on a processor a short step too; keeps the result."""
+        device = self.machine.device
+        step, encoding = _work_of(self.plan, phases)
+        whole = {work: step.get(work, 0.0) + encoding.get(work, 0.0) for work in self.calls}
+        seen = {work: call for work, call in self.calls.items() if whole[work]}
+        factors = calibrate(seen, whole, lambda work: published(work, device))
+        if device.name == "cpu":
+            short = partial(shortened, self.task, self._build, self.plan.engine)
+            own = counted_whole(self._rank({}, short()), {})
+            work = sum((segment.work for segment in own["step"].values()), Counter())
+            alone = sum(of_call(each, self.machine, factors) * count for each, count in work.items())
+            memory = max(segment.bytes for segment in own["step"].values())
+            if alone < SECONDS / 5 and memory < device.memory / 2:
+                rest = self._rank({}, short()).seconds() - alone
+                factors = replace(factors, call=max(0.0, rest / work.total()))
+        keep(device.name, factors)
 
     def forecast(self, measure: bool = False) -> Forecast:
         """See `forecast`."""
@@ -226,7 +254,7 @@ class Study:
         except PlanError as error:
             return _unknown(self.plan, self.machine, error.what)
         if measure:
-            _measure(self.plan, self.machine, phases, self.calls)
+            self._measure(phases)
         return of_phases(self.plan, self.machine, phases, self.notes)
 
     def _recomputed(self, whole: ShardedPlan) -> float:
@@ -356,8 +384,6 @@ def _work_of(plan: RunPlan, phases: Phases) -> tuple[dict[Work, float], dict[Wor
     step: dict[Work, float] = {}
     encoding: dict[Work, float] = {}
     for key, segment in phases["step"].items():
-        if key == "update" and plan.host_bytes:
-            continue
         into = encoding if key == "encoding" else step
         for work, count in segment.work.items():
             into[work] = into.get(work, 0.0) + count * (1 if key == "update" else times)
@@ -384,13 +410,6 @@ def seconds_of(plan: RunPlan, machine: Machine, phases: Phases) -> dict[str, flo
     update = 7 * trained * bool(plan.host_bytes) * machine.ranks
     found["host copies"] = moved / (device.to_host * REACHED["communication"]) + update / HOST_MEMORY
     return found
-
-
-def _measure(plan: RunPlan, machine: Machine, phases: Phases, calls: Calls) -> None:
-    step, encoding = _work_of(plan, phases)
-    whole = {work: step.get(work, 0.0) + encoding.get(work, 0.0) for work in calls}
-    seen = {work: call for work, call in calls.items() if whole[work]}
-    keep(machine.device.name, calibrate(seen, whole, lambda work: published(work, machine.device)))
 
 
 def size_text(size: int) -> str:
