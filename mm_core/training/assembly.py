@@ -30,7 +30,7 @@ from mm_core.loading.left_out import WeightSources
 from mm_core.modules.quantised import check_in_files
 from mm_core.optim.configured import make_lr_schedule, make_optimizer
 from mm_core.optim.ema import EMA
-from mm_core.plan import RunPlan, build_task, in_cache, make_plan, open_datasets
+from mm_core.plan import build_task, in_cache, make_plan, open_datasets
 from mm_core.runtime.launch.rank_logs import current_log
 from mm_core.runtime.launch.signals import StopFlag
 from mm_core.runtime.launch.watchdog import Watchdog
@@ -40,18 +40,24 @@ from mm_core.telemetry.reporter import RunReporter
 from mm_core.training.between_steps import BetweenSteps
 from mm_core.training.callback_list import CallbackList
 from mm_core.training.evaluating import Evaluating, best_metric
+from mm_core.training.forecast.in_run import NOTHING, Foreseen, PeakCheck, checked
 from mm_core.training.guard import UpdateGuard
 from mm_core.training.late import late_steps
 from mm_core.training.loop import Training
 from mm_core.training.non_finite import first_non_finite
 from mm_core.training.optional.caching import FilledBatches
+from mm_core.training.optional.memory import advise
 from mm_core.training.parts import Restored, RunParts, restore
 from mm_core.training.training_samples import make_loader
 from mm_core.weights.adapters.record import record_of
 
 
 def assemble(
-    config: RunConfig, resume: str = "auto", stop: StopFlag | None = None, allow: Sequence[str] = ()
+    config: RunConfig,
+    resume: str = "auto",
+    stop: StopFlag | None = None,
+    allow: Sequence[str] = (),
+    foreseen: Foreseen = NOTHING,
 ) -> Training:
     """Assembles a training run up to its first step: checkpoint, parts, restored state, reporter, watchdog.
 
@@ -62,11 +68,14 @@ def assemble(
         resume: as for `train`.
         stop: records signals; None if signals do not stop the run.
         allow: as for `train`.
+        foreseen: by rank 0.
     """
     ranks, store = Ranks.current(), make_store(config)
     with ExitStack() as undo:
         undo.callback(store.close, after_fault=True)  # so that the run's folder is unlocked for another call
-        parts = build_parts(config, ranks, store, resume)
+        undo.push(lambda _, error, __: advise(error, config.engine, foreseen) if error is not None else None)
+        foreseen = checked(foreseen, ranks)
+        parts = replace(build_parts(config, ranks, store, resume), foreseen=foreseen)
         manifest, restored = restore_parts(parts, allow)
         ready = equip(parts, manifest, restored, stop or StopFlag(), undo)
         undo.pop_all()
@@ -121,8 +130,13 @@ def restore_parts(parts: RunParts, allow: Sequence[str]) -> tuple[Document, Rest
     data = fingerprints(config.data.splits, datasets, ranks)
     manifest = run_manifest(config, plan, data, adapters, external)
     restored = restore(parts, manifest, allow)
-    restored.notes += [*parts.weights.notes(), *plan.notes, *promise_of(datasets["train"])]
-    ranks.on_first("writing config.yaml and manifest.json", lambda: write_run_files(config, plan, manifest))
+    restored.notes += [
+        *parts.foreseen.notes,
+        *parts.weights.notes(),
+        *plan.notes,
+        *promise_of(datasets["train"]),
+    ]
+    ranks.on_first("writing config.yaml and manifest.json", lambda: write_run_files(parts, manifest))
     if ranks.rank == 0 and (note := remember(config)) is not None:
         restored.notes.append(note)
     return manifest, restored
@@ -185,6 +199,7 @@ def equip(
         clip_grad_norm=config.train.clip_grad_norm,
         start=restored.step,
         cut=cut,
+        foreseen=parts.foreseen,
     )
     training.late = late_steps(training)
     return training
@@ -205,6 +220,7 @@ def make_reporter(parts: RunParts, restored: Restored, watchdog: Watchdog) -> Ru
         folder, config.log, config.registry, parts.ranks, plan, start, seen, bins=bins, watch=watch
     )
     reporter.window.counts = parts.engine.data_ranks.leads
+    reporter.ran = PeakCheck(parts.foreseen, reporter.note)
     for sentence in restored.notes:
         reporter.note(sentence)
     return reporter
@@ -309,16 +325,17 @@ def facts_of(
     }
 
 
-def write_run_files(config: RunConfig, plan: RunPlan, manifest: Document) -> None:
+def write_run_files(parts: RunParts, manifest: Document) -> None:
     """Writes config.yaml (with all defaults) and manifest.json into the folder of a training run.
 
     Args:
-        config: the run's config.
-        plan: the run's plan, which manifest.json contains too.
+        parts: the run's parts: manifest.json contains the plan and the forecast too.
         manifest: the run's manifest.
     """
+    config, forecast = parts.config, parts.foreseen.forecast
     run_dir = config.run.folder
     run_dir.mkdir(parents=True, exist_ok=True)
-    document = {**manifest, "plan": plan.to_mapping()}
+    document = {**manifest, "plan": parts.plan.to_mapping()}
+    document |= {"forecast": forecast.to_mapping()} if forecast is not None else {}
     for name, text in (("config.yaml", to_yaml(config)), ("manifest.json", json.dumps(document, indent=2))):
         replace_text(run_dir / name, text + "\n" * (not text.endswith("\n")))

@@ -13,7 +13,7 @@ from mm_core.config.sections import RunConfig
 from mm_core.contracts import Batch, Engine, EnginePlan, SampleRequest, TaskModule
 from mm_core.data.loading.bucketed import BucketOrder
 from mm_core.data.loading.sampler import SlotSpec
-from mm_core.device.machines import GIB, Machine
+from mm_core.device.machines import GIB, Machine, size_text
 from mm_core.errors import MMError, first_line, plural
 from mm_core.evaluation.sampled_clips import with_trained_size
 from mm_core.parallel.layout import ShardedPlan
@@ -47,12 +47,14 @@ class Need:
         device_bytes: on the device, with what no allocator shows.
         host_bytes: of tensors in host memory.
         parts: bytes by what they are for, the largest first.
+        allocated: those of `device_bytes` that tensors take, which an allocator shows.
     """
 
     phase: str
     device_bytes: int
     host_bytes: int
     parts: dict[str, int]
+    allocated: int
 
 
 @dataclass(frozen=True)
@@ -92,14 +94,26 @@ class Forecast:
         step = sum(self.seconds.values())
         return {**asdict(self), "fits": not self.lacking, "lacking_bytes": self.lacking, "step_seconds": step}
 
+    def line(self) -> str:
+        """In one line."""
+        if self.peak is None:
+            return "nothing is known"
+        of = f" of {size_text(self.memory)}" if self.memory else ""
+        text = f"{size_text(self.peak.device_bytes)}{of} at the peak ({self.peak.phase})"
+        if step := sum(self.seconds.values()):
+            text += (
+                f", about {_time(step)} a step; {plural(self.steps, 'step')} take {_time(step * self.steps)}"
+            )
+        return text
+
     def render(self) -> list[str]:
         """As text."""
         lines = [f"forecast for {self.machine}, per rank"]
         width = max((len(need.phase) for need in self.needs), default=0)
         for need in self.needs:
-            parts = ", ".join(f"{name} {_size(size)}" for name, size in [*need.parts.items()][:3])
-            host = f" (host {_size(need.host_bytes)})" if need.host_bytes else ""
-            lines.append(f"  {need.phase:<{width}}  {_size(need.device_bytes):>10}{host}  {parts}")
+            parts = ", ".join(f"{name} {size_text(size)}" for name, size in [*need.parts.items()][:3])
+            host = f" (host {size_text(need.host_bytes)})" if need.host_bytes else ""
+            lines.append(f"  {need.phase:<{width}}  {size_text(need.device_bytes):>10}{host}  {parts}")
         if self.peak is not None and self.memory:
             lines.append(f"  {self._verdict(self.peak)}")
         if step := sum(self.seconds.values()):
@@ -114,8 +128,8 @@ class Forecast:
 
     def _verdict(self, peak: Need) -> str:
         if self.lacking:
-            return f"does not fit, by {_size(self.lacking)}, in: {peak.phase}"
-        return f"fits: {_size(self.memory - peak.device_bytes)} of {_size(self.memory)} are left"
+            return f"does not fit, by {size_text(self.lacking)}, in: {peak.phase}"
+        return f"fits: {size_text(self.memory - peak.device_bytes)} of {size_text(self.memory)} are left"
 
 
 def forecast(
@@ -179,7 +193,8 @@ def forecast(
 def _unknown(plan: RunPlan, machine: Machine, note: str) -> Forecast:
     """A forecast of the model states alone."""
     states, host = plan.device_bytes, sum(plan.host_bytes.values())
-    need = Need("states", sum(states.values()) + machine.device.context, host, states)
+    held = sum(states.values())
+    need = Need("states", held + machine.device.context, host, states, held)
     return _made(plan, machine, (need,), {}, note)
 
 
@@ -241,7 +256,7 @@ def _need(name: str, segments: dict[str, Counted], plan: RunPlan, machine: Machi
     parts = dict(top.parts.most_common())
     if machine.device.name == "cpu":
         copies = max((w.bytes for each in segments.values() for w in each.work if w.group > 1), default=0)
-        return Need(name, top.bytes + round(GLOO * copies), 0, parts)
+        return Need(name, top.bytes + round(GLOO * copies), 0, parts, top.bytes)
     frozen = sum(part.host_bytes for part in plan.engine.parts)
     host, there = sum(held.values()) + frozen, sum(top.parts[key] for key in held) + frozen
     assert isinstance(plan.engine, ShardedPlan)
@@ -251,7 +266,8 @@ def _need(name: str, segments: dict[str, Counted], plan: RunPlan, machine: Machi
         host, there = host + kept, there + kept
     device = round((top.bytes - there) * (1 + ROUNDING))
     device += machine.device.context + BUFFERS * (machine.world > 1)
-    return Need(name, device, host, {key: size for key, size in parts.items() if key not in held})
+    own = {key: size for key, size in parts.items() if key not in held}
+    return Need(name, device, host, own, top.bytes - there)
 
 
 def _seconds(phases: Phases, plan: RunPlan, machine: Machine, calls: Calls | None) -> dict[str, float]:
@@ -273,10 +289,6 @@ def _seconds(phases: Phases, plan: RunPlan, machine: Machine, calls: Calls | Non
     if factors is None and not device.timed:
         return {}
     return seconds_of(step, encoding, machine, bool(plan.engine.compiled), factors)
-
-
-def _size(size: int) -> str:
-    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.1f} MiB"
 
 
 def _time(seconds: float) -> str:
