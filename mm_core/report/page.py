@@ -100,6 +100,7 @@ def _foreseen(run: Run) -> Iterator[tuple[str, str]]:
         return
     needs, devices = forecast.get("needs"), run.manifest.get("devices")
     rows = [need for need in needs if isinstance(need, dict)] if isinstance(needs, list) else []
+    rows = [need for need in rows if need.get("phase") != "states"]  # which are a part of what is measured
     if known := [size for need in rows if isinstance(size := need.get("allocated"), int)]:
         on_cpu = isinstance(devices, dict) and devices.get("device") == "cpu"
         apart = " of tensors; measured is the whole process" * on_cpu

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import inf
 from typing import TYPE_CHECKING
 
 from mm_core.checkpoint.reading import adapters_begun
@@ -16,6 +17,7 @@ from mm_core.errors import PlanError, first_line
 from mm_core.plan import RunPlan, build_frozen, build_task, plan_shown
 from mm_core.plan.planning import state_tensors
 from mm_core.plan.run_plan import device_bytes
+from mm_core.runtime.launch.signals import leaving_at_signals
 from mm_core.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -62,7 +64,7 @@ def foresee(config: RunConfig) -> Foreseen:
     if environment_world().rank > 0:
         return NOTHING
     try:
-        with warnings.catch_warnings():
+        with leaving_at_signals("forecasting the run", patience=1.0), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run shows them
             return _foreseen(config)
     except Exception as error:  # whatever it is, the run does without
@@ -108,7 +110,8 @@ def checked(found: Foreseen, ranks: Ranks, free: Callable[[], int | None] = free
     if peak is None or found.machine is None:
         return found
     everyone, on_cpu = ranks.gather(free()), device_type() == "cpu"
-    least, rank = min((size, rank) for rank, size in enumerate(everyone) if size is not None)
+    known = [(size, rank) for rank, size in enumerate(everyone) if size is not None]
+    least, rank = min(known, default=(inf, 0))
     # The driver's context is there already: it is made before free memory can be read.
     wanted = (
         peak.device_bytes * found.machine.ranks

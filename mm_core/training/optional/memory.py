@@ -19,11 +19,11 @@ _LAST = (
 )
 
 _PHASES = {
-    "assemble": "load",
-    "run_steps": "step",
-    "Validator.run": "evaluation",
-    "Validator.sample": "sample",
-    "BetweenSteps.save": "save",
+    "mm_core.training.assembly.assemble": "load",
+    "mm_core.training.loop.run_steps": "step",
+    "mm_core.evaluation.validator.Validator.run": "evaluation",
+    "mm_core.evaluation.validator.Validator.sample": "sample",
+    "mm_core.training.between_steps.BetweenSteps.save": "save",
 }
 """A function of a run -> the phase in which it is called."""
 
@@ -68,7 +68,8 @@ def advise(
 
 def phase_of(error: BaseException) -> str:
     """The phase of the run in which an error was raised."""
-    names = [frame.f_code.co_qualname for frame, _ in traceback.walk_tb(error.__traceback__)]
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    names = [f"{frame.f_globals.get('__name__')}.{frame.f_code.co_qualname}" for frame in frames]
     return next((_PHASES[name] for name in reversed(names) if name in _PHASES), "step")
 
 
