@@ -30,7 +30,7 @@ from mm_core.loading.left_out import WeightSources
 from mm_core.modules.quantised import check_in_files
 from mm_core.optim.configured import make_lr_schedule, make_optimizer
 from mm_core.optim.ema import EMA
-from mm_core.plan import build_task, in_cache, make_plan, open_datasets
+from mm_core.plan import RunPlan, build_task, in_cache, make_plan, open_datasets
 from mm_core.runtime.launch.rank_logs import current_log
 from mm_core.runtime.launch.signals import StopFlag
 from mm_core.runtime.launch.watchdog import Watchdog
@@ -68,16 +68,17 @@ def assemble(
         resume: as for `train`.
         stop: records signals; None if signals do not stop the run.
         allow: as for `train`.
-        foreseen: by rank 0.
+        foreseen: what rank 0 knows of the run before it starts.
     """
     ranks, store = Ranks.current(), make_store(config)
     with ExitStack() as undo:
         undo.callback(store.close, after_fault=True)  # so that the run's folder is unlocked for another call
         undo.push(lambda _, error, __: advise(error, config.engine, foreseen) if error is not None else None)
         foreseen = checked(foreseen, ranks)
-        parts = replace(build_parts(config, ranks, store, resume), foreseen=foreseen)
-        manifest, restored = restore_parts(parts, allow)
+        parts = build_parts(config, ranks, store, resume)
+        manifest, restored = restore_parts(parts, allow, foreseen)
         ready = equip(parts, manifest, restored, stop or StopFlag(), undo)
+        ready.foreseen, ready.reporter.ran = foreseen, PeakCheck(foreseen, ready.reporter.note)
         undo.pop_all()
         return ready
 
@@ -121,7 +122,7 @@ def build_parts(config: RunConfig, ranks: Ranks, store: CheckpointStore, resume:
     )
 
 
-def restore_parts(parts: RunParts, allow: Sequence[str]) -> tuple[Document, Restored]:
+def restore_parts(parts: RunParts, allow: Sequence[str], foreseen: Foreseen) -> tuple[Document, Restored]:
     """Restores a training run's parts from its checkpoint, if any; writes and returns its manifest."""
     config, ranks, plan = parts.config, parts.ranks, parts.plan
     adapters = record_of(parts.task, config.train.adapters)
@@ -130,13 +131,10 @@ def restore_parts(parts: RunParts, allow: Sequence[str]) -> tuple[Document, Rest
     data = fingerprints(config.data.splits, datasets, ranks)
     manifest = run_manifest(config, plan, data, adapters, external)
     restored = restore(parts, manifest, allow)
-    restored.notes += [
-        *parts.foreseen.notes,
-        *parts.weights.notes(),
-        *plan.notes,
-        *promise_of(datasets["train"]),
-    ]
-    ranks.on_first("writing config.yaml and manifest.json", lambda: write_run_files(parts, manifest))
+    restored.notes += [*foreseen.notes, *parts.weights.notes(), *plan.notes, *promise_of(datasets["train"])]
+    forecast = {"forecast": foreseen.forecast.to_mapping()} if foreseen.forecast is not None else {}
+    files = partial(write_run_files, config, plan, {**manifest, **forecast})
+    ranks.on_first("writing config.yaml and manifest.json", files)
     if ranks.rank == 0 and (note := remember(config)) is not None:
         restored.notes.append(note)
     return manifest, restored
@@ -199,7 +197,6 @@ def equip(
         clip_grad_norm=config.train.clip_grad_norm,
         start=restored.step,
         cut=cut,
-        foreseen=parts.foreseen,
     )
     training.late = late_steps(training)
     return training
@@ -220,7 +217,6 @@ def make_reporter(parts: RunParts, restored: Restored, watchdog: Watchdog) -> Ru
         folder, config.log, config.registry, parts.ranks, plan, start, seen, bins=bins, watch=watch
     )
     reporter.window.counts = parts.engine.data_ranks.leads
-    reporter.ran = PeakCheck(parts.foreseen, reporter.note)
     for sentence in restored.notes:
         reporter.note(sentence)
     return reporter
@@ -325,17 +321,16 @@ def facts_of(
     }
 
 
-def write_run_files(parts: RunParts, manifest: Document) -> None:
+def write_run_files(config: RunConfig, plan: RunPlan, manifest: Document) -> None:
     """Writes config.yaml (with all defaults) and manifest.json into the folder of a training run.
 
     Args:
-        parts: the run's parts: manifest.json contains the plan and the forecast too.
-        manifest: the run's manifest.
+        config: the run's config.
+        plan: the run's plan, which manifest.json contains too.
+        manifest: the run's manifest, with the forecast.
     """
-    config, forecast = parts.config, parts.foreseen.forecast
     run_dir = config.run.folder
     run_dir.mkdir(parents=True, exist_ok=True)
-    document = {**manifest, "plan": parts.plan.to_mapping()}
-    document |= {"forecast": forecast.to_mapping()} if forecast is not None else {}
+    document = {**manifest, "plan": plan.to_mapping()}
     for name, text in (("config.yaml", to_yaml(config)), ("manifest.json", json.dumps(document, indent=2))):
         replace_text(run_dir / name, text + "\n" * (not text.endswith("\n")))

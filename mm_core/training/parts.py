@@ -20,7 +20,6 @@ from mm_core.optim.ema import EMA
 from mm_core.plan import RunCache, RunPlan
 from mm_core.plan.samples import Samples
 from mm_core.runtime.ranks import Ranks
-from mm_core.training.forecast.in_run import NOTHING, Foreseen
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,6 @@ class RunParts:
         external: frozen weights that checkpoints do not store and that are read from their original files.
         ema: the moving average of the weights; None without one.
         filled: the feature cache to which training adds what it lacks; None if it adds nothing.
-        foreseen: what was known of the run before it started.
     """
 
     config: RunConfig
@@ -57,7 +55,6 @@ class RunParts:
     external: ExternalWeights
     ema: EMA | None
     filled: RunCache | None
-    foreseen: Foreseen = NOTHING
 
 
 @dataclass

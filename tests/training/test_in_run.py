@@ -209,9 +209,9 @@ def test_a_peak_that_differs_by_more_than_a_tenth_is_noted(as_if_on_an_accelerat
     check = PeakCheck(foreseen("1xH100", load=9, step=50), notes.append, lambda: round(measured * GIB))
     for ran in ("step", "step", "evaluation"):
         check(ran)
-    assert [f"wrong in {phase}: {round(measured * GIB):,} bytes" in note for note in notes] == [True] * bool(
-        phase
-    )
+    assert [f"wrong in {phase}: tensors took {round(measured * GIB):,} bytes" in note for note in notes] == [
+        True
+    ] * bool(phase)
 
 
 def test_an_evaluation_is_compared_once_a_step_has_run(as_if_on_an_accelerator):
@@ -224,7 +224,9 @@ def test_an_evaluation_is_compared_once_a_step_has_run(as_if_on_an_accelerator):
     assert not notes
     check("sample")
     assert (
-        len(notes) == 1 and f"wrong in sample: {70 * GIB:,} bytes" in notes[0] and f"{80 * GIB:,}" in notes[0]
+        len(notes) == 1
+        and f"wrong in sample: tensors took {70 * GIB:,} bytes" in notes[0]
+        and f"{80 * GIB:,}" in notes[0]
     )
 
 

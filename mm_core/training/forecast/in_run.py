@@ -13,7 +13,7 @@ from mm_core.config.sections import RunConfig
 from mm_core.contracts import Engine, TaskModule
 from mm_core.device import device_type, environment_world, free_memory_bytes, peak_memory_bytes
 from mm_core.device.machines import Machine, launched_machine, size_text
-from mm_core.errors import PlanError, first_line
+from mm_core.errors import PlanError, first_line, plural
 from mm_core.plan import RunPlan, build_frozen, build_task, plan_shown
 from mm_core.plan.planning import state_tensors
 from mm_core.plan.run_plan import device_bytes
@@ -160,6 +160,6 @@ class PeakCheck:
         if abs((measured := self._measured()) - expected) > RIGHT * expected:
             self._needs = {}
             self._note(
-                f"the forecast was wrong in {phase if measured > expected else top}: {measured:,} bytes of"
-                f" tensors were measured, and {expected:,} predicted"
+                f"the forecast was wrong in {phase if measured > expected else top}: tensors took"
+                f" {plural(measured, 'byte')}, predicted were {plural(expected, 'byte')}"
             )

@@ -1,4 +1,4 @@
-"""For a run that is out of memory: where it was, and settings that need less and that it has not taken."""
+"""For a run that is out of memory: its phase, and settings that need less and that it has not taken."""
 
 from __future__ import annotations
 
