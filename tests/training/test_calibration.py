@@ -32,6 +32,8 @@ def test_larger_products_are_measured_to_take_longer():
     found = calibrate(meter.calls, work, lambda one: one.flops / 1e11)
     small, large = sorted((one for one in work if one.name == "mm"), key=lambda one: one.flops)
     assert found.of(small, small.flops / 1e11) < found.of(large, large.flops / 1e11)
+    assert "mm float32" in found.operators
+    assert found.of(large, 1.0) == found.of(large, 2.0)  # its size was measured
     assert found.call > 0
 
 

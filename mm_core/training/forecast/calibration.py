@@ -36,14 +36,18 @@ class Factors:
     Attributes:
         call: seconds of the host for an operator within a step, besides the operator itself.
         operators: name and dtype -> seconds of a call, and its seconds in those of the published peaks.
+        sizes: name, dtype, FLOPs and bytes -> seconds.
     """
 
     call: float = 0.0
     operators: dict[str, tuple[float, float]] = field(default_factory=dict)
+    sizes: dict[str, float] = field(default_factory=dict)
 
     def of(self, work: Work, published: float) -> float:
         """Seconds of an operator that takes `published` at the device's peaks; of one that was not measured
         those of the median one."""
+        if (exact := self.sizes.get(_size(work))) is not None:
+            return exact
         call, slope = self.operators.get(_key(work)) or self._usual
         return call + slope * published
 
@@ -57,23 +61,28 @@ def _key(work: Work) -> str:
     return f"{work.name} {work.dtype}"
 
 
+def _size(work: Work) -> str:
+    return f"{_key(work)} {work.flops} {work.bytes}"
+
+
 def factors_of(name: str) -> Factors | None:
     """What was measured for a device on this host with as many threads; None: nothing."""
     file = _file(name)
     with suppress(OSError, ValueError, TypeError, KeyError):
         document = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
         operators = {key: (float(a), float(b)) for key, (a, b) in document["operators"].items()}
-        return Factors(float(document["call"]), operators)
+        sizes = {key: float(each) for key, each in document["sizes"].items()}
+        return Factors(float(document["call"]), operators, sizes)
     return None
 
 
 def keep(name: str, factors: Factors) -> Path | None:
     """Writes what was measured, beside what was before; returns the file, None for a user without a home."""
-    before = factors_of(name)
-    operators = {**(before.operators if before is not None else {}), **factors.operators}
+    before = factors_of(name) or Factors()
+    operators, sizes = before.operators | factors.operators, before.sizes | factors.sizes
     if (file := _file(name)) is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(file, json.dumps(asdict(Factors(factors.call, operators)), indent=1))
+        replace_text(file, json.dumps(asdict(Factors(factors.call, operators, sizes)), indent=1))
     return file
 
 
@@ -98,6 +107,7 @@ def calibrate(
     device, ends = current_device(), time.perf_counter() + SECONDS
     order = sorted(calls, key=lambda work: -weights[work] * max(published(work), 1e-6))
     measured: dict[str, list[tuple[float, float, float]]] = {}
+    sizes: dict[str, float] = {}
     for work in order:
         if time.perf_counter() > ends:
             break
@@ -105,8 +115,9 @@ def calibrate(
             # Some operators take no numbers of our own: they count as the median one.
             with suppress(RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
                 seconds = _seconds(*calls[work], device)
+                sizes[_size(work)] = seconds
                 measured.setdefault(_key(work), []).append((published(work), seconds, weights[work]))
-    return Factors(_host_call(), {key: _line(points) for key, points in measured.items()})
+    return Factors(_host_call(), {key: _line(points) for key, points in measured.items()}, sizes)
 
 
 def _line(points: list[tuple[float, float, float]]) -> tuple[float, float]:
@@ -126,8 +137,10 @@ def _seconds(func: Any, args: Any, kwargs: Any, device: torch.device) -> float:
     """The median of some calls, each with tensors of its own: a step has none of them in a cache."""
 
     def made(shape: Shape) -> Tensor:
-        values = torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype, device=device)
-        return values.uniform_(-1, 1) if shape.dtype.is_floating_point else values.zero_()
+        own = [size if stride else min(size, 1) for size, stride in zip(shape.size, shape.stride, strict=True)]
+        values = torch.empty_strided(own, shape.stride, dtype=shape.dtype, device=device)
+        values = values.uniform_(-1, 1) if shape.dtype.is_floating_point else values.zero_()
+        return values.expand(shape.size)
 
     times = []
     with torch.no_grad():

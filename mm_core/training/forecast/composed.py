@@ -1,7 +1,7 @@
 """Memory and work of a run's phases, from a rank on fakes: of a long model, from two short ones.
 
 All blocks of a list do the same, so what a phase needs grows by one block's share with each of them. A model
-with long lists is computed with `SHORT` blocks of each, and once with one more of each list.
+with long lists is computed with `SHORT` blocks of each, and once with one more of all lists of a length.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ def _composed(
     least = {group.label: SHORT for group in long}
     base = of(least)
     found = {name: {key: Counted(+c.parts, +c.work) for key, c in own.items()} for name, own in base.items()}
-    for group in long:
-        more = of({**least, group.label: SHORT + 1})
-        _add(found, base, more, len(group.paths) - SHORT)
+    for length in {len(group.paths): None for group in long}:  # of lists of one length a block each together
+        grown = {group.label: SHORT + 1 for group in long if len(group.paths) == length}
+        _add(found, base, of({**least, **grown}), length - SHORT)
     return found
 
 

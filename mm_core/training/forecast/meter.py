@@ -46,8 +46,9 @@ class Work(NamedTuple):
     span: int = 1
 
 
-class Shape(NamedTuple):
-    """A tensor among the arguments of an operator."""
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A tensor among the arguments of an operator. Not a tuple, which pytree would take apart."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
