@@ -98,15 +98,13 @@ def _foreseen(run: Run) -> Iterator[tuple[str, str]]:
     forecast = run.manifest.get("forecast")
     if not isinstance(forecast, dict):
         return
-    needs, devices = forecast.get("needs"), run.manifest.get("devices")
-    rows = [need for need in needs if isinstance(need, dict)] if isinstance(needs, list) else []
-    rows = [need for need in rows if need.get("phase") != "states"]  # which are a part of what is measured
-    if known := [size for need in rows if isinstance(size := need.get("allocated"), int)]:
+    memory, devices = forecast.get("peak_of_tensors"), run.manifest.get("devices")
+    if isinstance(memory, int) and memory:
+        apart = " of tensors; measured is the whole process"
         on_cpu = isinstance(devices, dict) and devices.get("device") == "cpu"
-        apart = " of tensors; measured is the whole process" * on_cpu
-        yield "peak memory per rank, forecast", f"{max(known) / 2**30:.3g} GiB{apart}"
+        yield "peak memory per rank, forecast", f"{memory / 2**30:.3g} GiB{apart * on_cpu}"
     seconds, measured = forecast.get("step_seconds"), run.series.get("step_time")
-    if isinstance(seconds, (int, float)) and seconds and measured is not None:
+    if isinstance(seconds, float) and seconds and measured is not None:
         yield "seconds a step, median", f"{_median(measured.values):.4g}"
         yield "seconds a step, forecast", f"{seconds:.4g}"
 

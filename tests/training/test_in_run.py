@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from mm_core.config.load import load_config
+from mm_core.device import free_memory_bytes, measurement
 from mm_core.device.machines import GIB, machine_of
 from mm_core.errors import PlanError
 from mm_core.runtime.ranks import Ranks
@@ -138,6 +141,26 @@ def test_a_run_that_cannot_fit_is_refused_before_weights_are_read(
     assert run_of(tiny, tmp_path, forecast=False)
 
 
+_WAITS = """
+import sys, time
+from mm_core.cli.main import main
+from mm_core.training.forecast import in_run
+
+in_run._foreseen = lambda config: print("begun", flush=True) or time.sleep(60)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_ends_a_run_that_is_forecast(tiny, tmp_path):
+    words = [sys.executable, "-c", _WAITS, "train", "--config", str(tiny), f"run.dir={tmp_path}"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "begun\n"
+    process.terminate()
+    assert "stopped while forecasting the run; nothing was lost" in process.communicate(timeout=30)[1]
+    assert process.returncode == 75
+
+
 # -- who forecasts -----------------------------------------------------------------------------------
 
 
@@ -196,6 +219,16 @@ def test_all_ranks_of_a_host_share_its_memory_and_are_only_warned():
         "warning: the ranks of a host need about 40.0 GiB at the peak (step), but 1.0 GiB"
     )
     assert checked(found, ALONE, free=lambda: None).notes == ("first",)
+
+
+def test_the_limit_of_a_container_is_what_its_processes_can_take(tmp_path, monkeypatch):
+    monkeypatch.setattr(measurement, "_CGROUP", tmp_path)
+    of_host = free_memory_bytes()
+    assert of_host is not None and of_host > 2**20
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_memory_bytes() > 2**20
+    (tmp_path / "memory.max").write_text(f"{2**20}\n")
+    assert free_memory_bytes() == 2**20
 
 
 # -- measured beside predicted -----------------------------------------------------------------------

@@ -137,7 +137,9 @@ def _seconds(func: Any, args: Any, kwargs: Any, device: torch.device) -> float:
     """The median of some calls, each with tensors of its own: a step has none of them in a cache."""
 
     def made(shape: Shape) -> Tensor:
-        own = [size if stride else min(size, 1) for size, stride in zip(shape.size, shape.stride, strict=True)]
+        own = [
+            size if stride else min(size, 1) for size, stride in zip(shape.size, shape.stride, strict=True)
+        ]
         values = torch.empty_strided(own, shape.stride, dtype=shape.dtype, device=device)
         values = values.uniform_(-1, 1) if shape.dtype.is_floating_point else values.zero_()
         return values.expand(shape.size)

@@ -92,7 +92,9 @@ class Forecast:
     def to_mapping(self) -> dict[str, Any]:
         """As plain values, for `--json`."""
         step = sum(self.seconds.values())
-        return {**asdict(self), "fits": not self.lacking, "lacking_bytes": self.lacking, "step_seconds": step}
+        fit = {"fits": not self.lacking, "lacking_bytes": self.lacking}
+        of_tensors = max((need.allocated for need in self.needs if need.phase != "states"), default=0)
+        return {**asdict(self), **fit, "peak_of_tensors": of_tensors, "step_seconds": step}
 
     def line(self) -> str:
         """In one line."""

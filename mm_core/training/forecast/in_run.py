@@ -106,18 +106,14 @@ def checked(found: Foreseen, ranks: Ranks, free: Callable[[], int | None] = free
         PlanError: a device has far too little.
     """
     found = ranks.from_first(found)
-    peak = found.forecast.peak if found.forecast is not None else None
-    if peak is None or found.machine is None:
+    machine, peak = found.machine, found.forecast.peak if found.forecast is not None else None
+    if peak is None or machine is None:
         return found
-    everyone, on_cpu = ranks.gather(free()), device_type() == "cpu"
-    known = [(size, rank) for rank, size in enumerate(everyone) if size is not None]
-    least, rank = min(known, default=(inf, 0))
+    known = [(size, rank) for rank, size in enumerate(ranks.gather(free())) if size is not None]
+    (least, rank), on_cpu = min(known, default=(inf, 0)), device_type() == "cpu"
     # The driver's context is there already: it is made before free memory can be read.
-    wanted = (
-        peak.device_bytes * found.machine.ranks
-        if on_cpu
-        else peak.device_bytes - found.machine.device.context
-    )
+    held = 0 if on_cpu else machine.device.context
+    wanted = peak.device_bytes * (machine.ranks if on_cpu else 1) - held
     if wanted <= least:
         return found
     who = "the ranks of a host need" if on_cpu else "the run needs"

@@ -53,17 +53,16 @@ def advise(
     of_host = isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
     on_device, phase = not of_host and device_type() != "cpu", phase_of(error)
     need, free = foreseen.need(phase), free_memory_bytes() if on_device else free_host_bytes()
-    known = []
-    if need is not None:
-        own = need.host_bytes if of_host and device_type() != "cpu" else need.device_bytes
-        known.append(f"{size_text(own)} were predicted for it")
-    if free is not None:
-        known.append(f"{size_text(free)} are free now")
+    own = (
+        None if need is None else need.host_bytes if of_host and device_type() != "cpu" else need.device_bytes
+    )
+    sizes = ((own, "were predicted for it"), (free, "are free now"))
+    known = ", ".join(f"{size_text(size)} {what}" for size, what in sizes if size is not None)
     plan = plan if plan is not None else foreseen.plan
     found = suggested(engine, plan, phase, on_device) if plan is not None else []
     tries = ", or ".join(f"{override} ({does})" for override, does in found)
     way = f"add to the command {tries}" if found else _LAST
-    error.add_note(f"the run was in {phase}{': ' * bool(known)}{', '.join(known)}; {way}")
+    error.add_note(f"the run was in {phase}{': ' * bool(known)}{known}; {way}")
 
 
 def phase_of(error: BaseException) -> str:
