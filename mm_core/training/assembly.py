@@ -78,7 +78,9 @@ def assemble(
         parts = build_parts(config, ranks, store, resume)
         manifest, restored = restore_parts(parts, allow, foreseen)
         ready = equip(parts, manifest, restored, stop or StopFlag(), undo)
-        ready.foreseen, ready.reporter.ran = foreseen, PeakCheck(foreseen, ready.reporter.note)
+        ready.foreseen = foreseen
+        if foreseen.forecast is not None:
+            ready.reporter.ran = PeakCheck(foreseen.forecast, ready.reporter.note)
         undo.pop_all()
         return ready
 

@@ -113,7 +113,7 @@ def test_phases_are_compared_once_they_have_run_and_one_note_says_which_was_wron
 
 
 @pytest.mark.slow
-def test_evaluations_and_samples_are_phases_too(tiny, tmp_path, monkeypatch):
+def test_evaluations_and_samples_are_phases_too(tiny, tmp_path, monkeypatch, small_models_too):
     ran = []
     monkeypatch.setattr(assembly, "PeakCheck", lambda *_: ran.append)
     held_out = {f"data.validation.{key}": f"${{data.train.{key}}}" for key in
@@ -239,7 +239,9 @@ def test_the_limit_of_a_container_is_what_its_processes_can_take(tmp_path, monke
 )
 def test_a_peak_that_differs_by_more_than_a_tenth_is_noted(as_if_on_an_accelerator, measured, phase):
     notes: list[str] = []
-    check = PeakCheck(foreseen("1xH100", load=9, step=50), notes.append, lambda: round(measured * GIB))
+    check = PeakCheck(
+        foreseen("1xH100", load=9, step=50).forecast, notes.append, lambda: round(measured * GIB)
+    )
     for ran in ("step", "step", "evaluation"):
         check(ran)
     assert [f"wrong in {phase}: tensors took {round(measured * GIB):,} bytes" in note for note in notes] == [
@@ -250,7 +252,7 @@ def test_a_peak_that_differs_by_more_than_a_tenth_is_noted(as_if_on_an_accelerat
 def test_an_evaluation_is_compared_once_a_step_has_run(as_if_on_an_accelerator):
     notes: list[str] = []
     sizes = iter((50, 70))
-    found = foreseen("1xH100", load=9, step=51, evaluation=20, sample=81)
+    found = foreseen("1xH100", load=9, step=51, evaluation=20, sample=81).forecast
     check = PeakCheck(found, notes.append, lambda: next(sizes) * GIB)
     check("evaluation")  # at the start of the run
     check("step")
@@ -264,7 +266,7 @@ def test_an_evaluation_is_compared_once_a_step_has_run(as_if_on_an_accelerator):
 
 
 def test_a_process_on_the_cpu_is_not_compared():
-    check = PeakCheck(foreseen("1xcpu", load=1, step=2), pytest.fail, lambda: 1)
+    check = PeakCheck(foreseen("1xcpu", load=1, step=2).forecast, pytest.fail, lambda: 1)
     check("step")
 
 

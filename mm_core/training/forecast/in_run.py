@@ -133,15 +133,15 @@ class PeakCheck:
     """Compares what a device has allocated with the forecast, and notes the first large difference.
 
     Args:
-        found: what was foreseen.
+        forecast: of the run.
         note: shows a message.
         measured: returns the peak of the device's allocator.
     """
 
     def __init__(
-        self, found: Foreseen, note: Callable[[str], None], measured: Callable[[], int] = peak_memory_bytes
+        self, forecast: Forecast, note: Callable[[str], None], measured: Callable[[], int] = peak_memory_bytes
     ) -> None:
-        needs = found.forecast.needs if found.forecast is not None and device_type() != "cpu" else ()
+        needs = forecast.needs if device_type() != "cpu" else ()
         self._needs, self._done = {need.phase: need.allocated for need in needs}, {"load"}
         self._note, self._measured = note, measured
 
