@@ -15,6 +15,11 @@ from mm_core.errors import MMError, did_you_mean, plural
 GIB = 2**30
 
 
+def size_text(size: float) -> str:
+    """Bytes as a forecast shows them."""
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.1f} MiB"
+
+
 @dataclass(frozen=True)
 class Device:
     """One device that a rank uses.
@@ -144,6 +149,15 @@ def ranked(machine: Machine) -> Machine:
     device = machine.device
     known = replace(DEVICES["A100"], name=device.name, memory=device.memory, like=device.like)
     return replace(machine, device=known)
+
+
+def launched_machine() -> Machine:
+    """Hosts as this one with the ranks of the launcher's environment."""
+    from mm_core.device.kind import environment_world
+
+    world = environment_world().world_size
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    return this_machine(world // ranks, ranks)
 
 
 def this_machine(hosts: int, ranks: int) -> Machine:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +16,8 @@ import torch
 from torch import Tensor
 
 from mm_core.device.kind import current_module, device_type
+
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 class DeviceClock:
@@ -72,6 +76,24 @@ def peak_memory_bytes() -> int:
         return int(current_module().max_memory_allocated())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def free_memory_bytes() -> int | None:
+    """Bytes of this rank's device that are free, or on CPU of its host; None: unknown."""
+    return free_host_bytes() if device_type() == "cpu" else int(current_module().mem_get_info()[0])
+
+
+def free_host_bytes() -> int | None:
+    """Bytes of host memory that processes can take, at most the limit of a container; None: unknown."""
+    found = None
+    with suppress(OSError):
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8")
+        found = 1024 * int(re.findall(r"MemAvailable:\s+(\d+)", lines)[0])
+    for file in ("memory.max", "memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # "max": no limit
+            limit = int((_CGROUP / file).read_text(encoding="utf-8"))
+            found = limit if found is None else min(found, limit)
+    return found
 
 
 def reset_peak_memory() -> None:

@@ -16,6 +16,7 @@ from mm_core.report import clips, curves
 from mm_core.report.reading import Run
 from mm_core.schema.nodes import leaves
 
+_ELSEWHERE = ("config", "plan", "plugins", "forecast")
 _SHOWN_ELSEWHERE = re.compile(r"samples|(loss|grad_norm|timesteps)_by_.*|time/.*|.*/rows")
 
 
@@ -86,15 +87,35 @@ def summary(run: Run) -> list[tuple[str, str]]:
             rows.append((f"lowest {name}", f"{best:.5g} at step {step:,}"))
     speed = run.series.get("samples_per_second")
     if speed is not None:
-        rows.append(("samples per second, median", f"{sorted(speed.values)[len(speed.values) // 2]:.4g}"))
+        rows.append(("samples per second, median", f"{_median(speed.values):.4g}"))
     if (memory := run.series.get("memory")) is not None:
         rows.append(("peak memory per rank", f"{max(memory.values) / 2**30:.3g} GiB"))
-    return rows
+    return [*rows, *_foreseen(run)]
+
+
+def _foreseen(run: Run) -> Iterator[tuple[str, str]]:
+    """What the forecast of a run was, beside what was measured."""
+    forecast = run.manifest.get("forecast")
+    if not isinstance(forecast, dict):
+        return
+    memory, devices = forecast.get("peak_of_tensors"), run.manifest.get("devices")
+    if isinstance(memory, int) and memory:
+        apart = " of tensors; measured is the whole process"
+        on_cpu = isinstance(devices, dict) and devices.get("device") == "cpu"
+        yield "peak memory per rank, forecast", f"{memory / 2**30:.3g} GiB{apart * on_cpu}"
+    seconds, measured = forecast.get("step_seconds"), run.series.get("step_time")
+    if isinstance(seconds, float) and seconds and measured is not None:
+        yield "seconds a step, median", f"{_median(measured.values):.4g}"
+        yield "seconds a step, forecast", f"{seconds:.4g}"
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]
 
 
 def environment(run: Run) -> dict[str, str]:
     """The facts of a run's manifest for the report, without the config and without lists of modules."""
-    rest = {key: value for key, value in run.manifest.items() if key not in ("config", "plan", "plugins")}
+    rest = {key: value for key, value in run.manifest.items() if key not in _ELSEWHERE}
     plan = run.manifest.get("plan")
     if isinstance(plan, dict):
         sizes = ("global_batch_size", "micro_batch_size", "accumulation", "steps")

@@ -76,6 +76,8 @@ class RunReporter:
                 f"{twice[0]} is listed twice", where="log.trackers", accepted="each tracker once"
             )
         self.trackers = TrackerSet({})
+        self.ran: Callable[[str], None] = lambda phase: None
+        """Called when a phase of the forecast has run: step (the second one), evaluation, sample."""
 
         def open_files() -> None:
             write_telemetry(self.run_dir, bins)
@@ -115,6 +117,8 @@ class RunReporter:
         if not self._steps:
             self.window.step_flops = self._flops.of_step(self._accumulation) or 0.0
         self._steps += 1
+        if self._steps == 2:  # the first one makes the optimizer's state
+            self.ran("step")
         detailed = step % self.detail_every == 0 or step == self.last_step
         if step % self.every and not detailed:
             return None

@@ -40,18 +40,24 @@ from mm_core.telemetry.reporter import RunReporter
 from mm_core.training.between_steps import BetweenSteps
 from mm_core.training.callback_list import CallbackList
 from mm_core.training.evaluating import Evaluating, best_metric
+from mm_core.training.forecast.in_run import NOTHING, Foreseen, PeakCheck, checked
 from mm_core.training.guard import UpdateGuard
 from mm_core.training.late import late_steps
 from mm_core.training.loop import Training
 from mm_core.training.non_finite import first_non_finite
 from mm_core.training.optional.caching import FilledBatches
+from mm_core.training.optional.memory import advise
 from mm_core.training.parts import Restored, RunParts, restore
 from mm_core.training.training_samples import make_loader
 from mm_core.weights.adapters.record import record_of
 
 
 def assemble(
-    config: RunConfig, resume: str = "auto", stop: StopFlag | None = None, allow: Sequence[str] = ()
+    config: RunConfig,
+    resume: str = "auto",
+    stop: StopFlag | None = None,
+    allow: Sequence[str] = (),
+    foreseen: Foreseen = NOTHING,
 ) -> Training:
     """Assembles a training run up to its first step: checkpoint, parts, restored state, reporter, watchdog.
 
@@ -62,13 +68,19 @@ def assemble(
         resume: as for `train`.
         stop: records signals; None if signals do not stop the run.
         allow: as for `train`.
+        foreseen: what rank 0 knows of the run before it starts.
     """
     ranks, store = Ranks.current(), make_store(config)
     with ExitStack() as undo:
         undo.callback(store.close, after_fault=True)  # so that the run's folder is unlocked for another call
+        undo.push(lambda _, error, __: advise(error, config.engine, foreseen) if error is not None else None)
+        foreseen = checked(foreseen, ranks)
         parts = build_parts(config, ranks, store, resume)
-        manifest, restored = restore_parts(parts, allow)
+        manifest, restored = restore_parts(parts, allow, foreseen)
         ready = equip(parts, manifest, restored, stop or StopFlag(), undo)
+        ready.foreseen = foreseen
+        if foreseen.forecast is not None:
+            ready.reporter.ran = PeakCheck(foreseen.forecast, ready.reporter.note)
         undo.pop_all()
         return ready
 
@@ -112,7 +124,7 @@ def build_parts(config: RunConfig, ranks: Ranks, store: CheckpointStore, resume:
     )
 
 
-def restore_parts(parts: RunParts, allow: Sequence[str]) -> tuple[Document, Restored]:
+def restore_parts(parts: RunParts, allow: Sequence[str], foreseen: Foreseen) -> tuple[Document, Restored]:
     """Restores a training run's parts from its checkpoint, if any; writes and returns its manifest."""
     config, ranks, plan = parts.config, parts.ranks, parts.plan
     adapters = record_of(parts.task, config.train.adapters)
@@ -121,8 +133,10 @@ def restore_parts(parts: RunParts, allow: Sequence[str]) -> tuple[Document, Rest
     data = fingerprints(config.data.splits, datasets, ranks)
     manifest = run_manifest(config, plan, data, adapters, external)
     restored = restore(parts, manifest, allow)
-    restored.notes += [*parts.weights.notes(), *plan.notes, *promise_of(datasets["train"])]
-    ranks.on_first("writing config.yaml and manifest.json", lambda: write_run_files(config, plan, manifest))
+    restored.notes += [*foreseen.notes, *parts.weights.notes(), *plan.notes, *promise_of(datasets["train"])]
+    forecast = {"forecast": foreseen.forecast.to_mapping()} if foreseen.forecast is not None else {}
+    files = partial(write_run_files, config, plan, {**manifest, **forecast})
+    ranks.on_first("writing config.yaml and manifest.json", files)
     if ranks.rank == 0 and (note := remember(config)) is not None:
         restored.notes.append(note)
     return manifest, restored
@@ -315,7 +329,7 @@ def write_run_files(config: RunConfig, plan: RunPlan, manifest: Document) -> Non
     Args:
         config: the run's config.
         plan: the run's plan, which manifest.json contains too.
-        manifest: the run's manifest.
+        manifest: the run's manifest, with the forecast.
     """
     run_dir = config.run.folder
     run_dir.mkdir(parents=True, exist_ok=True)

@@ -80,6 +80,7 @@ class Evaluating:
             folder = validator.sample(step)
             if folder is None:
                 return metrics, True
+            self.reporter.ran("sample")
             self.callbacks.call("sampled", step, folder)
         return metrics, False
 
@@ -109,6 +110,7 @@ class Evaluating:
         self.reporter.enter("validation")
         metrics = validator.run(step)
         if metrics is not None:
+            self.reporter.ran("evaluation")
             self.reporter.log(step, metrics)
             self.callbacks.call("validated", step, metrics)
         return metrics

@@ -31,6 +31,7 @@ from mm_core.data.loading.cut_captions import CutCaptions
 from mm_core.errors import CheckpointError, MMError, PeerError, TrainingError
 from mm_core.plan import RunPlan
 from mm_core.runtime.ranks import gather_rows
+from mm_core.training.forecast.in_run import NOTHING, Foreseen
 from mm_core.training.step import IssuedStep, StepAgreement, end_step
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class Training:
         late: ends a step on a device that decides about updates itself, and returns whether the run ends
             (`LateSteps`); None: steps end as below.
         cut: counts the captions that are cut.
+        foreseen: what was known of the run before it started.
     """
 
     plan: RunPlan
@@ -74,6 +76,7 @@ class Training:
     start: int
     late: Callable[[IssuedStep, Sequence[Loss]], bool] | None = None
     cut: CutCaptions = field(default_factory=CutCaptions)
+    foreseen: Foreseen = NOTHING
 
 
 def run_steps(training: Training, start: int) -> int:

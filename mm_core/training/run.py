@@ -15,6 +15,7 @@ from mm_core.runtime.launch.rank_logs import rank_log
 from mm_core.runtime.launch.signals import StopFlag, leaving_at_signals
 from mm_core.runtime.process_group import process_group
 from mm_core.training.assembly import assemble
+from mm_core.training.forecast.in_run import NOTHING, foresee
 from mm_core.training.loop import Training, run_steps
 from mm_core.training.optional.memory import advise
 
@@ -48,6 +49,7 @@ def train(
     stop: StopFlag | None = None,
     allow: Sequence[str] = (),
     stop_after: int | None = None,
+    forecast: bool = True,
 ) -> RunResult:
     """Trains a run as the rank given by the environment (a single process without a launcher).
 
@@ -58,20 +60,21 @@ def train(
         stop: checked after every step: whether to save and stop. Before the first step: whether to stop.
         allow: keys whose change since the checkpoint is intended, or `all` (see `--allow`).
         stop_after: save and stop after this step, as at a signal.
+        forecast: whether to predict first what the run needs, and to refuse what does not fit.
 
     Raises:
         MMError: ConfigError, PlanError, ContractError, DataError, CheckpointError or TrainingError;
             PeerError if another rank caused the failure.
     """
     numerics = set_numerics(config.run.deterministic, config.run.float32_matmul)
-    folder = config.run.folder
+    folder, foreseen = config.run.folder, foresee(config) if forecast else NOTHING
     with process_group(config.run.stuck_after) as ranks, rank_log(folder, ranks.rank, ranks.count):
         try:
             with (
                 stop_on(lambda: stop is not None and stop.requested is not None),
                 leaving_at_signals("preparing the run", patience=UNREADY),
             ):
-                run = assemble(config, resume, stop, allow)
+                run = assemble(config, resume, stop, allow, foreseen)
         except StopRequested:
             return RunResult(folder, None, None, (stop and stop.requested) or _OTHER_RANK)
         for sentence in numerics:
@@ -103,7 +106,7 @@ def running(run: Training) -> Iterator[None]:
             run.reporter.note(f"{what}; see {skipped} for the list")
     except BaseException as raised:
         error = raised
-        advise(error, between.config.engine, run.plan)
+        advise(error, between.config.engine, run.foreseen, run.plan)
         raise
     finally:
         try:

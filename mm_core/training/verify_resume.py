@@ -102,7 +102,7 @@ def _train(config: str, overrides: Sequence[str], nproc: int, last: int, name: s
     """One run, up to step `last`."""
     command = [*COMMAND, "train", "--config", config, *overrides]
     done = subprocess.run(
-        [*command, "--nproc", str(nproc), "--stop-after", str(last)],
+        [*command, "--nproc", str(nproc), "--stop-after", str(last), "--no-forecast"],
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,

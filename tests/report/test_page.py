@@ -99,6 +99,21 @@ def test_the_table_of_runs_shows_how_far_and_how_well(make_run):
     assert dict(summary(read_run(make_run("b"), "b")))["state"] == "complete"
 
 
+def test_what_was_measured_is_beside_the_forecast(make_run):
+    folder = make_run("a")
+    written = json.loads((folder / "manifest.json").read_text())
+    forecast = {"peak_of_tensors": 3 * 2**29, "step_seconds": 0.2, "needs": []}
+    for device, memory in (("cuda", "1.5 GiB"), ("cpu", "1.5 GiB of tensors; measured is the whole process")):
+        more = {"forecast": forecast, "devices": {"device": device}}
+        (folder / "manifest.json").write_text(json.dumps(written | more))
+        rows = dict(summary(read_run(folder, "a")))
+        assert (rows["peak memory per rank"], rows["peak memory per rank, forecast"]) == ("1 GiB", memory)
+        assert (rows["seconds a step, median"], rows["seconds a step, forecast"]) == ("0.25", "0.2")
+    states = {"peak_of_tensors": 0, "step_seconds": 0, "needs": []}  # known alone
+    (folder / "manifest.json").write_text(json.dumps(written | {"forecast": states}))
+    assert not any("forecast" in name for name in dict(summary(read_run(folder, "a"))))
+
+
 def test_a_last_loss_that_is_not_finite_is_reported(make_run):
     folder = make_run("a")
     with (folder / "metrics.jsonl").open("a") as file:
@@ -126,7 +141,9 @@ def test_the_environment_names_versions_and_sizes(make_run):
 
 def test_a_manifest_of_another_form_is_no_fault(make_run):
     folder = make_run("a")
-    (folder / "manifest.json").write_text('{"plan": [], "plugins": 3, "config": [1], "world": null}')
+    (folder / "manifest.json").write_text(
+        '{"plan": [], "plugins": 3, "config": [1], "world": null, "forecast": []}'
+    )
     assert environment(read_run(folder, "a")) == {"world": "null"}
     render([read_run(folder, "a")], 0)
 

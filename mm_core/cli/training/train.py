@@ -47,6 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--on", metavar="MACHINE", help="with --dry-run: plan for 8xH100, 2x8xH100 (hosts), 1x24GB")
     add("--fit", action="store_true", help="with --dry-run: also show the fastest settings that fit")
     add("--calibrate", action="store_true", help="with --dry-run: measure this machine first")
+    add("--no-forecast", action="store_true", help="start without the forecast, also where nothing fits")
     add("--strict", action="store_true", help="with --dry-run: exit code 1 if a file is missing")
     add("--json", action="store_true", help="with --dry-run: print the plan as JSON")
     add("--ops", action="store_true", help="with --dry-run: also list operators of a forward and backward")
@@ -152,7 +153,14 @@ def _train(args: argparse.Namespace, stop: StopFlag, config: RunConfig | None = 
     from mm_core.training.run import train
 
     config = config or config_of(args)
-    result = train(config, resume=args.resume, stop=stop, allow=args.allow, stop_after=args.stop_after)
+    result = train(
+        config,
+        resume=args.resume,
+        stop=stop,
+        allow=args.allow,
+        stop_after=args.stop_after,
+        forecast=not args.no_forecast,
+    )
     if os.environ.get("RANK", "0") == "0":
         state = f"stopped by {result.stopped} after" if result.stopped else "done:"
         ended = f"{state} step {result.step} of {result.steps}"
@@ -242,11 +250,10 @@ def _operators(config: RunConfig, device: str | None) -> list[Operator]:
 def _dry_run_of_rank(args: argparse.Namespace) -> int:
     """The first rank of a launcher's ranks prints the plan; nothing is trained."""
     from mm_core.device import environment_world
-    from mm_core.device.machines import this_machine
+    from mm_core.device.machines import launched_machine
 
-    world = environment_world()
-    config, ranks = config_of(args), int(os.environ.get("LOCAL_WORLD_SIZE", world.world_size))
-    return _dry_run(config, this_machine(world.world_size // ranks, ranks), args) if world.rank == 0 else 0
+    config = config_of(args)
+    return _dry_run(config, launched_machine(), args) if environment_world().rank == 0 else 0
 
 
 def _refuse_contradictions(args: argparse.Namespace) -> None:
@@ -278,6 +285,8 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
         what, hint = "--fit works only with --dry-run: it trains nothing", "add --dry-run"
     elif args.calibrate and (not args.dry_run or args.on is not None):
         what, hint = "--calibrate measures this machine, in a dry run of it", "add --dry-run, and remove --on"
+    elif args.no_forecast and args.dry_run:
+        what = "--no-forecast is for a run that starts; --dry-run prints the forecast"
     elif args.strict and not args.dry_run:
         what, hint = "--strict works only with --dry-run: no run starts without its files", "add --dry-run"
     elif (args.ops and not args.dry_run) or (args.device and not args.ops):

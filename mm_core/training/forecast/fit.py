@@ -20,7 +20,7 @@ from typing import Any
 
 from mm_core.config.dump import to_mapping
 from mm_core.config.sections import RunConfig
-from mm_core.device.machines import Machine, ranked
+from mm_core.device.machines import Machine, ranked, size_text
 from mm_core.errors import MMError
 from mm_core.parallel.layout import ShardedPlan
 from mm_core.plan import RunPlan, build_task, plan_shown
@@ -33,7 +33,6 @@ from mm_core.training.forecast.forecast import (
     needs_of,
     of_phases,
     seconds_of,
-    size_text,
     time_text,
 )
 

@@ -16,7 +16,7 @@ from mm_core.config.sections import RunConfig
 from mm_core.contracts import Batch, Engine, SampleRequest, TaskModule
 from mm_core.data.loading.bucketed import BucketOrder
 from mm_core.data.loading.sampler import SlotSpec
-from mm_core.device.machines import GIB, Machine
+from mm_core.device.machines import GIB, Machine, size_text
 from mm_core.errors import MMError, PlanError, first_line, plural
 from mm_core.evaluation.sampled_clips import with_trained_size
 from mm_core.parallel.layout import ShardedPlan
@@ -62,12 +62,14 @@ class Need:
         device_bytes: on the device, with what no allocator shows.
         host_bytes: of tensors in host memory.
         parts: bytes by what they are for, the largest first.
+        allocated: those of `device_bytes` that tensors take, which an allocator shows.
     """
 
     phase: str
     device_bytes: int
     host_bytes: int
     parts: dict[str, int]
+    allocated: int
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,22 @@ class Forecast:
     def to_mapping(self) -> dict[str, Any]:
         """As plain values, for `--json`."""
         step = sum(self.seconds.values())
-        return {**asdict(self), "fits": not self.lacking, "lacking_bytes": self.lacking, "step_seconds": step}
+        fit = {"fits": not self.lacking, "lacking_bytes": self.lacking}
+        of_tensors = max((need.allocated for need in self.needs if need.phase != "states"), default=0)
+        return {**asdict(self), **fit, "peak_of_tensors": of_tensors, "step_seconds": step}
+
+    def line(self) -> str:
+        """In one line."""
+        if self.peak is None:
+            return "nothing is known"
+        of = f" of {size_text(self.memory)}" if self.memory else ""
+        text = f"{size_text(self.peak.device_bytes)}{of} at the peak ({self.peak.phase})"
+        if step := sum(self.seconds.values()):
+            whole = (
+                f"; {plural(self.steps, 'step')} take {time_text(step * self.steps)}" if self.steps else ""
+            )
+            text += f", about {time_text(step)} a step{whole}"
+        return text
 
     def render(self) -> list[str]:
         """As text."""
@@ -303,7 +320,8 @@ def needs_of(plan: RunPlan, machine: Machine, phases: Phases) -> tuple[Need, ...
 def _unknown(plan: RunPlan, machine: Machine, note: str) -> Forecast:
     """A forecast of the model states alone."""
     states, host = plan.device_bytes, sum(plan.host_bytes.values())
-    need = Need("states", sum(states.values()) + machine.device.context, host, states)
+    held = sum(states.values())
+    need = Need("states", held + machine.device.context, host, states, held)
     return _made(plan, machine, (need,), {}, note)
 
 
@@ -359,13 +377,14 @@ def _need(name: str, segments: dict[str, Counted], plan: RunPlan, machine: Machi
     parts = dict(top.parts.most_common())
     if machine.device.name == "cpu":
         copies = max((w.bytes for each in segments.values() for w in each.work if w.group > 1), default=0)
-        return Need(name, top.bytes + round(GLOO * copies), 0, parts)
+        return Need(name, top.bytes + round(GLOO * copies), 0, parts, top.bytes)
     frozen = sum(part.host_bytes for part in plan.engine.parts)
     kept = _kept(plan, top)
     host, there = sum(held.values()) + frozen + kept, sum(top.parts[key] for key in held) + frozen + kept
     device = round((top.bytes - there) * (1 + ROUNDING))
     device += machine.device.context + BUFFERS * (machine.world > 1)
-    return Need(name, device, host, {key: size for key, size in parts.items() if key not in held})
+    own = {key: size for key, size in parts.items() if key not in held}
+    return Need(name, device, host, own, top.bytes - there)
 
 
 def _kept(plan: RunPlan, top: Counted) -> int:
@@ -412,11 +431,8 @@ def seconds_of(plan: RunPlan, machine: Machine, phases: Phases) -> dict[str, flo
     return found
 
 
-def size_text(size: int) -> str:
-    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.1f} MiB"
-
-
 def time_text(seconds: float) -> str:
+    """Seconds as people read them."""
     if seconds < 120:
         return f"{seconds:.3g} s"
     return f"{seconds / 3600:.1f} hours" if seconds >= 3600 else f"{seconds / 60:.1f} minutes"

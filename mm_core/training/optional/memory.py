@@ -1,33 +1,84 @@
-"""For a run that is out of memory: the next setting that needs less and that the run has not taken."""
+"""For a run that is out of memory: its phase, and settings that need less and that it has not taken."""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
+from itertools import islice
 
 from mm_core.config.dump import plain
-from mm_core.device import device_type
+from mm_core.device import device_type, free_host_bytes, free_memory_bytes
+from mm_core.device.machines import size_text
 from mm_core.plan import RunPlan
 from mm_core.runtime.launch.rank_process import out_of_memory
 from mm_core.schema.fields import ComponentConfig
+from mm_core.training.forecast.in_run import NOTHING, Foreseen
 
 _LAST = (
     "shard over more ranks, spread the tokens of a sample (engine.context_parallel), or train smaller samples"
 )
 
+_PHASES = {
+    "mm_core.training.assembly.assemble": "load",
+    "mm_core.training.loop.run_steps": "step",
+    "mm_core.evaluation.validator.Validator.run": "evaluation",
+    "mm_core.evaluation.validator.Validator.sample": "sample",
+    "mm_core.training.between_steps.BetweenSteps.save": "save",
+}
+"""A function of a run -> the phase in which it is called."""
 
-def advise(error: BaseException, engine: ComponentConfig, plan: RunPlan) -> None:
-    """Adds to an error about memory, as a note, the override to try next; leaves other errors as they are.
+_OF_STEP = (
+    "train.micro_batch_size",
+    "engine.recompute",
+    "engine.accumulate",
+    "engine.offload.activations",
+)
+"""Keys that change nothing in other phases, except the micro-batch in an evaluation."""
+
+
+def advise(
+    error: BaseException, engine: ComponentConfig, foreseen: Foreseen = NOTHING, plan: RunPlan | None = None
+) -> None:
+    """Adds to an error about memory, as a note, the phase, what was predicted for it and is free, and what to
+    try; leaves other errors as they are.
 
     Args:
         error: what ended the run.
         engine: the run's config of it.
-        plan: the run's.
+        foreseen: what was known of the run before it started.
+        plan: the run's; None: the one that was foreseen, if any.
     """
     if out_of_memory(error) is None:
         return
     of_host = isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
-    found = next(rungs(engine, plan, offloads=not of_host and device_type() != "cpu"), None)
-    error.add_note(f"add {found[0]} to the command: {found[1]}" if found is not None else _LAST)
+    on_device, phase = not of_host and device_type() != "cpu", phase_of(error)
+    need, free = foreseen.need(phase), free_memory_bytes() if on_device else free_host_bytes()
+    own = (
+        None if need is None else need.host_bytes if of_host and device_type() != "cpu" else need.device_bytes
+    )
+    sizes = ((own, "were predicted for it"), (free, "are free now"))
+    known = ", ".join(f"{size_text(size)} {what}" for size, what in sizes if size is not None)
+    plan = plan if plan is not None else foreseen.plan
+    found = suggested(engine, plan, phase, on_device) if plan is not None else []
+    tries = ", or ".join(f"{override} ({does})" for override, does in found)
+    way = f"add to the command {tries}" if found else _LAST
+    error.add_note(f"the run was in {phase}{': ' * bool(known)}{known}; {way}")
+
+
+def phase_of(error: BaseException) -> str:
+    """The phase of the run in which an error was raised."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    names = [f"{frame.f_globals.get('__name__')}.{frame.f_code.co_qualname}" for frame in frames]
+    return next((_PHASES[name] for name in reversed(names) if name in _PHASES), "step")
+
+
+def suggested(
+    engine: ComponentConfig, plan: RunPlan, phase: str, offloads: bool, count: int = 3
+) -> list[tuple[str, str]]:
+    """Overrides with which a phase needs less memory, what costs least first, each with what it does."""
+    useless = _OF_STEP[phase == "evaluation" :] if phase != "step" else ()
+    found = (each for each in rungs(engine, plan, offloads=offloads) if not each[0].startswith(useless))
+    return [*islice(found, count)]
 
 
 def rungs(section: ComponentConfig, plan: RunPlan, *, offloads: bool) -> Iterator[tuple[str, str]]:
