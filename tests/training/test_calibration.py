@@ -12,9 +12,9 @@ from mm_core.device.machines import this_machine
 from mm_core.plan import build_task, plan_shown
 from mm_core.training.forecast import calibration
 from mm_core.training.forecast.calibration import Factors, calibrate, factors_of, keep
-from mm_core.training.forecast.forecast import forecast
 from mm_core.training.forecast.meter import Meter, Work
 from mm_core.training.forecast.seconds import of_call, roofline
+from mm_core.training.forecast.study import forecast
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,10 @@ from mm_core.device.machines import Machine, machine_of
 from mm_core.errors import MMError
 from mm_core.plan import build_task, plan_shown
 from mm_core.training.forecast import composed
-from mm_core.training.forecast.forecast import Forecast, forecast
+from mm_core.training.forecast.forecast import Forecast
 from mm_core.training.forecast.meter import Meter, Work
 from mm_core.training.forecast.seconds import REACHED, of_call
+from mm_core.training.forecast.study import forecast
 from support.scripts import script
 
 GIB = 2**30

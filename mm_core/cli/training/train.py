@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mm_core.runtime.launch.signals import StopFlag
     from mm_core.telemetry.operators import Operator
     from mm_core.training.forecast.fit import Setting
-    from mm_core.training.forecast.forecast import Study
+    from mm_core.training.forecast.study import Study
 
 _OF_LAUNCH = ("nproc", "nnodes", "rdzv_endpoint", "rdzv_id", "node_rank")
 """Options that set how many ranks run, and on which hosts."""
@@ -190,7 +190,7 @@ def _verify_resume(args: argparse.Namespace, config: RunConfig, nproc: int, host
 def _dry_run(config: RunConfig, machine: Machine, args: argparse.Namespace) -> int:
     from mm_core.checkpoint.reading import adapters_begun
     from mm_core.plan import base_choices, build_task, plan_shown, table_of
-    from mm_core.training.forecast.forecast import Study
+    from mm_core.training.forecast.study import Study
 
     world = machine.world
     adapters = adapters_begun(config.train.adapters, config.run.folder)

@@ -27,14 +27,8 @@ from mm_core.plan import RunPlan, build_task, plan_shown
 from mm_core.plan.planning import state_tensors
 from mm_core.plan.samples import Samples
 from mm_core.training.forecast.composed import Phases, mixed
-from mm_core.training.forecast.forecast import (
-    Forecast,
-    Study,
-    needs_of,
-    of_phases,
-    seconds_of,
-    time_text,
-)
+from mm_core.training.forecast.forecast import Forecast, needs_of, of_phases, seconds_of, time_text
+from mm_core.training.forecast.study import Study
 
 SHOWN = 3
 ROOM = 0.05

@@ -72,7 +72,7 @@ def foresee(config: RunConfig) -> Foreseen:
 
 
 def _foreseen(config: RunConfig) -> Foreseen:
-    from mm_core.training.forecast.forecast import forecast  # which imports what runs do
+    from mm_core.training.forecast.study import forecast  # which imports what runs do
 
     machine, adapters = launched_machine(), adapters_begun(config.train.adapters, config.run.folder)
     task = build_task(config, adapters)
