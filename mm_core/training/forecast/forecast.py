@@ -10,21 +10,24 @@ import torch
 from torch import Tensor
 
 from mm_core.config.sections import RunConfig
-from mm_core.contracts import Batch, Engine, EnginePlan, SampleRequest, TaskModule
+from mm_core.contracts import Batch, Engine, EnginePlan, SampleRequest, SupportsStandIn, TaskModule
 from mm_core.data.loading.bucketed import BucketOrder
 from mm_core.data.loading.sampler import SlotSpec
-from mm_core.device.machines import GIB, Machine
+from mm_core.device.machines import GIB, Device, Machine
 from mm_core.errors import MMError, first_line, plural
 from mm_core.evaluation.sampled_clips import with_trained_size
 from mm_core.parallel.layout import ShardedPlan
 from mm_core.plan import RunPlan, build_frozen, build_task, check_data
 from mm_core.plan.planning import state_tensors
+from mm_core.plan.run_plan import host_bytes
 from mm_core.plan.samples import InBuckets, Samples
 from mm_core.training.forecast.calibration import calibrate, factors_of, keep
 from mm_core.training.forecast.composed import Calls, Counted, Phases, counted
 from mm_core.training.forecast.fake_rank import FakeRank, forward_of
 from mm_core.training.forecast.meter import Work
+from mm_core.training.forecast.scale import Scale, scale_of
 from mm_core.training.forecast.seconds import published, seconds_of
+from mm_core.training.forecast.stand_in import with_own_states
 from mm_core.training.training_samples import first_batch
 from mm_core.weights.adapters.inject import Structure
 
@@ -67,6 +70,7 @@ class Forecast:
         samples: of a step.
         steps: of the run.
         notes: what is not counted, and why.
+        scale: what its ranks share.
     """
 
     machine: str
@@ -76,6 +80,7 @@ class Forecast:
     samples: int
     steps: int
     notes: tuple[str, ...]
+    scale: Scale
 
     @property
     def peak(self) -> Need | None:
@@ -110,6 +115,7 @@ class Forecast:
             day = 86400 / step * self.samples
             whole = f"{plural(self.steps, 'step')} take {_time(step * self.steps)}; " if self.steps else ""
             lines.append(f"  {whole}{day:,.0f} samples a day")
+        lines += ["", *self.scale.render()]
         return [*lines, *(f"  {note}" for note in self.notes)]
 
     def _verdict(self, peak: Need) -> str:
@@ -136,7 +142,7 @@ def forecast(
         adapters: see `build_task`.
         measure: whether to measure the run's operators on this machine first, and to keep the result.
     """
-    unknown = partial(_unknown, plan, machine)
+    unknown = partial(_unknown, config, plan, machine)
 
     def build() -> TaskModule:
         task = build_task(config, adapters)
@@ -144,25 +150,28 @@ def forecast(
         build_frozen(task)
         return task
 
-    if not isinstance(plan.engine, ShardedPlan):
+    own: Engine = config.registry.build("engine", config.engine)
+    stood = isinstance(own, SupportsStandIn)
+    if not stood and not isinstance(plan.engine, ShardedPlan):
         return unknown(
             f"only the model states are known: the steps of the engine {config.engine.type} are not"
         )
     task = build()
+    run = replace(plan, engine=_engine(config, task, machine.world)[1]) if stood else plan
     batch, why = _batch(config, plan, samples, task)
     forward = forward_of(task, config) if batch is None else None
     if batch is None and forward is None:
         return unknown(f"activations and seconds are unknown: {why}")
 
     def rank(task: TaskModule) -> FakeRank:
-        engine, own = _engine(config, task, machine.world)
+        engine, planned = _engine(config, task, machine.world)
         request = _request(config) if not plan.missing else None
-        on_cpu = machine.device.name == "cpu"
-        return FakeRank(config, task, engine, own, plan.accumulation, on_cpu, batch, forward, request)
+        return FakeRank(config, task, engine, planned, plan.accumulation, on_cpu, batch, forward, request)
 
     calls: Calls = {}
+    on_cpu = machine.device.name == "cpu"
     try:
-        phases = counted(task, build, plan.engine, rank, calls)
+        phases = counted(task, build, run.engine, rank, calls)
     except Exception as error:  # whatever a model does that needs numbers: the plan is shown all the same
         parts = ", ".join(task.trainable)
         return unknown(f"activations and seconds are unknown: {parts} stopped ({first_line(error)})")
@@ -171,27 +180,42 @@ def forecast(
         notes.append(f"encoders are not counted, and captions are as long as they can be: {why}")
     if plan.engine.compiled:
         notes.append("the memory of compiled blocks is that of eager ones, which need no less")
-    needs = tuple(_need(name, own, plan, machine) for name, own in phases.items())
-    seconds = _seconds(phases, plan, machine, calls if measure else None)
-    return _made(plan, machine, needs, seconds, *notes)
+    if isinstance(own, SupportsStandIn):
+        phases = with_own_states(phases, own, plan.engine, on_cpu)
+    needs = tuple(_need(name, each, run, machine) for name, each in phases.items())
+    if stood and not on_cpu:
+        host = sum(host_bytes(plan.engine).values())
+        needs = tuple(replace(need, host_bytes=need.host_bytes + host) for need in needs)
+    step, encoding = _works(phases, plan)
+    if measure:
+        _measure(step, encoding, calls, machine.device)
+    seconds = _seconds(step, encoding, run, machine)
+    return _made(plan, machine, needs, seconds, scale_of(config, plan, machine, step), *notes)
 
 
-def _unknown(plan: RunPlan, machine: Machine, note: str) -> Forecast:
+def _unknown(config: RunConfig, plan: RunPlan, machine: Machine, note: str) -> Forecast:
     """A forecast of the model states alone."""
     states, host = plan.device_bytes, sum(plan.host_bytes.values())
     need = Need("states", sum(states.values()) + machine.device.context, host, states)
-    return _made(plan, machine, (need,), {}, note)
+    return _made(plan, machine, (need,), {}, scale_of(config, plan, machine, {}), note)
 
 
 def _made(
-    plan: RunPlan, machine: Machine, needs: tuple[Need, ...], seconds: dict[str, float], *notes: str
+    plan: RunPlan,
+    machine: Machine,
+    needs: tuple[Need, ...],
+    seconds: dict[str, float],
+    scale: Scale,
+    *notes: str,
 ) -> Forecast:
     size, samples = machine.device.memory, plan.global_batch_size
-    return Forecast(machine.title, size, needs, seconds, samples, plan.steps, notes)
+    return Forecast(machine.title, size, needs, seconds, samples, plan.steps, notes, scale)
 
 
 def _engine(config: RunConfig, task: TaskModule, world: int) -> tuple[Engine, EnginePlan]:
     engine: Engine = config.registry.build("engine", config.engine)
+    if isinstance(engine, SupportsStandIn):
+        engine = engine.stand_in()
     engine.device = torch.device("cpu")
     plan = engine.plan(task, world, state_tensors(config))
     assert isinstance(plan, ShardedPlan)
@@ -254,9 +278,8 @@ def _need(name: str, segments: dict[str, Counted], plan: RunPlan, machine: Machi
     return Need(name, device, host, {key: size for key, size in parts.items() if key not in held})
 
 
-def _seconds(phases: Phases, plan: RunPlan, machine: Machine, calls: Calls | None) -> dict[str, float]:
-    """Those of a step; two micro-batches stand for all of it. With calls, they are measured first."""
-    assert isinstance(plan.engine, ShardedPlan)
+def _works(phases: Phases, plan: RunPlan) -> tuple[dict[Work, float], dict[Work, float]]:
+    """How often each operator of a step runs, and of its encoders; two micro-batches stand for all of it."""
     times = plan.accumulation / min(plan.accumulation, 2)
     step: dict[Work, float] = {}
     encoding: dict[Work, float] = {}
@@ -264,14 +287,24 @@ def _seconds(phases: Phases, plan: RunPlan, machine: Machine, calls: Calls | Non
         into = encoding if key == "encoding" else step
         for work, count in segment.work.items():
             into[work] = into.get(work, 0.0) + count * (1 if key == "update" else times)
-    device = machine.device
-    if calls is not None:
-        whole = {work: step.get(work, 0.0) + encoding.get(work, 0.0) for work in calls}
-        seen = {work: call for work, call in calls.items() if whole[work]}
-        keep(device.name, calibrate(seen, whole, lambda work: published(work, device)))
-    factors = factors_of(device.name)
-    if factors is None and not device.timed:
+    return step, encoding
+
+
+def _measure(step: dict[Work, float], encoding: dict[Work, float], calls: Calls, device: Device) -> None:
+    """Measures the operators of a step on this machine, and keeps the result."""
+    whole = {work: step.get(work, 0.0) + encoding.get(work, 0.0) for work in calls}
+    seen = {work: call for work, call in calls.items() if whole[work]}
+    keep(device.name, calibrate(seen, whole, lambda work: published(work, device)))
+
+
+def _seconds(
+    step: dict[Work, float], encoding: dict[Work, float], plan: RunPlan, machine: Machine
+) -> dict[str, float]:
+    """Those of a step, by what takes them; empty: the device's speed is not known."""
+    factors = factors_of(machine.device.name)
+    if factors is None and not machine.device.timed:
         return {}
+    assert isinstance(plan.engine, ShardedPlan)
     return seconds_of(step, encoding, machine, bool(plan.engine.compiled), factors)
 
 

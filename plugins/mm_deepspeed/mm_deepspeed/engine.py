@@ -37,7 +37,7 @@ from mm_core.modules import FlatShard, cast_as_planned, tied_names
 from mm_core.parallel import place, recompute
 from mm_core.plugin import ComponentConfig
 from mm_deepspeed import library, zero
-from mm_deepspeed.building import Root, handed_over, plan_of, split_rows, whole
+from mm_deepspeed.building import Root, buffers_of, handed_over, plan_of, split_rows, whole
 from mm_deepspeed.config import DeepSpeedConfig
 from mm_deepspeed.json_file import place_of
 from mm_deepspeed.settings import Settings, completed
@@ -108,6 +108,18 @@ class DeepSpeedEngine(EngineBase):
     def _sampler(self) -> FSDP2Engine:
         half = self.settings.dtype if self.settings.dtype != "fp32" else None
         return FSDP2Engine(param_dtype="bf16" if half == "fp16" else half)
+
+    def stand_in(self) -> FSDP2Engine:
+        """`fsdp2` in the stage's preset: DeepSpeed cannot step on tensors without memory."""
+        settings = self.settings
+        preset = "ddp" if not settings.stage else "zero3" if settings.stage == 3 else "zero2"
+        accumulate = "reduced" if settings.stage > 1 else "deferred"
+        dtype = settings.dtype if settings.dtype != "fp32" else None
+        return FSDP2Engine(preset=preset, accumulate=accumulate, param_dtype=dtype, reduce_dtype=None)
+
+    def buffers(self, plan: EnginePlan) -> dict[str, dict[str, int]]:
+        """DeepSpeed's buffers in a step."""
+        return buffers_of(self.config.settings, self.settings, plan)
 
     # -- prepare -------------------------------------------------------------------------------
 
