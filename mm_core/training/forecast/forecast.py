@@ -178,7 +178,7 @@ def forecast(
     notes = []
     if batch is None:
         notes.append(f"encoders are not counted, and captions are as long as they can be: {why}")
-    if plan.engine.compiled:
+    if isinstance(plan.engine, ShardedPlan) and plan.engine.compiled:
         notes.append("the memory of compiled blocks is that of eager ones, which need no less")
     if isinstance(own, SupportsStandIn):
         phases = with_own_states(phases, own, plan.engine, on_cpu)

@@ -30,7 +30,7 @@ def with_own_states(phases: Phases, engine: SupportsStandIn, plan: EnginePlan, o
         for name, size in held.items():
             parts[name] += size * (phase == "step" or name != "gradients")
         parts.update((extra["update" if key == "update" else "backward"]) if phase == "step" else {})
-        return Counted(parts, counted.work)
+        return Counted(+parts, counted.work)
 
     return {
         phase: {key: own(phase, key, each) for key, each in segments.items()}

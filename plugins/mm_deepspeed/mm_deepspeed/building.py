@@ -86,7 +86,7 @@ def buffers_of(given: Mapping[str, Any], settings: Settings, plan: EnginePlan) -
     masters = 4 * trained // plan.world
     bucket = elements("reduce_bucket_size", 500_000_000)
     if not stage:
-        return {"backward": {"bucket": 4 * min(bucket, trained)}, "update": {}}
+        return {"backward": {}, "update": {"bucket": 4 * min(bucket, trained)}}
     update = {} if settings.offload_optimizer else {"flat gradients": masters}
     if stage == 3:
         live = width * elements("stage3_max_live_parameters", 1_000_000_000)
