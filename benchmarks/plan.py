@@ -350,9 +350,8 @@ def rank(path: str, overrides: list[str]) -> None:
     peak = dict.fromkeys(spans, 0)
     for event in found:
         if event.tag.name == "Allocation":
-            phase = next(
-                (n for n, (begin, end) in spans.items() if begin <= event.start_time_ns <= end), None
-            )
+            at = event.start_time_ns
+            phase = next((name for name, (begin, end) in spans.items() if begin <= at <= end), None)
             if phase is not None:
                 peak[phase] = max(peak[phase], event.extra_fields.total_allocated)
     print("peak", json.dumps(peak), flush=True)

@@ -181,7 +181,7 @@ def forecast(
     if isinstance(plan.engine, ShardedPlan) and plan.engine.compiled:
         notes.append("the memory of compiled blocks is that of eager ones, which need no less")
     if isinstance(own, SupportsStandIn):
-        phases = with_own_states(phases, own, plan.engine, on_cpu)
+        phases = with_own_states(phases, own, plan.engine, run.engine, on_cpu)
     needs = tuple(_need(name, each, run, machine) for name, each in phases.items())
     if stood and not on_cpu:
         host = sum(host_bytes(plan.engine).values())

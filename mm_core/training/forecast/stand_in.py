@@ -13,22 +13,27 @@ from mm_core.training.forecast.meter import GATHERED
 _OF_STAND_IN = ("parameters", "gradients", "optimizer", "weights being loaded", GATHERED, WHOLE)
 
 
-def with_own_states(phases: Phases, engine: SupportsStandIn, plan: EnginePlan, on_cpu: bool) -> Phases:
+def with_own_states(
+    phases: Phases, engine: SupportsStandIn, plan: EnginePlan, other: EnginePlan, on_cpu: bool
+) -> Phases:
     """The phases of the engine that stood for another, with the other's states in place of its own.
 
     Args:
         phases: as computed.
         engine: the run's.
         plan: its own.
+        other: that of the engine that stood for it; gradients of as many bytes are counted as they come.
         on_cpu: whether its device is the host.
     """
+    alike = {"gradients", WHOLE} if other.gradient_bytes >= plan.gradient_bytes else set()
+    replaced = {*_OF_STAND_IN} - alike
     held = Counter(device_bytes(plan)) + Counter(host_bytes(plan) if on_cpu else {})
     extra = engine.buffers(plan)
 
     def own(phase: str, key: str, counted: Counted) -> Counted:
-        parts = Counter({name: size for name, size in counted.parts.items() if name not in _OF_STAND_IN})
+        parts = Counter({name: size for name, size in counted.parts.items() if name not in replaced})
         for name, size in held.items():
-            parts[name] += size * (phase == "step" or name != "gradients")
+            parts[name] += size * (name != "gradients" or (phase == "step" and not alike))
         parts.update((extra["update" if key == "update" else "backward"]) if phase == "step" else {})
         return Counted(+parts, counted.work)
 

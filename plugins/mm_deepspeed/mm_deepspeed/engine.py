@@ -112,7 +112,7 @@ class DeepSpeedEngine(EngineBase):
     def stand_in(self) -> FSDP2Engine:
         """`fsdp2` in the stage's preset: DeepSpeed cannot step on tensors without memory."""
         settings = self.settings
-        preset = "ddp" if not settings.stage else "zero3" if settings.stage == 3 else "zero2"
+        preset = ("ddp", "ddp", "zero2", "zero3")[settings.stage]
         accumulate = "reduced" if settings.stage > 1 else "deferred"
         dtype = settings.dtype if settings.dtype != "fp32" else None
         return FSDP2Engine(preset=preset, accumulate=accumulate, param_dtype=dtype, reduce_dtype=None)
