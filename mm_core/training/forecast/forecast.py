@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -153,9 +154,7 @@ def forecast(
     own: Engine = config.registry.build("engine", config.engine)
     stood = isinstance(own, SupportsStandIn)
     if not stood and not isinstance(plan.engine, ShardedPlan):
-        return unknown(
-            f"only the model states are known: the steps of the engine {config.engine.type} are not"
-        )
+        return unknown(f"only the model states are known: the steps of {config.engine.type} are not")
     task = build()
     run = replace(plan, engine=_engine(config, task, machine.world)[1]) if stood else plan
     batch, why = _batch(config, plan, samples, task)
@@ -163,10 +162,11 @@ def forecast(
     if batch is None and forward is None:
         return unknown(f"activations and seconds are unknown: {why}")
 
+    request = _request(config) if not plan.missing else None
+
     def rank(task: TaskModule) -> FakeRank:
-        engine, planned = _engine(config, task, machine.world)
-        request = _request(config) if not plan.missing else None
-        return FakeRank(config, task, engine, planned, plan.accumulation, on_cpu, batch, forward, request)
+        made = _engine(config, task, machine.world)
+        return FakeRank(config, task, *made, plan.accumulation, on_cpu, batch, forward, request)
 
     calls: Calls = {}
     on_cpu = machine.device.name == "cpu"
@@ -175,22 +175,23 @@ def forecast(
     except Exception as error:  # whatever a model does that needs numbers: the plan is shown all the same
         parts = ", ".join(task.trainable)
         return unknown(f"activations and seconds are unknown: {parts} stopped ({first_line(error)})")
-    notes = []
-    if batch is None:
-        notes.append(f"encoders are not counted, and captions are as long as they can be: {why}")
-    if isinstance(plan.engine, ShardedPlan) and plan.engine.compiled:
-        notes.append("the memory of compiled blocks is that of eager ones, which need no less")
+    host = 0
     if isinstance(own, SupportsStandIn):
         phases = with_own_states(phases, own, plan.engine, run.engine, on_cpu)
-    needs = tuple(_need(name, each, run, machine) for name, each in phases.items())
-    if stood and not on_cpu:
-        host = sum(host_bytes(plan.engine).values())
-        needs = tuple(replace(need, host_bytes=need.host_bytes + host) for need in needs)
+        host = 0 if on_cpu else sum(host_bytes(plan.engine).values())
+    needs = tuple(_need(name, each, run, machine, host) for name, each in phases.items())
     step, encoding = _works(phases, plan)
     if measure:
         _measure(step, encoding, calls, machine.device)
-    seconds = _seconds(step, encoding, run, machine)
-    return _made(plan, machine, needs, seconds, scale_of(config, plan, machine, step), *notes)
+    seconds, scale = _seconds(step, encoding, run, machine), scale_of(config, plan, machine, step)
+    return _made(plan, machine, needs, seconds, scale, *_notes(plan.engine, batch, why))
+
+
+def _notes(plan: EnginePlan, batch: Batch | None, why: str) -> Iterator[str]:
+    if batch is None:
+        yield f"encoders are not counted, and captions are as long as they can be: {why}"
+    if isinstance(plan, ShardedPlan) and plan.compiled:
+        yield "the memory of compiled blocks is that of eager ones, which need no less"
 
 
 def _unknown(config: RunConfig, plan: RunPlan, machine: Machine, note: str) -> Forecast:
@@ -259,7 +260,7 @@ def _request(config: RunConfig) -> SampleRequest | None:
     return with_trained_size(request, config.task, config.data.train)
 
 
-def _need(name: str, segments: dict[str, Counted], plan: RunPlan, machine: Machine) -> Need:
+def _need(name: str, segments: dict[str, Counted], plan: RunPlan, machine: Machine, on_host: int = 0) -> Need:
     held = plan.host_bytes if machine.device.name != "cpu" else {}
     top = max(segments.values(), key=lambda each: each.bytes - sum(each.parts[key] for key in held))
     parts = dict(top.parts.most_common())
@@ -275,7 +276,7 @@ def _need(name: str, segments: dict[str, Counted], plan: RunPlan, machine: Machi
         host, there = host + kept, there + kept
     device = round((top.bytes - there) * (1 + ROUNDING))
     device += machine.device.context + BUFFERS * (machine.world > 1)
-    return Need(name, device, host, {key: size for key, size in parts.items() if key not in held})
+    return Need(name, device, host + on_host, {key: size for key, size in parts.items() if key not in held})
 
 
 def _works(phases: Phases, plan: RunPlan) -> tuple[dict[Work, float], dict[Work, float]]:

@@ -10,10 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from mm_core.contracts import EnginePlan, TaskModule
+from mm_core.contracts import EnginePlan, TaskModule, TrainingFacts
+from mm_core.engines import FSDP2Engine
 from mm_core.errors import PlanError
 from mm_core.modules import tie
 from mm_core.parallel import decide_layout, device_mesh, plan_frozen
+from mm_core.plugin import ComponentConfig
 from mm_deepspeed.keys import AUTO, checked, section
 from mm_deepspeed.settings import Settings
 
@@ -98,6 +100,20 @@ def buffers_of(given: Mapping[str, Any], settings: Settings, plan: EnginePlan) -
         return {"backward": {"gradients in bf16": width * trained}, "update": update}
     buckets = 2 if zero.get("overlap_comm") is True else 1
     return {"backward": {"bucket": width * bucket * buckets}, "update": update}
+
+
+def stand_in_of(settings: Settings) -> FSDP2Engine:
+    """The engine `fsdp2` with the activations and the communication of a stage."""
+    preset = ("ddp", "ddp", "zero2", "zero3")[settings.stage]
+    accumulate = "reduced" if settings.stage > 1 else "deferred"
+    dtype = settings.dtype if settings.dtype != "fp32" else None
+    return FSDP2Engine(preset=preset, accumulate=accumulate, param_dtype=dtype, reduce_dtype=None)
+
+
+def facts_of(shares: int) -> TrainingFacts:
+    """A run of which nothing is known but the number of shares of the data."""
+    nothing = ComponentConfig("optimizer", "core/adamw"), ComponentConfig("lr_schedule", "core/constant")
+    return TrainingFacts(1, 1, 1, shares, None, *nothing)
 
 
 def split_rows(trained: Mapping[str, nn.Module], tied: Tied) -> None:
