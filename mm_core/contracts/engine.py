@@ -358,6 +358,25 @@ class SupportsUpdate(Protocol):
         """The host has read the norms of all updates and has decided about them."""
 
 
+@runtime_checkable
+class SupportsStandIn(Protocol):
+    """Capability of an engine whose step cannot run on tensors without memory: another one stands for it in a
+    forecast."""
+
+    def stand_in(self) -> Engine:
+        """The other engine: of the same activations and communication, and with a `ShardedPlan`."""
+
+    def buffers(self, plan: EnginePlan) -> Mapping[str, Mapping[str, int]]:
+        """What a rank's device holds besides `plan`'s parameters, gradients and states, by what it is for.
+
+        Args:
+            plan: this engine's.
+
+        Returns:
+            Bytes by purpose, under `backward` and under `update`.
+        """
+
+
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -114,6 +114,18 @@ def divide_apart() -> None:
     _fsdp_collectives._get_gradient_divide_factors = factors  # type: ignore[assignment]
 
 
+@contextmanager
+def own_shards_only() -> Iterator[None]:
+    """A context for rank 0, in which fully_shard makes a view of its own shard only, not of all ranks'."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    def first(tensor: torch.Tensor, count: int, dim: int) -> list[torch.Tensor]:
+        return [tensor.narrow(dim, 0, -(-tensor.shape[dim] // count))] * count
+
+    with patch.object(_fsdp_param, "_chunk_with_empty", first):
+        yield
+
+
 def fake_store() -> Any:
     """The store of a process group of the backend `fake`, whose other ranks exist in name only."""
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -159,7 +159,9 @@ def mm_tasks() -> Iterable[Component]:
 
 @ComponentKind(
     "mm_core.contracts:Engine",
-    optional=_capabilities("SupportsCheckTraining", "SupportsOverflowed", "SupportsUpdate"),
+    optional=_capabilities(
+        *("SupportsCheckTraining", "SupportsOverflowed", "SupportsStandIn", "SupportsUpdate"),
+    ),
     kit="mm_core.testing.training.engines.checks:KIT",
     target="ReplicatedEngine",
     tiny={"recompute_modules": ["net.blocks.{*}"]},

@@ -23,7 +23,7 @@ from mm_core.device import (
     device_type,
     environment_world,
 )
-from mm_core.device.torch_private import fake_store, forget_layouts
+from mm_core.device.torch_private import fake_store, forget_layouts, own_shards_only
 from mm_core.errors import MMError
 
 _FOREVER = timedelta(days=3650)
@@ -132,7 +132,7 @@ def fake_ranks(world: int) -> Iterator[None]:
 
     dist.init_process_group("fake", rank=0, world_size=world, store=fake_store())
     try:
-        with patch.object(dist, "all_gather_object", gathered):
+        with patch.object(dist, "all_gather_object", gathered), own_shards_only():
             yield
     finally:
         end_process_group()

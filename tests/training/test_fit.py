@@ -69,7 +69,7 @@ def test_some_recomputed_blocks_need_what_lies_between_none_and_all(tiny, monkey
 def test_a_part_on_the_host_is_a_part_less_on_the_device(tiny, part):
     study = study_of(tiny, "1xH100", *WIDE)
     key = f"engine.offload.{part}"
-    composed = of_phases(_placed(study.plan, {key: "cpu"}), study.machine, study.phases())
+    composed = of_phases(study.config, _placed(study.plan, {key: "cpu"}), study.machine, study.phases())
     own = study_of(tiny, "1xH100", *WIDE, f"{key}=cpu").forecast()
     assert peak(composed) < peak(study.forecast())
     assert peak(composed) == pytest.approx(peak(own), rel=0.02)

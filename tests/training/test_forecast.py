@@ -47,8 +47,9 @@ def test_the_predicted_peak_is_what_the_ranks_allocate(tmp_path, name):
     benchmark = script("benchmarks/plan.py")
     benchmark.prepare(tmp_path)
     case = next(each for each in benchmark.CASES if each.name == name)
-    ratio = benchmark.predicted(case, tmp_path) / benchmark.allocated(case, tmp_path)
-    assert abs(ratio - 1) <= (benchmark.BAR_OF_LANGUAGE if case.language else benchmark.BAR)
+    expected, measured = benchmark.predicted(case, tmp_path), benchmark.allocated(case, tmp_path)
+    ratio = expected["training"] / measured["training"]
+    assert abs(ratio - 1) <= (benchmark.BAR_OF_OTHERS if case.loose else benchmark.BAR)
 
 
 @pytest.mark.slow
@@ -226,11 +227,12 @@ def test_a_collective_takes_the_links_between_its_ranks():
     machine = machine_of("2x8xH100")
     device, share = machine.device, REACHED["communication"]
     within = Work("communication", "_allgather_base_", "bfloat16", 0, 10**10, group=8, span=8)
-    assert of_call(within, machine) == pytest.approx(1e10 * 7 / 8 / (share * device.link))
+    assert of_call(within, machine) == pytest.approx(1e10 * 7 / 8 / (share * device.link) + 7 * 2e-6)
     across = within._replace(group=2, span=9)  # one rank of each host
-    assert of_call(across, machine) == pytest.approx(1e10 / 2 / (share * device.network))
+    assert of_call(across, machine) == pytest.approx(1e10 / 2 / (share * device.network) + 1e-5)
     everywhere = within._replace(group=16, span=16)  # each host's ranks share its network cards
-    assert of_call(everywhere, machine) == pytest.approx(1e10 * 15 / 16 / (share * 8 * device.network))
+    moved = 1e10 * 15 / 16 / (share * 8 * device.network)
+    assert of_call(everywhere, machine) == pytest.approx(moved + 7 * 2e-6 + 1e-5)
     assert of_call(within._replace(group=1, span=1), machine) == 0
 
 

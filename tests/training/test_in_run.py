@@ -18,8 +18,8 @@ from mm_core.errors import PlanError
 from mm_core.runtime.ranks import Ranks
 from mm_core.telemetry.trackers.local import read_metrics
 from mm_core.training import assembly
-from mm_core.training.forecast import study as forecasts
 from mm_core.training.forecast import in_run
+from mm_core.training.forecast import study as forecasts
 from mm_core.training.forecast.calibration import Factors, keep
 from mm_core.training.forecast.forecast import Forecast, Need
 from mm_core.training.forecast.in_run import Foreseen, PeakCheck, checked, foresee

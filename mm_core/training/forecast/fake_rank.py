@@ -7,8 +7,8 @@ accelerators keep; on the meta device it would keep all scores.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,6 +43,8 @@ from mm_core.plan.bucketing import offered_buckets
 from mm_core.runtime.groups import fake_ranks
 from mm_core.training.forecast.calibration import clock
 from mm_core.training.forecast.meter import BACKWARD, Meter
+
+WHOLE = "whole gradients, until the last micro-batch"
 
 Forward = tuple[str, Mapping[str, Any], int]
 """A component's path, arguments of its forward for one sample, and samples of a micro-batch."""
@@ -157,13 +159,19 @@ class FakeRank:
         with meter.phase("between steps"):
             pass
         if config.validation is not None:
-            with meter.making("evaluation"), engine.evaluating():
-                if "validation" in config.data.splits:
-                    with meter.phase("evaluation"):
-                        self._evaluate(meter, rng)
-                if self.request is not None:
-                    with meter.phase("sample"):
-                        task.sample(self.request)
+            if "validation" in config.data.splits:
+                with meter.phase("evaluation"), self._evaluating(meter, ema):
+                    self._evaluate(meter, rng)
+            if self.request is not None:
+                with meter.phase("sample"), self._evaluating(meter, ema):
+                    task.sample(self.request)
+
+    @contextmanager
+    def _evaluating(self, meter: Meter, ema: EMA | None) -> Iterator[None]:
+        """As a run evaluates and samples: with the averaged weights, beside which the others are kept."""
+        applied = nullcontext() if ema is None else ema.applied()
+        with meter.making("average"), applied, meter.making("evaluation"), self.engine.evaluating():
+            yield
 
     def _watch(self, meter: Meter, groups: Sequence[Group]) -> None:
         task = self.task
@@ -187,7 +195,7 @@ class FakeRank:
             meter.enter("forward")
             engine.micro_step(partial(self._loss, meter, rng), last=micro == repeats - 1, scale=1.0)
             meter.call([p.grad for _, p in engine.named_parameters() if p.grad is not None], "gradients")
-            meter.rename(BACKWARD, "whole gradients, until the last micro-batch")
+            meter.rename(BACKWARD, WHOLE)
         untrained = [p for _, p in engine.named_parameters() if p.requires_grad and p.grad is None]
         meter.enter("update")
         norm = engine.grad_norm()

@@ -93,6 +93,9 @@ class Search:
         Raises:
             MMError: the engine or the model has no forecast.
         """
+        if self.study.stands_in:
+            what = f"--fit does not know the settings of {self.study.config.engine.type}"
+            raise MMError(what, where="engine", accepted="core/fsdp2, or --dry-run without --fit")
         for values, changes in self._rungs():
             try:
                 own = [*self._candidates(self._study(values), values, changes)]
@@ -147,10 +150,10 @@ class Search:
     def _confirmed(self, words: Sequence[str], candidate: _Candidate) -> Setting | None:
         """A candidate with the plan of its own config; None if the run refuses it."""
         try:
-            _, plan, _ = self._planned(words)
+            config, plan, _ = self._planned(words)
         except MMError:
             return None
-        found = of_phases(plan, self.machine, candidate.phases, candidate.notes)
+        found = of_phases(config, plan, self.machine, candidate.phases, candidate.notes)
         return None if found.lacking else Setting(tuple(words), candidate.changes, found)
 
     # -- what is tried -------------------------------------------------------------------------

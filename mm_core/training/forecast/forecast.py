@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mm_core.config.sections import RunConfig
 from mm_core.device.machines import GIB, Machine, size_text
 from mm_core.errors import plural
 from mm_core.parallel.layout import ShardedPlan
@@ -15,6 +16,7 @@ from mm_core.training.forecast.composed import (
     Phases,
 )
 from mm_core.training.forecast.meter import Work
+from mm_core.training.forecast.scale import Scale, scale_of
 from mm_core.training.forecast.seconds import REACHED, roofline
 
 ROUNDING = 0.03
@@ -62,6 +64,7 @@ class Forecast:
         samples: of a step; 0: not shown.
         steps: of the run; 0: unknown.
         notes: what is not counted, and why.
+        scale: what its ranks share; None: unknown.
     """
 
     machine: str
@@ -71,6 +74,7 @@ class Forecast:
     samples: int
     steps: int
     notes: tuple[str, ...]
+    scale: Scale | None = None
 
     @property
     def peak(self) -> Need | None:
@@ -122,6 +126,8 @@ class Forecast:
             )
             if self.samples:
                 lines.append(f"  {whole}{86400 / step * self.samples:,.0f} samples a day")
+        if self.scale is not None:
+            lines += ["", *self.scale.render()]
         return [*lines, *(f"  {note}" for note in self.notes)]
 
     def _verdict(self, peak: Need) -> str:
@@ -130,12 +136,16 @@ class Forecast:
         return f"fits: {size_text(self.memory - peak.device_bytes)} of {size_text(self.memory)} are left"
 
 
-def of_phases(plan: RunPlan, machine: Machine, phases: Phases, notes: tuple[str, ...] = ()) -> Forecast:
+def of_phases(
+    config: RunConfig, plan: RunPlan, machine: Machine, phases: Phases, notes: tuple[str, ...] = ()
+) -> Forecast:
     """The forecast of a run from what its phases need."""
     assert isinstance(plan.engine, ShardedPlan)
     if plan.engine.compiled:
         notes = (*notes, "the memory of compiled blocks is that of eager ones, which need no less")
-    return _made(plan, machine, needs_of(plan, machine, phases), seconds_of(plan, machine, phases), *notes)
+    scale = scale_of(config, plan, machine, work_of(plan, phases)[0])
+    needs, seconds = needs_of(plan, machine, phases), seconds_of(plan, machine, phases)
+    return _made(plan, machine, needs, seconds, scale, *notes)
 
 
 def needs_of(plan: RunPlan, machine: Machine, phases: Phases) -> tuple[Need, ...]:
@@ -143,21 +153,26 @@ def needs_of(plan: RunPlan, machine: Machine, phases: Phases) -> tuple[Need, ...
     return tuple(_need(name, own, plan, machine) for name, own in phases.items())
 
 
-def unknown(plan: RunPlan, machine: Machine, note: str) -> Forecast:
+def unknown(config: RunConfig, plan: RunPlan, machine: Machine, note: str) -> Forecast:
     """A forecast of the model states alone."""
     states, host = plan.device_bytes, sum(plan.host_bytes.values())
     held = sum(states.values())
     need = Need("states", held + machine.device.context, host, states, held)
-    return _made(plan, machine, (need,), {}, note)
+    return _made(plan, machine, (need,), {}, scale_of(config, plan, machine, {}), note)
 
 
 def _made(
-    plan: RunPlan, machine: Machine, needs: tuple[Need, ...], seconds: dict[str, float], *notes: str
+    plan: RunPlan,
+    machine: Machine,
+    needs: tuple[Need, ...],
+    seconds: dict[str, float],
+    scale: Scale,
+    *notes: str,
 ) -> Forecast:
     device = machine.device
     # The hours of a device that is a size alone are not those of any.
     samples, steps = (0, 0) if device.like else (plan.global_batch_size, plan.steps)
-    return Forecast(machine.title, device.memory, needs, seconds, samples, steps, notes)
+    return Forecast(machine.title, device.memory, needs, seconds, samples, steps, notes, scale)
 
 
 def _need(name: str, segments: dict[str, Counted], plan: RunPlan, machine: Machine) -> Need:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from mm_core.device.machines import Device, Machine
@@ -21,6 +22,9 @@ COMPILED = 0.45
 
 _SHORTEST = 2e-6
 """Seconds of the shortest kernel."""
+
+_HOP = (2e-6, 1e-5)
+"""Seconds until a byte is passed on to the next device of a host, and to the next host."""
 
 
 def roofline(
@@ -66,13 +70,28 @@ def of_call(work: Work, machine: Machine, factors: Factors | None = None) -> flo
             return 0.0
         inside = max(1, min(work.group, machine.ranks * work.group // work.span))
         speed = device.link if work.span <= machine.ranks else min(device.link, device.network * inside)
-        # A ring sends all but a rank's own part; sum and spread of an all-reduce are two of them.
-        times = 2 if "allreduce" in work.name else 1
-        return times * work.bytes * (work.group - 1) / work.group / (speed * share)
+        hosts = -(-work.group // inside)
+        steps = _HOP[0] * _hops(work, inside) + _HOP[1] * _hops(work, hosts)
+        return sent_bytes(work) / (speed * share) + steps
     if factors is not None:
         return factors.of(work, published(work, device))
     moved = work.bytes / (device.bandwidth * REACHED["elementwise"])
     return max(work.flops / (_peak(work, device) * share), moved, _SHORTEST)
+
+
+def sent_bytes(work: Work) -> float:
+    """Bytes that a collective sends from each rank: a ring sends all but the rank's own part; sum and spread
+    of an all-reduce are two rings."""
+    return (1 + _sums(work)) * work.bytes * (work.group - 1) / work.group
+
+
+def _hops(work: Work, places: int) -> float:
+    """How often the first byte is passed on between places: around a ring, or up and down a tree."""
+    return 2 * math.log2(places) if _sums(work) else places - 1
+
+
+def _sums(work: Work) -> bool:
+    return "reduce" in work.name and "scatter" not in work.name
 
 
 def published(work: Work, device: Device) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mm_core.config.dump import plain
 from mm_core.config.sections import RunConfig
-from mm_core.contracts import Batch, Engine, SampleRequest, TaskModule
+from mm_core.contracts import Batch, Engine, SampleRequest, SupportsStandIn, TaskModule
 from mm_core.data.loading.bucketed import BucketOrder
 from mm_core.data.loading.sampler import SlotSpec
 from mm_core.device.machines import Machine
@@ -21,12 +21,15 @@ from mm_core.evaluation.sampled_clips import with_trained_size
 from mm_core.parallel.layout import ShardedPlan
 from mm_core.plan import RunPlan, build_frozen, build_task, check_data
 from mm_core.plan.planning import state_tensors
+from mm_core.plan.run_plan import host_bytes
 from mm_core.plan.samples import InBuckets, Samples
 from mm_core.training.forecast.calibration import SECONDS, calibrate, keep
 from mm_core.training.forecast.composed import Calls, Phases, counted, counted_whole, mixed, shortened
 from mm_core.training.forecast.fake_rank import FakeRank, forward_of, groups_of
 from mm_core.training.forecast.forecast import Forecast, of_phases, unknown, work_of
+from mm_core.training.forecast.scale import scale_of
 from mm_core.training.forecast.seconds import of_call, published
+from mm_core.training.forecast.stand_in import with_own_states
 from mm_core.training.training_samples import first_batch
 from mm_core.weights.adapters.inject import Structure
 
@@ -44,6 +47,7 @@ class Study:
     Attributes:
         calls: an example of each operator, after `phases`.
         unknown: why phases are not known; empty: they are.
+        stands_in: whether another engine stands for the run's.
         notes: what is not counted, and why.
     """
 
@@ -60,8 +64,10 @@ class Study:
         self._known: dict[object, Phases] = {}
         self.unknown = ""
         self.notes: tuple[str, ...] = ()
-        if not isinstance(plan.engine, ShardedPlan):
-            what = "only the model states are known: the steps of the engine"
+        own: Engine = config.registry.build("engine", config.engine)
+        self.stands_in = isinstance(own, SupportsStandIn)
+        if not self.stands_in and not isinstance(plan.engine, ShardedPlan):
+            what = "only the model states are known: the steps of"
             self.unknown = f"{what} {config.engine.type} are not"
             return
         self.task = self._build()
@@ -79,11 +85,17 @@ class Study:
         build_frozen(task)
         return task
 
+    @property
+    def _on_cpu(self) -> bool:
+        return self.machine.device.name == "cpu"
+
     def engine(self, changes: Mapping[str, object]) -> Engine:
         """The run's engine with some settings changed."""
         settings = plain(self.config.engine)
         assert isinstance(settings, dict)
         engine: Engine = self.config.registry.build("engine", {**settings, **changes})
+        if isinstance(engine, SupportsStandIn):
+            engine = engine.stand_in()
         engine.device = torch.device("cpu")
         return engine
 
@@ -109,7 +121,6 @@ class Study:
         if share := self._recomputed(whole):
             none = self.phases(**{**changes, "recompute_modules": []})
             return mixed(none, self.phases(**{**changes, "recompute_modules": "auto"}), share)
-
         try:
             return counted(self.task, self._build, whole, partial(self._rank, changes), self.calls)
         except Exception as error:  # whatever a model does that needs numbers: the plan is shown all the same
@@ -122,8 +133,8 @@ class Study:
         own = engine.plan(task, self.machine.world, state_tensors(self.config))
         assert isinstance(own, ShardedPlan)
         own = replace(own, compiled=())  # the compiler would compile
-        on_cpu, given = self.machine.device.name == "cpu", (self._batch, self._forward, self._request)
-        return FakeRank(self.config, task, engine, own, self.plan.accumulation, on_cpu, *given)
+        given = (self._batch, self._forward, self._request)
+        return FakeRank(self.config, task, engine, own, self.plan.accumulation, self._on_cpu, *given)
 
     def _measure(self, phases: Phases) -> None:
         """Measures the run's operators on this machine, on a processor a short step too; keeps the result."""
@@ -133,7 +144,8 @@ class Study:
         seen = {work: call for work, call in self.calls.items() if whole[work]}
         factors = calibrate(seen, whole, lambda work: published(work, device))
         if device.name == "cpu":
-            short = partial(shortened, self.task, self._build, self.plan.engine)
+            own_plan = self.engine({}).plan(self.task, self.machine.world, state_tensors(self.config))
+            short = partial(shortened, self.task, self._build, own_plan)
             own = counted_whole(self._rank({}, short()), {})
             work = sum((segment.work for segment in own["step"].values()), Counter())
             alone = sum(of_call(each, self.machine, factors) * count for each, count in work.items())
@@ -145,13 +157,23 @@ class Study:
 
     def forecast(self, measure: bool = False) -> Forecast:
         """See `forecast`."""
+        config, plan, machine = self.config, self.plan, self.machine
         try:
             phases = self.phases()
         except PlanError as error:
-            return unknown(self.plan, self.machine, error.what)
+            return unknown(config, plan, machine, error.what)
         if measure:
             self._measure(phases)
-        return of_phases(self.plan, self.machine, phases, self.notes)
+        own: Engine = config.registry.build("engine", config.engine)
+        if not isinstance(own, SupportsStandIn):
+            return of_phases(config, plan, machine, phases, self.notes)
+        other, on_cpu = self.engine({}).plan(self.task, machine.world, state_tensors(config)), self._on_cpu
+        phases = with_own_states(phases, own, plan.engine, other, on_cpu)
+        found = of_phases(config, replace(plan, engine=other), machine, phases, self.notes)
+        host = 0 if on_cpu else sum(host_bytes(plan.engine).values())
+        needs = tuple(replace(need, host_bytes=need.host_bytes + host) for need in found.needs)
+        step, _ = work_of(plan, phases)
+        return replace(found, needs=needs, scale=scale_of(config, plan, machine, step))
 
     def _recomputed(self, whole: ShardedPlan) -> float:
         """The share of blocks that are recomputed, in a list with others that are not; 0: there is none."""

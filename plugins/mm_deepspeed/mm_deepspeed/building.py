@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from mm_core.contracts import EnginePlan, TaskModule
+from mm_core.contracts import EnginePlan, TaskModule, TrainingFacts
+from mm_core.engines import FSDP2Engine
 from mm_core.errors import PlanError
 from mm_core.modules import tie
 from mm_core.parallel import decide_layout, device_mesh, plan_frozen
+from mm_core.plugin import ComponentConfig
+from mm_deepspeed.keys import AUTO, checked, section
 from mm_deepspeed.settings import Settings
 
 Tied = Mapping[str, Mapping[str, str]]
@@ -62,6 +66,54 @@ def plan_of(settings: Settings, task: TaskModule, world: int, state_tensors: flo
         cast_inputs=(*layout.wrapped, *task.trainable) if half else (),
         details={f"ZeRO {stage}": task.trainable, "recomputed": layout.recomputed},
     )
+
+
+def buffers_of(given: Mapping[str, Any], settings: Settings, plan: EnginePlan) -> dict[str, dict[str, int]]:
+    """What DeepSpeed allocates on a device besides model states, during a backward and during an update.
+
+    Args:
+        given: the keys of the JSON file.
+        settings: what is read from them.
+        plan: of the stage.
+    """
+    zero, stage = section(checked(given)[0], "zero_optimization"), settings.stage
+    width = 4 if settings.dtype == "fp32" else 2
+
+    def elements(key: str, usual: int) -> int:
+        value = zero.get(key, AUTO)
+        return usual if value == AUTO else int(value)
+
+    each = 2 if width == 2 and settings.grad_accum != "fp32" else 4
+    trained = plan.gradient_bytes // each * (plan.world if stage > 1 else 1)
+    masters = 4 * trained // plan.world
+    bucket = elements("reduce_bucket_size", 500_000_000)
+    if not stage:
+        return {"backward": {}, "update": {"bucket": 4 * min(bucket, trained)}}
+    update = {} if settings.offload_optimizer else {"flat gradients": masters}
+    if stage == 3:
+        live = width * elements("stage3_max_live_parameters", 1_000_000_000)
+        gathered = min((plan.parameter_bytes - masters) * plan.world, live)
+        update["bucket"] = width * bucket
+        sent = width * (bucket + min(bucket, trained))
+        return {"backward": {"bucket": sent, "gathered weights": gathered}, "update": update}
+    if stage == 1 and settings.dtype == "bf16":  # another optimizer of DeepSpeed, without a bucket
+        return {"backward": {"gradients in bf16": width * trained}, "update": update}
+    buckets = 2 if zero.get("overlap_comm") is True else 1
+    return {"backward": {"bucket": width * bucket * buckets}, "update": update}
+
+
+def stand_in_of(settings: Settings) -> FSDP2Engine:
+    """The engine `fsdp2` with the activations and the communication of a stage."""
+    preset = ("ddp", "ddp", "zero2", "zero3")[settings.stage]
+    accumulate = "reduced" if settings.stage > 1 else "deferred"
+    dtype = settings.dtype if settings.dtype != "fp32" else None
+    return FSDP2Engine(preset=preset, accumulate=accumulate, param_dtype=dtype, reduce_dtype=None)
+
+
+def facts_of(shares: int) -> TrainingFacts:
+    """A run of which nothing is known but the number of shares of the data."""
+    nothing = ComponentConfig("optimizer", "core/adamw"), ComponentConfig("lr_schedule", "core/constant")
+    return TrainingFacts(1, 1, 1, shares, None, *nothing)
 
 
 def split_rows(trained: Mapping[str, nn.Module], tied: Tied) -> None:

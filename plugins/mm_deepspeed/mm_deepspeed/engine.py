@@ -35,8 +35,7 @@ from mm_core.engines import EngineBase, FSDP2Engine
 from mm_core.errors import ConfigError, PlanError
 from mm_core.modules import FlatShard, cast_as_planned, tied_names
 from mm_core.parallel import place, recompute
-from mm_core.plugin import ComponentConfig
-from mm_deepspeed import library, zero
+from mm_deepspeed import building, library, zero
 from mm_deepspeed.building import Root, handed_over, plan_of, split_rows, whole
 from mm_deepspeed.config import DeepSpeedConfig
 from mm_deepspeed.json_file import place_of
@@ -109,6 +108,14 @@ class DeepSpeedEngine(EngineBase):
         half = self.settings.dtype if self.settings.dtype != "fp32" else None
         return FSDP2Engine(param_dtype="bf16" if half == "fp16" else half)
 
+    def stand_in(self) -> FSDP2Engine:
+        """`fsdp2` in the stage's preset: DeepSpeed cannot step on tensors without memory."""
+        return building.stand_in_of(self.settings)
+
+    def buffers(self, plan: EnginePlan) -> dict[str, dict[str, int]]:
+        """DeepSpeed's buffers in a step."""
+        return building.buffers_of(self.config.settings, self.settings, plan)
+
     # -- prepare -------------------------------------------------------------------------------
 
     def place_frozen(self, task: TaskModule, plan: EnginePlan, weights: InitialWeights) -> None:
@@ -139,7 +146,7 @@ class DeepSpeedEngine(EngineBase):
             return self._prepare_samples(task, rng, weights)
         deepspeed = library.load(self.device, self.settings.dtype, self.config.settings)
         if not self._completed:  # the engine is used on its own
-            self._completed = completed(self.config.settings, _facts(plan.data_parallel))
+            self._completed = completed(self.config.settings, building.facts_of(plan.data_parallel))
         self.data_ranks = DataRanks(dist.get_rank(), plan.data_parallel)
         self._task, self._trained = task, {name: task.get_submodule(name) for name in task.trainable}
         self._tied = {name: tied_names(module) for name, module in self._trained.items()}
@@ -378,12 +385,6 @@ class DeepSpeedEngine(EngineBase):
 def _fill(part: zero.Fragment, rows: Tensor) -> None:
     """Copies a rank's part of the parameter in `rows` into it; called by all ranks."""
     part.master.copy_(whole(rows).flatten()[part.start : part.start + part.master.numel()])
-
-
-def _facts(shares: int) -> TrainingFacts:
-    """A run of which nothing is known but the number of shares of the data."""
-    nothing = ComponentConfig("optimizer", "core/adamw"), ComponentConfig("lr_schedule", "core/constant")
-    return TrainingFacts(1, 1, 1, shares, None, *nothing)
 
 
 def _shape(parameter: nn.Parameter) -> torch.Size:
