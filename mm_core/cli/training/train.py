@@ -6,9 +6,11 @@ Nothing here imports torch before the config has been checked.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, NoReturn
 
@@ -187,6 +189,19 @@ def _verify_resume(args: argparse.Namespace, config: RunConfig, nproc: int, host
     return 0 if same else 1
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """A context without garbage collection, which takes a tenth of a dry run's time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@_uncollected()
 def _dry_run(config: RunConfig, machine: Machine, args: argparse.Namespace) -> int:
     from mm_core.checkpoint.reading import adapters_begun
     from mm_core.plan import base_choices, build_task, plan_shown, table_of
