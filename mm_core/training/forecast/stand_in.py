@@ -22,10 +22,10 @@ def with_own_states(
         phases: as computed.
         engine: the run's.
         plan: its own.
-        other: that of the engine that stood for it; gradients of as many bytes are counted as they come.
+        other: that of the engine that stood for it; gradients that it keeps whole are counted as they come.
         on_cpu: whether its device is the host.
     """
-    alike = {"gradients", WHOLE} if other.gradient_bytes >= plan.gradient_bytes else set()
+    alike = {"gradients", WHOLE} if other.mesh.get("shard") == 1 else set()
     replaced = {*_OF_STAND_IN} - alike
     held = Counter(device_bytes(plan)) + Counter(host_bytes(plan) if on_cpu else {})
     extra = engine.buffers(plan)
