@@ -34,12 +34,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--config", required=True, metavar="YAML", help="the run's config file")
     add("overrides", nargs="*", metavar="key=value", help="override a config key, e.g. train.steps=10")
-    add(
-        "--nproc",
-        type=ranks,
-        metavar="N|auto",
-        help="ranks on this host; auto (the default): one per accelerator, 1 on CPU",
-    )
+    auto = "ranks on this host; auto (the default): one per accelerator, 1 on CPU"
+    add("--nproc", type=ranks, metavar="N|auto", help=auto)
     add("--nnodes", metavar="N|MIN:MAX", help="hosts (default 1); run the command on each of them")
     add("--rdzv-endpoint", metavar="HOST:PORT", help="rendezvous address; must be the same on all hosts")
     add("--rdzv-id", metavar="ID", help="rendezvous id; must be the same on all hosts")
