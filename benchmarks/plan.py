@@ -155,8 +155,8 @@ def compare_seconds() -> int:
     return int(not all(good))
 
 
-def processor_time(case: Case, folder: str) -> float:
-    """The median processor seconds of a step in a process of its own."""
+def processor_time(case: Case, folder: str, batch: tuple[str, ...] = ALONE) -> float:
+    """The median processor seconds of a step in a process of its own; `batch` sets its samples."""
     command = [
         sys.executable,
         "-c",
@@ -164,7 +164,7 @@ def processor_time(case: Case, folder: str) -> float:
         *words_of(case),
     ]
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
-    last = ["train.steps=12", *ALONE, "data.loader.workers=1"]
+    last = ["train.steps=12", *batch, "data.loader.workers=1"]
     out = subprocess.run([*command, *last], cwd=folder, env=env, check=True, stdout=subprocess.PIPE).stdout
     return next(float(line.split()[1]) for line in out.decode().splitlines() if line.startswith("seconds "))
 
@@ -280,13 +280,19 @@ def predicted(case: Case, folder: str) -> dict[str, int]:
 
 def forecast_of(case: Case, folder: str, *last: str) -> dict[str, Any]:
     """The forecast of a case on this host, with further words of the command."""
+    found: dict[str, Any] = document_of(case, folder, "--nproc", str(case.ranks), *last)["forecast"]
+    return found
+
+
+def document_of(case: Case, folder: str, *last: str) -> dict[str, Any]:
+    """The plan of a case with further words of the command."""
     mm = [sys.executable, "-m", "mm_core.cli.main"]
     if "data.cache.dir" in case.overrides:
         built = [*mm, "cache", "build", "--config", *words_of(case)]
         subprocess.run(built, cwd=folder, check=True, stdout=subprocess.DEVNULL)
-    run = [*mm, "train", "--dry-run", "--json", "--nproc", str(case.ranks), "--config"]
+    run = [*mm, "train", "--dry-run", "--json", "--config"]
     done = subprocess.run([*run, *words_of(case), *last], cwd=folder, check=True, stdout=subprocess.PIPE)
-    found: dict[str, Any] = json.loads(done.stdout)["forecast"]
+    found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
