@@ -9,6 +9,7 @@ import torch
 
 from mm_core.config.load import load_config
 from mm_core.device.machines import this_machine
+from mm_core.errors import MMError
 from mm_core.plan import build_task, plan_shown
 from mm_core.training.forecast import calibration
 from mm_core.training.forecast.calibration import Factors, calibrate, factors_of, keep
@@ -63,6 +64,13 @@ def test_what_was_measured_is_kept_by_device_beside_what_was_before():
     assert factors_of("H100") is None
     file.write_text("{")
     assert factors_of("cpu") is None
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    with pytest.raises(MMError, match=r"cpu.*cannot be written"):
+        keep("cpu", Factors())
 
 
 def test_a_calibrated_machine_has_seconds_for_later_runs(tiny):

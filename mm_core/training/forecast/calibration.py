@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from mm_core.device import current_device, synchronize
+from mm_core.errors import MMError
 from mm_core.files import replace_text, state_folder
 from mm_core.training.forecast.meter import Meter, Shape, Work
 
@@ -77,12 +78,21 @@ def factors_of(name: str) -> Factors | None:
 
 
 def keep(name: str, factors: Factors) -> Path | None:
-    """Writes what was measured, beside what was before; returns the file, None for a user without a home."""
+    """Writes what was measured, beside what was before; returns the file, None for a user without a home.
+
+    Raises:
+        MMError: the file cannot be written.
+    """
     before = factors_of(name) or Factors()
     operators, sizes = before.operators | factors.operators, before.sizes | factors.sizes
-    if (file := _file(name)) is not None:
+    if (file := _file(name)) is None:
+        return None
+    try:
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_text(file, json.dumps(asdict(Factors(factors.call, operators, sizes)), indent=1))
+    except OSError as error:
+        what = f"{file} cannot be written: {error.strerror}"
+        raise MMError(what, where="--calibrate", hint="set XDG_STATE_HOME to a folder of yours") from None
     return file
 
 
