@@ -67,6 +67,11 @@ class RunPlan:
     notes: tuple[str, ...] = ()
 
     @property
+    def model(self) -> str:
+        """The types of the task and its components."""
+        return " ".join(each.type for each in self.components if each.key.split(".")[0] == "task")
+
+    @property
     def missing_files(self) -> tuple[str, ...]:
         """The paths of all missing files that the planned run needs."""
         return tuple(file.path for file in self.missing)

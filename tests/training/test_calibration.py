@@ -62,6 +62,9 @@ def test_what_was_measured_is_kept_by_device_beside_what_was_before():
     file = keep("cpu", Factors(2e-6, {"add float32": (3e-6, 4.0)}))
     assert factors_of("cpu") == Factors(2e-6, {"add float32": (3e-6, 4.0), "mul float32": (1e-6, 2.0)})
     assert factors_of("H100") is None
+    keep("cpu", Factors(6e-6), "another model")
+    assert factors_of("cpu", "another model").call == 6e-6
+    assert factors_of("cpu", "a third").call == pytest.approx(4e-6)  # the median
     file.write_text("{")
     assert factors_of("cpu") is None
 

@@ -137,7 +137,7 @@ def test_replicas_read_all_weights_on_each_host_and_shards_their_own(tiny):
 
 
 def test_an_engine_whose_steps_are_unknown_has_its_checkpoint(tiny, monkeypatch):
-    monkeypatch.setattr("mm_core.training.forecast.forecast.ShardedPlan", type(None))
+    monkeypatch.setattr("mm_core.training.forecast.study.ShardedPlan", type(None))
     found = forecast_of(tiny, "2xH100")
     assert [need.phase for need in found.needs] == ["states"]
     assert found.scale.checkpoint.files == 2 + 5 and not found.scale.sent

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -66,30 +66,47 @@ def _size(work: Work) -> str:
     return f"{_key(work)} {work.flops} {work.bytes}"
 
 
-def factors_of(name: str) -> Factors | None:
-    """What was measured for a device on this host with as many threads; None: nothing."""
+def factors_of(name: str, model: str = "") -> Factors | None:
+    """What was measured for a device on this host with as many threads; None: nothing.
+
+    Args:
+        name: of the device.
+        model: whose code takes the host's seconds between operators (`RunPlan.model`); of one that was not
+            measured they are those of the median one.
+    """
+    calls, found = _kept(name)
+    if not calls:
+        return None
+    return replace(found, call=calls.get(model, statistics.median(calls.values())))
+
+
+def _kept(name: str) -> tuple[dict[str, float], Factors]:
     file = _file(name)
     with suppress(OSError, ValueError, TypeError, KeyError):
         document = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
         operators = {key: (float(a), float(b)) for key, (a, b) in document["operators"].items()}
-        sizes = {key: float(each) for key, each in document["sizes"].items()}
-        return Factors(float(document["call"]), operators, sizes)
-    return None
+        sizes, calls = ({k: float(v) for k, v in document[part].items()} for part in ("sizes", "calls"))
+        return calls, Factors(0.0, operators, sizes)
+    return {}, Factors()
 
 
-def keep(name: str, factors: Factors) -> Path | None:
+def keep(name: str, factors: Factors, model: str = "") -> Path | None:
     """Writes what was measured, beside what was before; returns the file, None for a user without a home.
 
     Raises:
         MMError: the file cannot be written.
     """
-    before = factors_of(name) or Factors()
-    operators, sizes = before.operators | factors.operators, before.sizes | factors.sizes
+    calls, before = _kept(name)
+    document = {
+        "calls": {**calls, model: factors.call},
+        "operators": {**before.operators, **factors.operators},
+        "sizes": {**before.sizes, **factors.sizes},
+    }
     if (file := _file(name)) is None:
         return None
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(file, json.dumps(asdict(Factors(factors.call, operators, sizes)), indent=1))
+        replace_text(file, json.dumps(document, indent=1))
     except OSError as error:
         what = f"{file} cannot be written: {error.strerror}"
         raise MMError(what, where="--calibrate", hint="set XDG_STATE_HOME to a folder of yours") from None

@@ -217,7 +217,7 @@ def seconds_of(plan: RunPlan, machine: Machine, phases: Phases) -> dict[str, flo
     """Those of a step; empty where the device's speed is not known."""
     assert isinstance(plan.engine, ShardedPlan)
     device, engine = machine.device, plan.engine
-    factors = factors_of(device.like or device.name)
+    factors = factors_of(device.like or device.name, plan.model)
     if factors is None and not device.timed:
         return {}
     found = roofline(*work_of(plan, phases), machine, bool(engine.compiled), factors)

@@ -116,7 +116,7 @@ def scale_of(config: RunConfig, plan: RunPlan, machine: Machine, step: Mapping[W
         machine: runs it.
         step: how often each operator of a step runs; empty: unknown.
     """
-    factors = factors_of(machine.device.name)
+    factors = factors_of(machine.device.like or machine.device.name, plan.model)
     timed = bool(step) and (machine.device.timed or factors is not None)
     sent: dict[tuple[str, str], tuple[float, float]] = {}
     for work, count in step.items():

@@ -153,7 +153,7 @@ class Study:
             if alone < SECONDS / 5 and memory < device.memory / 2:
                 rest = self._rank({}, short()).seconds() - alone
                 factors = replace(factors, call=max(0.0, rest / work.total()))
-        keep(device.name, factors)
+        keep(device.name, factors, self.plan.model)
 
     def forecast(self, measure: bool = False) -> Forecast:
         """See `forecast`."""
