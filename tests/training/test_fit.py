@@ -133,6 +133,11 @@ def test_an_engine_without_a_forecast_is_refused(tiny, monkeypatch):
         search.settings()
 
 
+def test_a_machine_without_a_known_memory_is_refused(tiny):
+    with pytest.raises(MMError, match="4 x cpu has no memory"):
+        search_of(tiny, "4xcpu", *WIDE).settings()
+
+
 # -- the command -------------------------------------------------------------------------------------
 
 

@@ -91,11 +91,14 @@ class Search:
         """The fastest settings that fit; last those that change numbers, one of them if it is the fastest.
 
         Raises:
-            MMError: the engine or the model has no forecast.
+            MMError: the engine or the model has no forecast, or the machine no memory.
         """
         if self.study.stands_in:
             what = f"--fit does not know the settings of {self.study.config.engine.type}"
             raise MMError(what, where="engine", accepted="core/fsdp2, or --dry-run without --fit")
+        if not self.machine.device.memory:
+            what = f"{self.machine.title} has no memory that something could fit"
+            raise MMError(what, where="--on", accepted="a device, or a size such as 1x24GB")
         for values, changes in self._rungs():
             try:
                 own = [*self._candidates(self._study(values), values, changes)]
@@ -281,13 +284,11 @@ class Search:
 
     def _fits(self, plan: RunPlan, of: Callable[[int], Phases], step: int) -> bool:
         needs = needs_of(plan, self.machine, of(step))
-        peak, host = (
-            max(column) for column in zip(*((n.device_bytes, n.host_bytes) for n in needs), strict=True)
-        )
-        if host > self.machine.host_share:
+        if max(need.host_bytes for need in needs) > self.machine.host_share:
             return False
+        peak = max(need.device_bytes for need in needs)
         self.least = min(self.least or peak, peak)
-        return bool(peak <= self.machine.device.memory * (1 - ROOM))
+        return peak <= self.machine.device.memory * (1 - ROOM)
 
     def _timed(self, candidate: _Candidate, plan: RunPlan) -> _Candidate:
         found = [seconds_of(plan, each, candidate.phases) for each in (self.machine, ranked(self.machine))]
