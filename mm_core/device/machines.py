@@ -99,6 +99,11 @@ class Machine:
     device: Device
     memory: int = 0  # of a host; 0: unknown
 
+    def sized(self, memory: int) -> str:
+        """As `--on` takes it, with devices of a size."""
+        hosts = f"{self.hosts}x" if self.hosts > 1 else ""
+        return f"{hosts}{self.ranks}x{memory / GIB:.1f}GB"
+
     @property
     def host_share(self) -> int:
         """Bytes of host memory for a rank; of unknown hosts those of servers, three times the device's."""

@@ -86,13 +86,14 @@ def free_memory_bytes() -> int | None:
 def free_host_bytes() -> int | None:
     """Bytes of host memory that processes can take, at most the limit of a container; None: unknown."""
     found = None
-    with suppress(OSError):
+    with suppress(OSError, IndexError):
         lines = Path("/proc/meminfo").read_text(encoding="utf-8")
         found = 1024 * int(re.findall(r"MemAvailable:\s+(\d+)", lines)[0])
-    for file in ("memory.max", "memory/memory.limit_in_bytes"):
+    files = ("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")
+    for names in files:
         with suppress(OSError, ValueError):  # "max": no limit
-            limit = int((_CGROUP / file).read_text(encoding="utf-8"))
-            found = limit if found is None else min(found, limit)
+            limit, used = (int((_CGROUP / name).read_text(encoding="utf-8")) for name in names)
+            found = limit - used if found is None else min(found, limit - used)
     return found
 
 

@@ -99,6 +99,7 @@ def running(run: Training) -> Iterator[None]:
     try:
         between.start(run.start)
         yield
+        run.reporter.ran("end")
         if cut := run.cut.of_ranks(run.engine.data_ranks.leads).described():
             run.reporter.note(f"warning: {cut}")
         if skipped.exists():

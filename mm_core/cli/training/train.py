@@ -211,10 +211,10 @@ def _dry_run(config: RunConfig, machine: Machine, args: argparse.Namespace) -> i
     choices = base_choices(config, world, adapters)
     unread = any(file.of_data for file in plan.missing)
     operators = _operators(config, args.device) if args.ops and not unread else None
-    settings, least = _settings(args, study) if args.fit else ([], 0)
     if args.json:
         document = plan.to_mapping() | {"forecast": found.to_mapping()}
         if args.fit:
+            settings, _ = _settings(args, study)
             document["fit"] = [asdict(each) | {"forecast": each.forecast.to_mapping()} for each in settings]
         document["base_choices"] = [asdict(choice) for choice in choices]
         if operators is not None:
@@ -225,6 +225,7 @@ def _dry_run(config: RunConfig, machine: Machine, args: argparse.Namespace) -> i
     if args.fit:
         from mm_core.training.forecast.fit import shown
 
+        settings, least = _settings(args, study)
         print("\n".join(["", *shown(settings, machine, least)]))
     if operators is not None:
         from mm_core.telemetry.operators import table

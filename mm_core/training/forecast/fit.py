@@ -83,9 +83,11 @@ class Search:
     least: int = 0
     _found: list[_Candidate] = field(default_factory=list)
     _roomy: bool = False
+    _refused: bool = False
 
     def __post_init__(self) -> None:
         self.machine, self._own = self.study.machine, to_mapping(self.study.config)
+        self._room = self.machine.device.memory * (1 - ROOM)
 
     def settings(self) -> list[Setting]:
         """The fastest settings that fit; last those that change numbers, one of them if it is the fastest.
@@ -100,6 +102,7 @@ class Search:
             what = f"{self.machine.title} has no memory that something could fit"
             raise MMError(what, where="--on", accepted="a device, or a size such as 1x24GB")
         for values, changes in self._rungs():
+            self._refused = False
             try:
                 own = [*self._candidates(self._study(values), values, changes)]
                 # Whether it fits with nothing recomputed and nothing on the host.
@@ -108,6 +111,7 @@ class Search:
             except MMError:  # the task, the engine or this number of ranks has no such setting
                 if not self.least:
                     raise
+                self._refused = True
         order = sorted(self._found, key=lambda each: (_MARKS.index(each.changes), each.seconds))
         found: dict[tuple[str, ...], Setting] = {}
         quickest = math.inf
@@ -126,7 +130,7 @@ class Search:
         for key, value in values.items():
             if value != self._now(key):
                 text = value if isinstance(value, str) else json.dumps(value)
-                words.append(shlex.quote(f"{key}={text}"))
+                words.append(f"{key}={text}")
         return tuple(words)
 
     def _now(self, key: str) -> Any:
@@ -147,17 +151,22 @@ class Search:
         return Study(config, plan, self.machine, samples, self.study.adapters)
 
     def _planned(self, words: Sequence[str]) -> tuple[RunConfig, RunPlan, Samples | None]:
-        config = self.load([shlex.split(word)[0] for word in words])
+        config = self.load(words)
         return config, *plan_shown(config, self.machine.world, build_task(config, self.study.adapters))
 
     def _confirmed(self, words: Sequence[str], candidate: _Candidate) -> Setting | None:
-        """A candidate with the plan of its own config; None if the run refuses it."""
+        """A candidate with the plan of its own config; None if the run refuses it, or it does not fit."""
         try:
-            config, plan, _ = self._planned(words)
+            config, plan, samples = self._planned(words)
         except MMError:
             return None
-        found = of_phases(config, plan, self.machine, candidate.phases, candidate.notes)
-        return None if found.lacking else Setting(tuple(words), candidate.changes, found)
+        phases = candidate.phases
+        if "engine.offload.activations" in candidate.values:  # which copies what the others keep once
+            phases = Study(config, plan, self.machine, samples, self.study.adapters).phases()
+        found = of_phases(config, plan, self.machine, phases, candidate.notes)
+        fits = found.peak is not None and found.peak.device_bytes <= self._room
+        host = max(need.host_bytes for need in found.needs) <= self.machine.host_share
+        return Setting(tuple(words), candidate.changes, found) if fits and host else None
 
     # -- what is tried -------------------------------------------------------------------------
 
@@ -171,7 +180,7 @@ class Search:
         yield values, ""
         plan = self.study.plan
         micro, size = plan.micro_batch_size, plan.global_batch_size
-        batch = not plan.buckets and self._free("train.micro_batch_size", "train.global_batch_size")
+        batch = not plan.buckets and self._free("train.micro_batch_size")  # the global size stays
         if batch:
             whole = size // plan.engine.data_parallel
             for more in (n for n in range(micro + 1, whole + 1) if whole % n == 0):
@@ -179,11 +188,12 @@ class Search:
                     break
                 yield {**values, "train.micro_batch_size": more, "train.global_batch_size": size}, ""
         for own, changes in self._leaner(plan, micro if batch else 1):
-            if len(self._found) >= SHOWN:
+            if sum(not each.changes for each in self._found) >= SHOWN:
                 return
-            if self._free(*own):
-                values = {**values, **own}
-                yield values, changes
+            wanted = {key: value for key, value in own.items() if value != self._now(key)}
+            if wanted and self._free(*wanted):
+                yield {**values, **wanted}, changes
+                values = values if self._refused else {**values, **wanted}
 
     def _leaner(self, plan: RunPlan, micro: int) -> Iterator[tuple[Values, str]]:
         """Settings that need less, what costs least first."""
@@ -193,15 +203,17 @@ class Search:
         for part in plan.engine.frozen:
             if part.placement == "replicated":
                 yield {f"engine.frozen.{part.name}": "offloaded"}, ""
-        whole = self._now("engine.reshard_after_forward") is False
-        if world > 1 and (whole or plan.engine.mesh.get("replicate", 1) > 1):
+        engine = plan.engine
+        assert isinstance(engine, ShardedPlan)
+        whole = {*engine.wrapped}.difference(engine.resharded)
+        if world > 1 and (whole or engine.mesh.get("replicate", 1) > 1):
             yield {"engine.sharding_size": "auto", "engine.reshard_after_forward": True}, ""
         if self._now("train.adapters"):
             yield {"engine.base.stream": True}, ""
         if plan.accumulation > 1 or micro > 1:
             yield {"engine.accumulate": "reduced"}, "rounding"
-        for ranks in (2**n for n in range(1, 7)):
-            if ranks <= self.machine.ranks:
+        for ranks in range(2, self.machine.ranks + 1):
+            if self.machine.ranks % ranks == 0:
                 yield {"engine.context_parallel.size": ranks, "engine.accumulate": "reduced"}, "rounding"
         if self._now("engine.param_dtype") in (None, "fp32"):
             yield {"engine.param_dtype": "bf16"}, "precision"
@@ -284,11 +296,9 @@ class Search:
 
     def _fits(self, plan: RunPlan, of: Callable[[int], Phases], step: int) -> bool:
         needs = needs_of(plan, self.machine, of(step))
-        if max(need.host_bytes for need in needs) > self.machine.host_share:
-            return False
         peak = max(need.device_bytes for need in needs)
         self.least = min(self.least or peak, peak)
-        return peak <= self.machine.device.memory * (1 - ROOM)
+        return peak <= self._room and max(need.host_bytes for need in needs) <= self.machine.host_share
 
     def _timed(self, candidate: _Candidate, plan: RunPlan) -> _Candidate:
         found = [seconds_of(plan, each, candidate.phases) for each in (self.machine, ranked(self.machine))]
@@ -307,9 +317,14 @@ class Search:
 def shown(settings: Sequence[Setting], machine: Machine, least: int) -> list[str]:
     """The settings as text."""
     if not settings:
-        lacking = size_text(least - round(machine.device.memory * (1 - ROOM)))
         host = f"with {size_text(machine.host_share)} of host memory for each device"
-        return [f"no settings were found that fit {machine.title} {host}: {lacking} are lacking at least"]
+        lacking = least - round(machine.device.memory * (1 - ROOM))
+        why = (
+            f"{size_text(lacking)} are lacking at least"
+            if lacking > 0
+            else "what fits the device needs more there"
+        )
+        return [f"no settings were found that fit {machine.title} {host}: {why}"]
     lines = [f"settings that fit {machine.title}, the fastest first; add one line to the command"]
     for each in settings:
         peak, step = each.forecast.peak, sum(each.forecast.seconds.values())
@@ -318,7 +333,7 @@ def shown(settings: Sequence[Setting], machine: Machine, least: int) -> list[str
             f"{size_text(peak.device_bytes)} in: {peak.phase}"
         ]
         lines.append(f"  {', '.join(facts)}{f' (changes the {each.changes})' if each.changes else ''}")
-        lines.append(f"    {' '.join(each.overrides) or '(as it is)'}")
+        lines.append(f"    {shlex.join(each.overrides) or '(as it is)'}")
     return lines
 
 

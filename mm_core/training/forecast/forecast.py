@@ -145,6 +145,9 @@ def of_phases(
         notes = (*notes, "the memory of compiled blocks is that of eager ones, which need no less")
     scale = scale_of(config, plan, machine, work_of(plan, phases)[0])
     needs, seconds = needs_of(plan, machine, phases), seconds_of(plan, machine, phases)
+    if (host := max(need.host_bytes for need in needs)) > machine.host_share:
+        counted = f"{size_text(machine.host_share)} that are counted for each"
+        notes = (*notes, f"a rank needs {size_text(host)} of host memory, more than the {counted}")
     return _made(plan, machine, needs, seconds, scale, *notes)
 
 
@@ -182,22 +185,25 @@ def _need(name: str, segments: dict[str, Counted], plan: RunPlan, machine: Machi
     if machine.device.name == "cpu":
         copies = max((w.bytes for each in segments.values() for w in each.work if w.group > 1), default=0)
         return Need(name, top.bytes + round(GLOO * copies), 0, parts, top.bytes)
-    frozen = sum(part.host_bytes for part in plan.engine.parts)
-    kept = _kept(plan, top)
-    host, there = sum(held.values()) + frozen + kept, sum(top.parts[key] for key in held) + frozen + kept
+    away = {**{key: top.parts[key] for key in held}, **_kept(plan, top)}
+    for part in plan.engine.parts:
+        away[part.name] = away.get(part.name, 0) + part.host_bytes
+    own = {key: size - away.get(key, 0) for key, size in parts.items()}
+    there = sum(away.values())
+    host = sum(held.values()) + there - sum(top.parts[key] for key in held)
     device = round((top.bytes - there) * (1 + ROUNDING))
     device += machine.device.context + BUFFERS * (machine.world > 1)
-    own = {key: size for key, size in parts.items() if key not in held}
-    return Need(name, device, host, own, top.bytes - there)
+    shown = sorted(((key, size) for key, size in own.items() if size > 0), key=lambda each: -each[1])
+    return Need(name, device, host, dict(shown), top.bytes - there)
 
 
-def _kept(plan: RunPlan, top: Counted) -> int:
-    """Bytes of activations in host memory: all but of the block that computes."""
+def _kept(plan: RunPlan, top: Counted) -> dict[str, int]:
+    """Bytes of activations in host memory by part: all but of the block that computes."""
     assert isinstance(plan.engine, ShardedPlan)
     if not plan.engine.activations_on_host:
-        return 0
-    blocks = len(plan.engine.wrapped)
-    return sum(size for key, size in top.parts.items() if key.endswith(".*")) * (blocks - 1) // max(blocks, 1)
+        return {}
+    blocks = max(len(plan.engine.wrapped), 1)
+    return {key: size * (blocks - 1) // blocks for key, size in top.parts.items() if key.endswith(".*")}
 
 
 def work_of(plan: RunPlan, phases: Phases) -> tuple[dict[Work, float], dict[Work, float]]:
@@ -223,7 +229,7 @@ def seconds_of(plan: RunPlan, machine: Machine, phases: Phases) -> dict[str, flo
     found = roofline(*work_of(plan, phases), machine, bool(engine.compiled), factors)
     if device.name == "cpu":
         return found
-    kept = max(_kept(plan, segment) for segment in phases["step"].values())
+    kept = max(sum(_kept(plan, segment).values()) for segment in phases["step"].values())
     moved, trained = 2 * kept * plan.accumulation, engine.gradient_bytes
     if engine.offloaded_bytes:
         moved += (2 * engine.offloaded_bytes + trained) * plan.accumulation
