@@ -131,6 +131,17 @@ def test_an_engine_without_a_forecast_is_refused(tiny, monkeypatch):
         search.settings()
 
 
+def test_a_setting_that_is_refused_is_not_kept_for_the_next_one(tiny):
+    search, seen = search_of(tiny, "4xH100", *WIDE), []
+    for values, _ in search._rungs():
+        search._refused = "engine.context_parallel.size" in values
+        seen.append(values)
+    key = "engine.context_parallel.size"
+    assert [values[key] for values in seen if key in values] == [2, 4]
+    assert seen[-1]["engine.param_dtype"] == "bf16" and key not in seen[-1]
+    assert {values.get("train.micro_batch_size") for values in seen} == {None, 2, 1}
+
+
 def test_a_machine_without_a_known_memory_is_refused(tiny):
     with pytest.raises(MMError, match="4 x cpu has no memory"):
         search_of(tiny, "4xcpu", *WIDE).settings()
