@@ -123,7 +123,7 @@ def test_evaluations_and_samples_are_phases_too(tiny, tmp_path, monkeypatch, sma
     run_of(
         tiny, tmp_path, *words, "validation={every: 2, clips: 2, samples: {prompts: [a circle], steps: 1}}"
     )
-    assert ran == ["step", "evaluation", "sample", "evaluation", "sample"]
+    assert ran == ["step", "evaluation", "sample", "evaluation", "sample", "end"]
 
 
 @pytest.mark.slow
