@@ -15,7 +15,7 @@ from mm_core.training.forecast import calibration
 from mm_core.training.forecast.calibration import Factors, calibrate, factors_of, keep
 from mm_core.training.forecast.meter import Meter, Work
 from mm_core.training.forecast.seconds import of_call, roofline
-from mm_core.training.forecast.study import forecast
+from mm_core.training.forecast.study import Study
 
 
 @pytest.fixture(autouse=True)
@@ -80,13 +80,13 @@ def test_a_calibrated_machine_has_seconds_for_later_runs(tiny):
     config = load_config(tiny, ["data.train.annotations=absent.json"])
     machine = this_machine(1, 1)
     plan, _ = plan_shown(config, 1, build_task(config, {}))
-    assert forecast(config, plan, machine, None, {}).seconds == {}
-    measured = forecast(config, plan, machine, None, {}, measure=True)
+    assert Study(config, plan, machine, None, {}).forecast().seconds == {}
+    measured = Study(config, plan, machine, None, {}).forecast(measure=True)
     assert measured.seconds["matmul"] > 0 and measured.seconds["host"] > 0
-    assert forecast(config, plan, machine, None, {}).seconds == measured.seconds
+    assert Study(config, plan, machine, None, {}).forecast().seconds == measured.seconds
     twice = load_config(tiny, ["data.train.annotations=absent.json", "train.global_batch_size=16"])
     more, _ = plan_shown(twice, 1, build_task(twice, {}))
-    assert sum(forecast(twice, more, machine, None, {}).seconds.values()) > 1.5 * sum(
+    assert sum(Study(twice, more, machine, None, {}).forecast().seconds.values()) > 1.5 * sum(
         measured.seconds.values()
     )
 

@@ -12,7 +12,8 @@ from mm_core.device.machines import Machine, machine_of
 from mm_core.errors import MMError
 from mm_core.plan import build_task, plan_shown
 from mm_core.training.forecast.fit import ROOM, Search, _placed, shown
-from mm_core.training.forecast.study import Study, of_phases
+from mm_core.training.forecast.forecast import of_phases
+from mm_core.training.forecast.study import Study
 
 WIDE = (
     "task.predictor.num_layers=4",

@@ -17,7 +17,7 @@ from mm_core.training.forecast import composed
 from mm_core.training.forecast.forecast import Forecast
 from mm_core.training.forecast.meter import Meter, Work
 from mm_core.training.forecast.seconds import REACHED, of_call
-from mm_core.training.forecast.study import forecast
+from mm_core.training.forecast.study import Study
 from support.scripts import script
 
 GIB = 2**30
@@ -28,7 +28,7 @@ def forecast_of(path, machine: str | Machine, *overrides: str) -> Forecast:
     config = load_config(path, overrides)
     on = machine_of(machine) if isinstance(machine, str) else machine
     plan, samples = plan_shown(config, on.world, build_task(config, {}))
-    return forecast(config, plan, on, samples, {})
+    return Study(config, plan, on, samples, {}).forecast()
 
 
 # -- memory ------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ def test_a_step_has_the_flops_of_the_plan(tiny):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(composed, "counted_whole", seen)
         patch.setattr(composed, "SHORT", 100)
-        forecast(config, plan, machine_of("1xH100"), None, {})
+        Study(config, plan, machine_of("1xH100"), None, {}).forecast()
     assert counts["all"] == pytest.approx(plan.flops.forward + plan.flops.backward, rel=0.01)
 
 

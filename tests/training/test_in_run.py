@@ -166,7 +166,7 @@ def test_a_signal_ends_a_run_that_is_forecast(tiny, tmp_path):
 
 
 def test_a_small_model_on_cpus_has_no_forecast_and_other_ranks_have_none(tiny, monkeypatch):
-    monkeypatch.setattr(forecasts, "forecast", lambda *_: pytest.fail("it was computed"))
+    monkeypatch.setattr(forecasts, "Study", lambda *_: pytest.fail("it was computed"))
     assert foresee(load_config(tiny)) == Foreseen()
     monkeypatch.setattr(in_run, "SMALL", 0.0)
     absent = load_config(tiny, ["data.train.annotations=absent.json"])
@@ -179,7 +179,7 @@ def test_a_forecast_that_fails_is_a_note(tiny, monkeypatch, small_models_too):
     def no_numbers(*_):
         raise RuntimeError("a model needs numbers\nand more")
 
-    monkeypatch.setattr(forecasts, "forecast", no_numbers)
+    monkeypatch.setattr(forecasts, "Study", no_numbers)
     assert foresee(load_config(tiny)).notes == ("there is no forecast: a model needs numbers",)
 
 

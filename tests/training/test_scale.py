@@ -15,7 +15,7 @@ from mm_core.training.forecast.forecast import Forecast
 from mm_core.training.forecast.meter import Work
 from mm_core.training.forecast.scale import STORAGE
 from mm_core.training.forecast.seconds import of_call
-from mm_core.training.forecast.study import forecast
+from mm_core.training.forecast.study import Study
 
 ABSENT = ("data.train.annotations=absent.json", "train.micro_batch_size=1", "train.global_batch_size=null")
 
@@ -24,7 +24,7 @@ def forecast_of(path: Path, machine: str | Machine, *overrides: str) -> Forecast
     config = load_config(path, [*ABSENT, *overrides])
     on = machine_of(machine) if isinstance(machine, str) else machine
     plan, samples = plan_shown(config, on.world, build_task(config, {}))
-    return forecast(config, plan, on, samples, {})
+    return Study(config, plan, on, samples, {}).forecast()
 
 
 def sent(found: Forecast) -> dict[tuple[str, str], int]:

@@ -27,7 +27,14 @@ from mm_core.plan import RunPlan, build_task, plan_shown
 from mm_core.plan.planning import state_tensors
 from mm_core.plan.samples import Samples
 from mm_core.training.forecast.composed import Phases, mixed
-from mm_core.training.forecast.forecast import Forecast, needs_of, of_phases, seconds_of, time_text
+from mm_core.training.forecast.forecast import (
+    Forecast,
+    measured_of,
+    needs_of,
+    of_phases,
+    seconds_of,
+    time_text,
+)
 from mm_core.training.forecast.study import Study
 
 SHOWN = 3
@@ -88,6 +95,7 @@ class Search:
     def __post_init__(self) -> None:
         self.machine, self._own = self.study.machine, to_mapping(self.study.config)
         self._room = self.machine.device.memory * (1 - ROOM)
+        self._factors = measured_of(self.study.plan, self.machine)
 
     def settings(self) -> list[Setting]:
         """The fastest settings that fit; last those that change numbers, one of them if it is the fastest.
@@ -95,7 +103,7 @@ class Search:
         Raises:
             MMError: the engine or the model has no forecast, or the machine no memory.
         """
-        if self.study.stands_in:
+        if self.study.stood_for is not None:
             what = f"--fit does not know the settings of {self.study.config.engine.type}"
             raise MMError(what, where="engine", accepted="core/fsdp2, or --dry-run without --fit")
         if not self.machine.device.memory:
@@ -301,8 +309,9 @@ class Search:
         return peak <= self._room and max(need.host_bytes for need in needs) <= self.machine.host_share
 
     def _timed(self, candidate: _Candidate, plan: RunPlan) -> _Candidate:
-        found = [seconds_of(plan, each, candidate.phases) for each in (self.machine, ranked(self.machine))]
-        return replace(candidate, seconds=sum((found[0] or found[1]).values()))
+        found = seconds_of(plan, self.machine, candidate.phases, self._factors)
+        found = found or seconds_of(plan, ranked(self.machine), candidate.phases, None)
+        return replace(candidate, seconds=sum(found.values()))
 
     def _compiled(self, plan: RunPlan) -> RunPlan | None:
         """The plan with compiled blocks; None: they are, or the user decides, or it gains nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,11 +11,8 @@ from mm_core.device.machines import GIB, Machine, size_text
 from mm_core.errors import plural
 from mm_core.parallel.layout import ShardedPlan
 from mm_core.plan import RunPlan
-from mm_core.training.forecast.calibration import factors_of
-from mm_core.training.forecast.composed import (
-    Counted,
-    Phases,
-)
+from mm_core.training.forecast.calibration import Factors, factors_of
+from mm_core.training.forecast.composed import Counted, Phases
 from mm_core.training.forecast.meter import Work
 from mm_core.training.forecast.scale import Scale, scale_of
 from mm_core.training.forecast.seconds import REACHED, roofline
@@ -27,7 +25,6 @@ GLOO = 2.5
 
 BUFFERS = round(0.6 * GIB)
 """Bytes of the communication library on each of several devices."""
-
 
 HOST_MEMORY = 2e11
 """Bytes per second of a host's memory, for an optimizer there: eight channels of a server."""
@@ -137,18 +134,38 @@ class Forecast:
 
 
 def of_phases(
-    config: RunConfig, plan: RunPlan, machine: Machine, phases: Phases, notes: tuple[str, ...] = ()
+    config: RunConfig,
+    plan: RunPlan,
+    machine: Machine,
+    phases: Phases,
+    notes: tuple[str, ...] = (),
+    own: RunPlan | None = None,
 ) -> Forecast:
-    """The forecast of a run from what its phases need."""
+    """The forecast of a run from what its phases need.
+
+    Args:
+        config: the run's.
+        plan: that the phases were counted with.
+        machine: runs it.
+        phases: see `Study.phases`.
+        notes: what is not counted, and why.
+        own: the run's plan, where `plan` is that of an engine that stands for its engine.
+    """
     assert isinstance(plan.engine, ShardedPlan)
     if plan.engine.compiled:
         notes = (*notes, "the memory of compiled blocks is that of eager ones, which need no less")
-    scale = scale_of(config, plan, machine, work_of(plan, phases)[0])
-    needs, seconds = needs_of(plan, machine, phases), seconds_of(plan, machine, phases)
+    factors = measured_of(plan, machine)
+    scale = scale_of(config, own or plan, machine, work_of(plan, phases)[0], factors)
+    needs, seconds = needs_of(plan, machine, phases), seconds_of(plan, machine, phases, factors)
     if (host := max(need.host_bytes for need in needs)) > machine.host_share:
         counted = f"{size_text(machine.host_share)} that are counted for each"
         notes = (*notes, f"a rank needs {size_text(host)} of host memory, more than the {counted}")
     return _made(plan, machine, needs, seconds, scale, *notes)
+
+
+def measured_of(plan: RunPlan, machine: Machine) -> Factors | None:
+    """What was measured for a run's model on a machine's device; None: nothing."""
+    return factors_of(machine.device.like or machine.device.name, plan.model)
 
 
 def needs_of(plan: RunPlan, machine: Machine, phases: Phases) -> tuple[Need, ...]:
@@ -185,16 +202,13 @@ def _need(name: str, segments: dict[str, Counted], plan: RunPlan, machine: Machi
     if machine.device.name == "cpu":
         copies = max((w.bytes for each in segments.values() for w in each.work if w.group > 1), default=0)
         return Need(name, top.bytes + round(GLOO * copies), 0, parts, top.bytes)
-    away = {**{key: top.parts[key] for key in held}, **_kept(plan, top)}
+    away = Counter(_kept(plan, top))
     for part in plan.engine.parts:
-        away[part.name] = away.get(part.name, 0) + part.host_bytes
-    own = {key: size - away.get(key, 0) for key, size in parts.items()}
-    there = sum(away.values())
-    host = sum(held.values()) + there - sum(top.parts[key] for key in held)
-    device = round((top.bytes - there) * (1 + ROUNDING))
-    device += machine.device.context + BUFFERS * (machine.world > 1)
-    shown = sorted(((key, size) for key, size in own.items() if size > 0), key=lambda each: -each[1])
-    return Need(name, device, host, dict(shown), top.bytes - there)
+        away[part.name] += part.host_bytes
+    tensors = top.bytes - away.total() - sum(top.parts[key] for key in held)
+    own = Counter({key: size - away[key] for key, size in parts.items() if key not in held})
+    device = round(tensors * (1 + ROUNDING)) + machine.device.context + BUFFERS * (machine.world > 1)
+    return Need(name, device, sum(held.values()) + away.total(), dict((+own).most_common()), tensors)
 
 
 def _kept(plan: RunPlan, top: Counted) -> dict[str, int]:
@@ -219,11 +233,10 @@ def work_of(plan: RunPlan, phases: Phases) -> tuple[dict[Work, float], dict[Work
     return step, encoding
 
 
-def seconds_of(plan: RunPlan, machine: Machine, phases: Phases) -> dict[str, float]:
+def seconds_of(plan: RunPlan, machine: Machine, phases: Phases, factors: Factors | None) -> dict[str, float]:
     """Those of a step; empty where the device's speed is not known."""
     assert isinstance(plan.engine, ShardedPlan)
     device, engine = machine.device, plan.engine
-    factors = factors_of(device.like or device.name, plan.model)
     if factors is None and not device.timed:
         return {}
     found = roofline(*work_of(plan, phases), machine, bool(engine.compiled), factors)

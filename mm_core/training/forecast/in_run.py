@@ -78,7 +78,7 @@ def foresee(config: RunConfig) -> Foreseen:
 
 
 def _foreseen(config: RunConfig) -> Foreseen:
-    from mm_core.training.forecast.study import forecast  # which imports what runs do
+    from mm_core.training.forecast.study import Study  # which imports what runs do
 
     machine, adapters = launched_machine(), adapters_begun(config.train.adapters, config.run.folder)
     task = build_task(config, adapters)
@@ -87,7 +87,7 @@ def _foreseen(config: RunConfig) -> Foreseen:
     plan, samples = plan_shown(config, machine.world, task)
     if plan.files_to_start:  # the run ends with them
         return NOTHING
-    found = forecast(config, plan, machine, samples, adapters)
+    found = Study(config, plan, machine, samples, adapters).forecast()
     unknown = found.notes if found.peak is not None and found.peak.phase == "states" else ()
     return Foreseen(found, plan, machine, (f"forecast: {found.line()}", *unknown))
 
@@ -163,9 +163,8 @@ class PeakCheck:
         if not at_end and (phase in self._done or phase not in self._needs):
             return
         self._done.add(phase)
-        if (
-            "step" not in self._done or not self._needs
-        ):  # evaluated at the start, without the optimizer's state
+        # An evaluation at the start has no optimizer's state yet.
+        if "step" not in self._done or not self._needs:
             return
         expected, top = max((size, name) for name, size in self._needs.items() if name in self._done)
         measured = self._measured()

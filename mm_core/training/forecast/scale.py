@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mm_core.config.sections import RunConfig
-from mm_core.device.machines import Machine
+from mm_core.device.machines import Machine, size_text
 from mm_core.errors import plural
 from mm_core.plan import RunPlan
 from mm_core.plan.planning import state_tensors
-from mm_core.training.forecast.calibration import Factors, factors_of
+from mm_core.training.forecast.calibration import Factors
 from mm_core.training.forecast.meter import Work
 from mm_core.training.forecast.seconds import COMPILED, of_call, published, sent_bytes
 
@@ -90,15 +90,15 @@ class Scale:
                 continue
             where = "between hosts" if each.link == "network" else "within a host"
             taken = f", {each.seconds:.3g} s" if each.seconds else ""
-            lines.append(f"  a rank sends {_size(each.bytes)} by {each.kind} {where}{taken}")
+            lines.append(f"  a rank sends {size_text(each.bytes)} by {each.kind} {where}{taken}")
         if self.busy:
             (first, most), *others = self.busy.items()
             rest = "".join(f", {name} {seconds:.3g} s" for name, seconds in others)
             lines.append(f"  limited by {first}, busy for {most:.3g} s{rest}")
         saved = self.checkpoint
         lines.append(
-            f"a checkpoint: {_size(saved.bytes)} in {plural(saved.files, 'file')},"
-            f" {_size(saved.rank_bytes)} a rank; training waits {saved.waits:.2g} s, it is complete"
+            f"a checkpoint: {size_text(saved.bytes)} in {plural(saved.files, 'file')},"
+            f" {size_text(saved.rank_bytes)} a rank; training waits {saved.waits:.2g} s, it is complete"
             f" after {saved.writes:.3g} s"
         )
         if self.start:
@@ -107,7 +107,13 @@ class Scale:
         return lines
 
 
-def scale_of(config: RunConfig, plan: RunPlan, machine: Machine, step: Mapping[Work, float]) -> Scale:
+def scale_of(
+    config: RunConfig,
+    plan: RunPlan,
+    machine: Machine,
+    step: Mapping[Work, float],
+    factors: Factors | None = None,
+) -> Scale:
     """What the ranks of a run share on a machine.
 
     Args:
@@ -115,8 +121,8 @@ def scale_of(config: RunConfig, plan: RunPlan, machine: Machine, step: Mapping[W
         plan: of the run.
         machine: runs it.
         step: how often each operator of a step runs; empty: unknown.
+        factors: what was measured for the device.
     """
-    factors = factors_of(machine.device.like or machine.device.name, plan.model)
     timed = bool(step) and (machine.device.timed or factors is not None)
     sent: dict[tuple[str, str], tuple[float, float]] = {}
     for work, count in step.items():
@@ -181,7 +187,3 @@ def _start(plan: RunPlan, machine: Machine) -> dict[str, float]:
     for part in engine.frozen:
         size += (part.device_bytes + part.host_bytes) * (here if part.placement == "sharded" else 1)
     return {"processes": PROCESS, "ranks": JOINING * engine.world, "weights": size / STORAGE}
-
-
-def _size(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

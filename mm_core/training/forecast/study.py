@@ -27,7 +27,6 @@ from mm_core.training.forecast.calibration import SECONDS, calibrate, keep
 from mm_core.training.forecast.composed import Calls, Phases, counted, counted_whole, mixed, shortened
 from mm_core.training.forecast.fake_rank import FakeRank, forward_of, groups_of
 from mm_core.training.forecast.forecast import Forecast, of_phases, unknown, work_of
-from mm_core.training.forecast.scale import scale_of
 from mm_core.training.forecast.seconds import of_call, published
 from mm_core.training.forecast.stand_in import with_own_states
 from mm_core.training.training_samples import first_batch
@@ -47,7 +46,7 @@ class Study:
     Attributes:
         calls: an example of each operator, after `phases`.
         unknown: why phases are not known; empty: they are.
-        stands_in: whether another engine stands for the run's.
+        stood_for: the run's engine if another one stands for it.
         notes: what is not counted, and why.
     """
 
@@ -65,8 +64,8 @@ class Study:
         self.unknown = ""
         self.notes: tuple[str, ...] = ()
         own: Engine = config.registry.build("engine", config.engine)
-        self.stands_in = isinstance(own, SupportsStandIn)
-        if not self.stands_in and not isinstance(plan.engine, ShardedPlan):
+        self.stood_for = own if isinstance(own, SupportsStandIn) else None
+        if self.stood_for is None and not isinstance(plan.engine, ShardedPlan):
             what = "only the model states are known: the steps of"
             self.unknown = f"{what} {config.engine.type} are not"
             return
@@ -109,9 +108,7 @@ class Study:
         """
         if self.unknown:
             raise PlanError(self.unknown, hint="only the model states are known")
-        engine = self.engine(changes)
-        whole = engine.plan(self.task, self.machine.world, state_tensors(self.config))
-        assert isinstance(whole, ShardedPlan)
+        whole = self._planned(self.engine(changes), self.task)
         key = whole.recomputed, whole.kept
         if key not in self._known:
             self._known[key] = self._count(whole, changes)
@@ -128,11 +125,14 @@ class Study:
             what = f"activations and seconds are unknown: {parts} stopped ({first_line(error)})"
             raise PlanError(what, hint="only the model states are known") from error
 
+    def _planned(self, engine: Engine, task: TaskModule) -> ShardedPlan:
+        plan = engine.plan(task, self.machine.world, state_tensors(self.config))
+        assert isinstance(plan, ShardedPlan)
+        return plan
+
     def _rank(self, changes: Mapping[str, object], task: TaskModule) -> FakeRank:
         engine = self.engine(changes)
-        own = engine.plan(task, self.machine.world, state_tensors(self.config))
-        assert isinstance(own, ShardedPlan)
-        own = replace(own, compiled=())  # the compiler would compile
+        own = replace(self._planned(engine, task), compiled=())  # the compiler would compile
         given = (self._batch, self._forward, self._request)
         return FakeRank(self.config, task, engine, own, self.plan.accumulation, self._on_cpu, *given)
 
@@ -144,8 +144,7 @@ class Study:
         seen = {work: call for work, call in self.calls.items() if whole[work]}
         factors = calibrate(seen, whole, lambda work: published(work, device))
         if device.name == "cpu":
-            own_plan = self.engine({}).plan(self.task, self.machine.world, state_tensors(self.config))
-            short = partial(shortened, self.task, self._build, own_plan)
+            short = partial(shortened, self.task, self._build, self._planned(self.engine({}), self.task))
             own = counted_whole(self._rank({}, short()), {})
             work = sum((segment.work for segment in own["step"].values()), Counter())
             alone = sum(of_call(each, self.machine, factors) * count for each, count in work.items())
@@ -156,7 +155,11 @@ class Study:
         keep(device.name, factors, self.plan.model)
 
     def forecast(self, measure: bool = False) -> Forecast:
-        """See `forecast`."""
+        """What the run needs on the machine, computed without its weights.
+
+        Args:
+            measure: whether to measure the run's operators on this machine first, and to keep the result.
+        """
         config, plan, machine = self.config, self.plan, self.machine
         try:
             phases = self.phases()
@@ -164,16 +167,14 @@ class Study:
             return unknown(config, plan, machine, error.what)
         if measure:
             self._measure(phases)
-        own: Engine = config.registry.build("engine", config.engine)
-        if not isinstance(own, SupportsStandIn):
+        if self.stood_for is None:
             return of_phases(config, plan, machine, phases, self.notes)
-        other, on_cpu = self.engine({}).plan(self.task, machine.world, state_tensors(config)), self._on_cpu
-        phases = with_own_states(phases, own, plan.engine, other, on_cpu)
-        found = of_phases(config, replace(plan, engine=other), machine, phases, self.notes)
-        host = 0 if on_cpu else sum(host_bytes(plan.engine).values())
+        other = self._planned(self.engine({}), self.task)
+        phases = with_own_states(phases, self.stood_for, plan.engine, other, self._on_cpu)
+        found = of_phases(config, replace(plan, engine=other), machine, phases, self.notes, plan)
+        host = 0 if self._on_cpu else sum(host_bytes(plan.engine).values())
         needs = tuple(replace(need, host_bytes=need.host_bytes + host) for need in found.needs)
-        step, _ = work_of(plan, phases)
-        return replace(found, needs=needs, scale=scale_of(config, plan, machine, step))
+        return replace(found, needs=needs)
 
     def _recomputed(self, whole: ShardedPlan) -> float:
         """The share of blocks that are recomputed, in a list with others that are not; 0: there is none."""
@@ -182,27 +183,6 @@ class Study:
             if 0 < len(own := chosen.intersection(group.paths)) < len(group.paths) and own == chosen:
                 return len(own) / len(group.paths)
         return 0.0
-
-
-def forecast(
-    config: RunConfig,
-    plan: RunPlan,
-    machine: Machine,
-    samples: Samples | None,
-    adapters: Structure,
-    measure: bool = False,
-) -> Forecast:
-    """What a run needs on a machine, computed without its weights.
-
-    Args:
-        config: the run's.
-        plan: of the run for the machine's ranks.
-        machine: runs it.
-        samples: of data.train; None: data are missing.
-        adapters: see `build_task`.
-        measure: whether to measure the run's operators on this machine first, and to keep the result.
-    """
-    return Study(config, plan, machine, samples, adapters).forecast(measure)
 
 
 def _batch(

@@ -13,7 +13,7 @@ from mm_core.config.load import load_config
 from mm_core.device.machines import machine_of
 from mm_core.plan import build_task, plan_shown
 from mm_core.training.forecast.forecast import Forecast
-from mm_core.training.forecast.study import forecast
+from mm_core.training.forecast.study import Study
 from support.runs import DIT, VIDEO
 from support.scripts import script
 
@@ -44,7 +44,7 @@ def forecast_of(path: Path, *overrides: str, engine: str = "deepspeed") -> Forec
     config = load_config(path, [f"engine.type={engine}", *overrides])
     on = machine_of("2xH100")
     plan, samples = plan_shown(config, on.world, build_task(config, {}))
-    return forecast(config, plan, on, samples, {})
+    return Study(config, plan, on, samples, {}).forecast()
 
 
 def buffers(stage: int, **keys: Any) -> dict[str, dict[str, int]]:
