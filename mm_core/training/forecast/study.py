@@ -151,7 +151,8 @@ class Study:
             memory = max(segment.bytes for segment in own["step"].values())
             if alone < SECONDS / 5 and memory < device.memory / 2:
                 rest = self._rank({}, short()).seconds() - alone
-                factors = replace(factors, call=max(0.0, rest / work.total()))
+                if rest > 0:  # else operators took longer one by one than in the step
+                    factors = replace(factors, call=rest / work.total())
         keep(device.name, factors, self.plan.model)
 
     def forecast(self, measure: bool = False) -> Forecast:
