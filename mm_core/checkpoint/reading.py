@@ -187,7 +187,9 @@ def stored_run(
         return run
     checkpoint = OpenedCheckpoint(checkpoint_at(run, which))
     file = checkpoint.folder / files.CONFIG
-    config = load_config(file, overrides, spare_environment=True, stored=True, allow_code=allow_code)
+    config = load_config(
+        file, overrides, spare_environment=True, stored=True, allow_code=allow_code, fetch=True
+    )
     return StoredRun(checkpoint, config)
 
 

@@ -71,6 +71,7 @@ _RULES: Mapping[str, tuple[Verdict, str]] = {
     "config.profile": ("safe", _SPEED),
     "config.callbacks": ("safe", "callbacks change nothing"),
     "config.plugins": ("safe", "the components' versions are compared instead"),
+    "hub": ("safe", "its names are compared in the config"),
     "plugins": ("allow", "another version may compute different results"),
     "plugins.mm-core": ("safe", "see its changelog"),
     "data": ("safe", "held-out data does not affect training"),

@@ -60,6 +60,7 @@ def run_manifest(
     """
     return {
         "config": to_mapping(config),
+        "hub": commits_read(config),
         "environment": environment_traces(to_mapping(replace(config, literals={})), config.literals),
         "adapters": [*adapters],
         "base": [*base],
@@ -194,3 +195,14 @@ def check_plugins(registry: Registry, ranks: Ranks) -> None:
     check_ranks_agree(plugins)
     hint = "compare `pip list` on the machines of these ranks"
     check_ranks_agree(versions, "libraries", "not installed", hint)
+
+
+def check_commits(config: RunConfig, ranks: Ranks) -> None:
+    """Raises PluginError on every rank if the hosts have found different commits of a repository on the hub."""
+    hint = "the hub changed while they started: start again, or name the commit (hub:org/name@COMMIT)"
+    check_ranks_agree(ranks.gather(commits_read(config)), "files of the hub", "not fetched", hint)
+
+
+def commits_read(config: RunConfig) -> dict[str, str]:
+    """The commit of each repository on the hub that a run reads, by `org/name@revision`."""
+    return {use.name.key: use.name.commit or "" for use in config.hub.values()}

@@ -88,7 +88,7 @@ def _check(args: argparse.Namespace) -> None:
 def _config(args: argparse.Namespace) -> RunConfig:
     from mm_core.training.optional.aligning import QUIET
 
-    return config_of(args, *QUIET, f"run.dir={args.out}", "run.name=run")
+    return config_of(args, *QUIET, f"run.dir={args.out}", "run.name=run", fetch=True)
 
 
 def _record(args: argparse.Namespace) -> int:

@@ -42,7 +42,7 @@ def execute(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Finds what is wrong in the config before ranks are started."""
-    config_of(args)
+    config_of(args, fetch=True)
 
 
 def _build(args: argparse.Namespace) -> int:
@@ -50,7 +50,7 @@ def _build(args: argparse.Namespace) -> int:
     from mm_core.loading.caching import build_cache
     from mm_core.runtime.process_group import process_group
 
-    config = config_of(args)
+    config = config_of(args, fetch=True)
     with process_group(None) as ranks:
         built = build_cache(config, _show)
         folder = (config.data.cache or CacheSection()).dir

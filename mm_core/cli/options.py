@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from mm_core.errors import MMError, plural, printable
 
@@ -29,19 +29,20 @@ def add_allow_code(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def config_of(args: argparse.Namespace, *more: str) -> RunConfig:
+def config_of(args: argparse.Namespace, *more: str, fetch: bool | Literal["anew"] = False) -> RunConfig:
     """The config that a command's option --config names, with the overrides applied.
 
     Args:
         args: the command's options.
         more: overrides that come last.
+        fetch: as for `load_config`.
 
     Raises:
         MMError: lists every error in the config.
     """
     from mm_core.config.load import load_config
 
-    return load_config(args.config, [*args.overrides, *more], allow_code=args.allow_code)
+    return load_config(args.config, [*args.overrides, *more], allow_code=args.allow_code, fetch=fetch)
 
 
 def count(text: str) -> int:

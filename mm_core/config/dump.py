@@ -38,9 +38,14 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+.0123456
 
 def to_mapping(config: RunConfig) -> dict[str, Any]:
     """A run's config as a plain mapping, which `load_config` reads back into an equal config."""
-    mapping = plain(config, "", config.literals)
+    mapping = plain(config, "", texts_of(config))
     assert isinstance(mapping, dict)
     return mapping
+
+
+def texts_of(config: RunConfig) -> dict[str, str]:
+    """The texts that values of a config were read from: interpolations, and names on the hub at their commits."""
+    return {**{key: str(use.name.pinned()) for key, use in config.hub.items()}, **config.literals}
 
 
 def to_yaml(config: RunConfig) -> str:

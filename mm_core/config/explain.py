@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
-from mm_core.config.dump import plain
+from mm_core.config.dump import plain, texts_of
 from mm_core.config.sections import RunConfig
 from mm_core.errors import ConfigError, MMError, PluginError, article, did_you_mean
 from mm_core.plugin.hookspecs import KINDS
@@ -95,7 +95,7 @@ def explain(
         ConfigError: there is no such key, or it depends on a type that is not known.
         PluginError: there is no such component.
     """
-    explainer = _Explainer(registry, loaded[0].literals if loaded else {})
+    explainer = _Explainer(registry, texts_of(loaded[0]) if loaded else {})
     root = _Place("", RunConfig, FieldInfo("", "", None, ""))
     if loaded is not None:
         root = replace(root, value=loaded[0], node=loaded[1])

@@ -7,15 +7,18 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from mm_core.config.components import with_task_values
 from mm_core.config.former import without_former_values
+from mm_core.config.hub_names import commits_of, located
 from mm_core.config.interpolation import resolve
 from mm_core.config.overrides import apply_overrides, merge
 from mm_core.config.sections import RunConfig
 from mm_core.config.stored import Sources, known_only, stored_plugins, unknown_commands
 from mm_core.config.yaml_nodes import Spent, read_file
 from mm_core.errors import ConfigError, MMError, TrustError, first_line
+from mm_core.fetching import fetch as fetch_all
 from mm_core.plugin.registry import Registry, get_registry
 from mm_core.schema.checking import MAX_FAULTS, Checker
 from mm_core.schema.nodes import FAILED, Node, keys_of, show
@@ -35,6 +38,7 @@ def load_config(
     spare_environment: bool = False,
     stored: bool | None = None,
     allow_code: bool = False,
+    fetch: bool | Literal["anew"] = False,
 ) -> RunConfig:
     """Reads, merges, resolves and checks the config of a run, without importing torch.
 
@@ -47,18 +51,29 @@ def load_config(
             `mm_core.config.stored`).
         allow_code: run code named by a stored run's config, and read the environment for it, even if this
             user has not trained with it.
+        fetch: fetch what its names on the hub (`hub:org/name`) stand for, once the rest is checked; at the
+            commits of the run's checkpoint if it has one, except with `anew`. False: what is in the cache.
 
     Returns:
         The config, with every default filled in and every `type` a qualified name.
 
     Raises:
         ConfigError: `faults` lists each error with file, line, key, what was found and what is accepted.
+        MMError: what is on the hub cannot be fetched.
         TrustError: the stored run has one-file plugins that this user has not trained with, or a component
             that runs files of a folder without checking whether this user has trained with them.
     """
-    return load_with_places(
-        path, overrides, spare_environment=spare_environment, stored=stored, allow_code=allow_code
-    )[0]
+
+    def read() -> RunConfig:
+        return load_with_places(
+            path, overrides, spare_environment=spare_environment, stored=stored, allow_code=allow_code
+        )[0]
+
+    config = read()
+    if not (fetch and config.hub):
+        return config
+    fetch_all(config.hub.values(), commits_of(config.run.folder) if fetch != "anew" else {})
+    return read()  # the folders have been read too, where a config depends on them
 
 
 def load_with_places(
@@ -87,6 +102,7 @@ def load_with_places(
         raise ConfigError(_ordered(faults), where=str(path))
     unset: list[MMError] = []
     root, literals = resolve(root, faults, unset if spare_environment else faults, sources.withholds)
+    root, hub = located(root, faults)
     root = without_former_values(root, sources, faults)
     root = known_only(_anchor_plugins(root), sources)
     registry = _registry(root, faults, sources)
@@ -102,6 +118,7 @@ def load_with_places(
         config,
         registry=registry,
         literals=dict(literals),
+        hub=hub,
         allow_code=sources.allow_code,
         unknown_commands=unknown_commands(config, root, sources),
     )

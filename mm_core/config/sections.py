@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from mm_core.builtin.configs.adapters import AdapterConfig
 from mm_core.errors import plural
+from mm_core.fetching import Use
 from mm_core.plugin.registry import Registry, get_registry
 from mm_core.schema.fields import ComponentConfig, Guidance, Kind, Range
 
@@ -365,6 +366,8 @@ class RunConfig:
     """The plugins that the config was checked against; they build the components it names."""
     literals: Mapping[str, str] = field(default_factory=dict, compare=False, metadata={"yaml": False})
     """Dotted key -> the original `${oc.env:..}` text; the stored config keeps the text, not its value."""
+    hub: Mapping[str, Use] = field(default_factory=dict, compare=False, metadata={"yaml": False})
+    """Dotted key -> the name on the hub whose path is the value; the stored config keeps the name."""
     allow_code: bool = field(default=False, compare=False, metadata={"yaml": False})
     """Code of stored runs, including those this run starts from, may run even if this user has not trained
     with it."""

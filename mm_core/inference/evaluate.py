@@ -198,7 +198,7 @@ def choose(
     """
     source = OpenedCheckpoint(checkpoint_at(run, checkpoint))
     file = source.folder / "config.yaml"
-    config = load_config(file, _with_section(file, overrides), stored=True, allow_code=allow_code)
+    config = load_config(file, _with_section(file, overrides), stored=True, allow_code=allow_code, fetch=True)
     dataset = config.data.splits.get(split)
     if dataset is None:
         train = _train_as_written(to_mapping(config)["data"]["train"], config.data.train, config.registry)

@@ -213,7 +213,9 @@ def source_of_run(path: Path, weights: Literal["model", "ema"], allow_code: bool
     source = CheckpointSource(path, weights)
     checkpoint = source.checkpoint
     if checkpoint.external:
-        config = load_config(checkpoint.folder / "config.yaml", stored=True, allow_code=allow_code)
+        config = load_config(
+            checkpoint.folder / "config.yaml", stored=True, allow_code=allow_code, fetch=True
+        )
         task = build_task(config, checkpoint.adapters)
         state = {
             f"{root}.{name}": tensor

@@ -69,7 +69,9 @@ def _earlier_runs(
         return {}
     try:
         checkpoint = open_checkpoint(path)
-        config = load_config(checkpoint.folder / "config.yaml", stored=True, allow_code=allow_code)
+        config = load_config(
+            checkpoint.folder / "config.yaml", stored=True, allow_code=allow_code, fetch=True
+        )
         task, given = (
             build_task(config, checkpoint.adapters),
             given_weights(config.init_from, checkpoint.facts),

@@ -10,7 +10,7 @@ from functools import partial
 
 from mm_core.checkpoint.files.host_copies import State
 from mm_core.checkpoint.files.layout import Document
-from mm_core.checkpoint.run_manifest import check_plugins, fingerprints, run_manifest
+from mm_core.checkpoint.run_manifest import check_commits, check_plugins, fingerprints, run_manifest
 from mm_core.checkpoint.store import CheckpointStore
 from mm_core.config.dump import to_yaml
 from mm_core.config.sections import RunConfig
@@ -89,6 +89,7 @@ def build_parts(config: RunConfig, ranks: Ranks, store: CheckpointStore, resume:
     """Opens the checkpoint to resume from, and builds task, engine, data and plan of a training run, with
     weights from files or drawn at random. All ranks must have the same code."""
     check_plugins(config.registry, ranks)
+    check_commits(config, ranks)
     check_commands(config)
     source, refused = store.open(resume)
     task = build_task(config, source.adapters if source is not None else {})

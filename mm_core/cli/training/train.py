@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 from mm_core.cli.options import config_of, count, print_json, print_table, refuse_missing
 from mm_core.cli.ranks import rank_command, refuse_among_ranks
@@ -101,7 +101,8 @@ def execute(args: argparse.Namespace) -> int:
         _be_rank(args)
     least, most = _hosts(args)
     nproc = None if args.nproc == "auto" else args.nproc
-    config = config_of(args)  # finds every typo before a rank is started
+    anew: Literal["anew", True] = "anew" if args.resume == "never" else True
+    config = config_of(args, fetch=not args.dry_run and anew)  # finds every typo before a rank is started
     if args.on is not None:
         from mm_core.device.machines import machine_of
 
@@ -150,7 +151,7 @@ def _train(args: argparse.Namespace, stop: StopFlag, config: RunConfig | None = 
     from mm_core.runtime.launch.signals import STOPPED
     from mm_core.training.run import train
 
-    config = config or config_of(args)
+    config = config or config_of(args, fetch="anew" if args.resume == "never" else True)
     result = train(
         config,
         resume=args.resume,

@@ -29,7 +29,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    config_of(args)  # finds every typo before a rank is started
+    config_of(args, fetch=True)  # finds every typo before a rank is started
     path = vars(args)["from"]
     if not Path(path).exists():
         raise MMError(
@@ -40,7 +40,7 @@ def _check(args: argparse.Namespace) -> None:
 def _import(args: argparse.Namespace) -> int:
     from mm_core.interchange.import_weights import import_weights
 
-    saved, notes = import_weights(config_of(args), Path(vars(args)["from"]), args.format)
+    saved, notes = import_weights(config_of(args, fetch=True), Path(vars(args)["from"]), args.format)
     if os.environ.get("RANK", "0") == "0":
         for note in notes:
             print(f"mm: {printable(note)}", file=sys.stderr)

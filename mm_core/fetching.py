@@ -1,0 +1,345 @@
+"""Fetches what a run reads from the Hugging Face Hub, by `huggingface_hub`, into the user's cache of it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from glob import escape
+from pathlib import Path, PurePosixPath
+from typing import NoReturn
+
+from mm_core.errors import MMError, RunWarning, first_line, plural
+from mm_core.files import replace_text
+from mm_core.hub import PREFIX, HubName, decide
+
+_INDEX = ".safetensors.index.json"
+_STEMS = ("model", "diffusion_pytorch_model")
+_SMALL = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+"""Suffixes of configs, tokenizers and processors. They are fetched of the whole repository: a tokenizer is beside
+its text encoder."""
+_SECONDS = 10.0  # that the hub may take to list a repository
+_LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID")
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a run reads of a name: its weights too, or only small files; its Python files too."""
+
+    name: HubName
+    weights: bool = True
+    code: bool = False
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The files of a repository at a commit: path in it -> bytes."""
+
+    commit: str
+    files: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a run reads of one repository at a revision.
+
+    Attributes:
+        name: the repository.
+        files: the files to read, with their bytes; None: neither the hub nor the cache has a list.
+        absent: those that are not in the cache.
+    """
+
+    name: HubName
+    files: Mapping[str, int] | None
+    absent: tuple[str, ...] = ()
+
+    @property
+    def absent_bytes(self) -> int:
+        """Bytes to fetch."""
+        return sum((self.files or {})[file] for file in self.absent)
+
+
+def local(text: str) -> Path:
+    """The path that an option of a command names; what is on the hub is fetched first.
+
+    Raises:
+        MMError: it cannot be fetched.
+    """
+    if not text.startswith(PREFIX):
+        return Path(text)
+    name = HubName.of(text)
+    fetch([Use(name)])
+    return name.path
+
+
+def fetch(uses: Collection[Use], commits: Mapping[str, str] | None = None) -> None:
+    """Fetches what is not in the cache yet, and lets this process and its ranks read it at the found commits.
+
+    One process of a host works on a repository at a time; the others find it done.
+
+    Args:
+        uses: the names, with what is read of each.
+        commits: `org/name@revision` -> the commit to take, such as that of the run that is resumed.
+
+    Raises:
+        MMError: a repository, revision, folder or permission is missing, the hub cannot be reached, the disk is
+            full, or a file is not the listed one.
+    """
+    decide(commits or {})
+    for group in _grouped(uses):
+        with _alone(group[0].name):
+            decide({group[0].name.key: _fetched(group)})
+
+
+def planned(uses: Collection[Use]) -> list[Wanted]:
+    """What `fetch` would fetch, by repository. Sizes come from the hub, or from the cache."""
+    rows = []
+    for group in _grouped(uses):
+        name = group[0].name
+        try:
+            rows.append(_compared(group, _listing(name)))
+        except MMError:  # fetching reports it
+            rows.append(Wanted(name, None))
+    return rows
+
+
+def _grouped(uses: Collection[Use]) -> list[list[Use]]:
+    """The uses of each repository and revision."""
+    groups: dict[str, list[Use]] = {}
+    for use in uses:
+        groups.setdefault(use.name.key, []).append(use)
+    return [*groups.values()]
+
+
+@contextmanager
+def _alone(name: HubName) -> Iterator[None]:
+    """A block that one process of this host runs at a time for a repository. A dead process holds no lock."""
+    from filelock import FileLock
+
+    file = name.store.parent / ".locks" / f"{name.store.name}.mm_core.lock"
+    lock = FileLock(file)
+    with suppress(OSError):  # a cache that cannot be written may be complete
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _fetched(uses: Sequence[Use]) -> str:
+    """Fetches the files of one repository, and returns its commit."""
+    name = uses[0].name
+    listing = _listing(name, of_launch := _of_launch(name))
+    wanted = _compared(uses, listing)
+    if wanted.absent:
+        _download(wanted, listing.commit)
+        if left := _compared(uses, listing).absent:
+            _not_listed(name, f"{left[0]} has another size than the hub lists")
+    if name.decided is None and of_launch is None:
+        _keep(name.store / "refs" / name.revision, listing.commit)
+        _keep(_notes(name) / "launch.json", json.dumps({_launch(): {name.key: listing.commit}}))
+    return listing.commit
+
+
+def _notes(name: HubName) -> Path:
+    return name.store / ".mm_core"
+
+
+def _keep(path: Path, text: str) -> None:
+    with suppress(OSError):  # a cache that cannot be written
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, text)
+
+
+def _launch() -> str:
+    """What the ranks of one launch on this host have in common, under any launcher."""
+    return " ".join([*(os.environ.get(each, "-") for each in _LAUNCH), str(os.getppid())])
+
+
+def _of_launch(name: HubName) -> str | None:
+    """The commit that another rank of this launch has found: one of them asks the hub, and all agree."""
+    if "RANK" in os.environ:
+        with suppress(OSError, ValueError, KeyError):
+            return str(json.loads((_notes(name) / "launch.json").read_text())[_launch()][name.key])
+    return None
+
+
+def _listing(name: HubName, commit: str | None = None) -> Listing:
+    """The files of a repository, from the hub or, where it cannot be reached, from the cache.
+
+    Args:
+        name: the repository and its revision.
+        commit: the commit, if it is not the name's.
+
+    Raises:
+        MMError: the hub has no such repository or revision, or neither can be read.
+    """
+    commit = commit or name.decided
+    if commit is not None and (kept := _kept(name, commit)) is not None:
+        return kept
+    try:
+        return _asked(name, commit)
+    except _UnreachableError as fault:
+        known = commit or name.commit or ""
+        root = name.store / "snapshots" / known
+        here = {path.relative_to(root).as_posix(): path.stat().st_size for path in _files(root)}
+        if known and here:
+            if commit is None:
+                warnings.warn(f"{name}: the hub cannot be reached; {known} in the cache is used", RunWarning)
+            return _kept(name, known) or Listing(known, here)  # another tool may have fetched a part of it
+        raise MMError(
+            f"{PREFIX}{name.repo} is not in the cache, and the hub cannot be reached: {fault}",
+            where=str(name),
+            hint=f"where there is a network: hf download {name.repo} --revision {name.revision}",
+        ) from None
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def _kept(name: HubName, commit: str) -> Listing | None:
+    with suppress(OSError, ValueError):
+        return Listing(commit, json.loads((_notes(name) / f"{commit}.json").read_text()))
+    return None
+
+
+def _asked(name: HubName, commit: str | None) -> Listing:
+    from huggingface_hub import HfApi
+
+    try:
+        api, revision = HfApi(library_name="mm_core"), commit or name.revision
+        found = api.model_info(name.repo, revision=revision, files_metadata=True, timeout=_SECONDS)
+    except Exception as error:  # the classes of the HTTP library below change with the hub's version
+        _raise(error, name)
+    listing = Listing(str(found.sha), {each.rfilename: int(each.size or 0) for each in found.siblings or ()})
+    _keep(_notes(name) / f"{listing.commit}.json", json.dumps(dict(listing.files)))
+    return listing
+
+
+def _compared(uses: Sequence[Use], listing: Listing) -> Wanted:
+    """What a repository's uses read, and which of that is not in the cache.
+
+    Raises:
+        MMError: the repository has no such folder, or no weights there.
+    """
+    name = uses[0].name
+    files = sorted({file for use in uses for file in _chosen(use, listing.files)})
+    root = name.store / "snapshots" / listing.commit
+    absent = [file for file in files if _size(root / file) != listing.files[file]]
+    return Wanted(name, {file: listing.files[file] for file in files}, tuple(absent))
+
+
+def _size(path: Path) -> int | None:
+    with suppress(OSError):
+        return path.stat().st_size
+    return None
+
+
+def _chosen(use: Use, files: Collection[str]) -> list[str]:
+    """The files of a repository that our formats read; a pickle only where it is named itself."""
+    inside, where = use.name.inside, str(use.name)
+    chosen = [file for file in files if file.endswith((*_SMALL, ".py") if use.code else _SMALL)]
+    if inside in files:
+        return [*chosen, inside]
+    folder = f"{inside}/" if inside else ""
+    below = [file.removeprefix(folder) for file in files if file.startswith(folder)]
+    having = {PurePosixPath(file).parent.as_posix() for file in files if file.endswith(".safetensors")}
+    accepted = ", ".join(f"{PREFIX}{use.name.repo}/{each}" for each in sorted(having - {"."})[:5]) or None
+    if not below:
+        what = f"{use.name.repo} has no folder or file {inside} at {use.name.revision}"
+        raise MMError(what, where=where, accepted=accepted)
+    if not use.weights:
+        return chosen
+    parts = [""]
+    if "model_index.json" in below:  # a pipeline; weights in its top folder are the same in another layout
+        parts = sorted({f"{file.partition('/')[0]}/" for file in below if "/" in file})
+    weights = [f"{folder}{part}{file}" for part in parts for file in _weights(below, part)]
+    if not weights:
+        what = f"{use.name.repo} has no safetensors in {inside or 'its top folder'}"
+        raise MMError(what, where=where, accepted=accepted or "the name of a file in it")
+    return [*chosen, *weights]
+
+
+def _weights(files: Sequence[str], part: str) -> list[str]:
+    """The weights files in a folder that `open_stored` reads: one set, without its variants."""
+    names = [file.removeprefix(part) for file in files if file.startswith(part)]
+    own = {file for file in names if "/" not in file and file.endswith((_INDEX, ".safetensors"))}
+    for stem in _STEMS:
+        shards = {file for file in own if file.startswith(f"{stem}-")} if f"{stem}{_INDEX}" in own else set()
+        single = {f"{stem}.safetensors"} & own
+        if found := (single or shards) if stem == "model" else (shards or single):
+            return sorted(found)
+    return sorted(file for file in own if file.endswith(".safetensors"))
+
+
+def _download(wanted: Wanted, commit: str) -> None:
+    from huggingface_hub import constants, snapshot_download
+
+    name, files = wanted.name, plural(len(wanted.absent), "file")
+    if constants.HF_HUB_OFFLINE:
+        raise MMError(
+            f"HF_HUB_OFFLINE is set, and {files} of {name.repo} are not in the cache: {wanted.absent[0]}",
+            where=str(name),
+            hint=f"where there is a network: hf download {name.repo} --revision {commit}",
+        )
+    place = next(each for each in (name.store, *name.store.parents) if each.exists())
+    if (free := shutil.disk_usage(place).free) < wanted.absent_bytes:
+        _full(name, f"{files} have {wanted.absent_bytes / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free")
+    try:
+        patterns = [escape(file) for file in wanted.absent]
+        snapshot_download(name.repo, revision=commit, allow_patterns=patterns, library_name="mm_core")
+    except Exception as error:  # as above
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            _full(name, first_line(error))
+        if "onsistency check" in str(error):
+            _not_listed(name, first_line(error))
+        try:
+            _raise(error, name)
+        except _UnreachableError as fault:
+            hint = "start again: what is there already is not fetched twice"
+            raise MMError(f"the download stopped: {fault}", where=str(name), hint=hint) from None
+
+
+def _full(name: HubName, why: str) -> NoReturn:
+    raise MMError(
+        f"the disk of the cache is too small: {why}",
+        where=str(name.store.parent),
+        hint="free it, or set HF_HOME to a folder on a larger disk",
+    )
+
+
+def _not_listed(name: HubName, why: str) -> NoReturn:
+    raise MMError(
+        f"a file changed while it was fetched: {why}",
+        where=str(name),
+        hint=f"start again; if it stays so, delete {name.store}",
+    )
+
+
+class _UnreachableError(Exception):
+    """The hub cannot be asked; the message is why."""
+
+
+def _raise(error: Exception, name: HubName) -> NoReturn:
+    """Raises a library's error about a repository as ours; one of the connection as `_UnreachableError`."""
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    what = hint = None
+    if isinstance(error, GatedRepoError):
+        what = f"{name.repo} is gated"
+        hint = "accept its terms on its page, then `hf auth login` or set HF_TOKEN"
+    elif isinstance(error, RevisionNotFoundError):
+        what, hint = f"{name.repo} has no revision {name.revision}", "name a branch, a tag or a commit of it"
+    elif isinstance(error, RepositoryNotFoundError):
+        what = f"the hub has no model {name.repo}, or it is private"
+        hint = "check the name; for a private model `hf auth login` or set HF_TOKEN"
+    if what is None:
+        raise _UnreachableError(first_line(error)) from None
+    raise MMError(what, where=str(name), hint=hint) from None

@@ -1,0 +1,116 @@
+"""Folders and files of the Hugging Face Hub by their names: `hub:org/name[@revision][/folder or file]`.
+
+A name is a place in the cache of `huggingface_hub`, which the user's other tools share. Nothing here uses the
+network; `mm_core.fetching` does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+
+from mm_core.errors import ConfigError
+
+PREFIX = "hub:"
+_REVISIONS = "MM_HUB_REVISIONS"
+"""Environment variable with the commits of a run's repositories as JSON, `{"org/name@main": "..."}`: the ranks
+inherit it, read the same files and ask nobody."""
+
+_NAME = re.compile(r"hub:([\w.-]+/[\w.-]+)(?:@(refs/pr/\d+|[^/@\s]+))?(?:/(\S.*?))?/?")
+_BARE = re.compile(r"\w[\w.-]*/\w[\w.-]*(?:/[\w./-]+)?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True)
+class HubName:
+    """The name of a folder or file on the hub.
+
+    Attributes:
+        repo: `org/name`.
+        revision: a branch, a tag or a commit.
+        inside: path in the repository; "" is its top folder.
+    """
+
+    repo: str
+    revision: str = "main"
+    inside: str = ""
+
+    @classmethod
+    def of(cls, text: str) -> HubName:
+        """Parses a name.
+
+        Raises:
+            ConfigError: it is no such name.
+        """
+        found = _NAME.fullmatch(text)
+        if found is None or ".." in (found[3] or "").split("/"):
+            accepted = "hub:org/name, hub:org/name@revision, hub:org/name/folder"
+            raise ConfigError(f"{text!r} names nothing on the hub", accepted=accepted)
+        return cls(found[1], found[2] or "main", PurePosixPath(found[3]).as_posix() if found[3] else "")
+
+    def __str__(self) -> str:
+        revision = "" if self.revision == "main" else f"@{self.revision}"
+        return f"{PREFIX}{self.repo}{revision}" + (f"/{self.inside}" if self.inside else "")
+
+    @property
+    def key(self) -> str:
+        """The repository at its revision: `org/name@main`."""
+        return f"{self.repo}@{self.revision}"
+
+    @property
+    def store(self) -> Path:
+        """The folder of the repository in the cache."""
+        from huggingface_hub import constants
+
+        return Path(constants.HF_HUB_CACHE) / f"models--{self.repo.replace('/', '--')}"
+
+    @property
+    def decided(self) -> str | None:
+        """The commit that the name stands for whatever happens on the hub: itself, or that of this run."""
+        return self.revision if _COMMIT.fullmatch(self.revision) else _decided().get(self.key)
+
+    @property
+    def commit(self) -> str | None:
+        """The commit that the name stands for now, as far as the cache knows."""
+        if (found := self.decided) is not None:
+            return found
+        with suppress(OSError):
+            return (self.store / "refs" / self.revision).read_text().strip()
+        return None
+
+    @property
+    def path(self) -> Path:
+        """Where the folder or file is in the cache, once it is fetched."""
+        return self.store / "snapshots" / (self.commit or self.revision) / self.inside
+
+    def pinned(self) -> HubName:
+        """The name with its commit in place of a branch or tag, where that is known."""
+        return replace(self, revision=self.commit or self.revision)
+
+
+def decide(commits: Mapping[str, str]) -> None:
+    """From now on this process and those that it starts read repositories at these commits.
+
+    Args:
+        commits: `org/name@revision` -> commit.
+    """
+    os.environ[_REVISIONS] = json.dumps({**_decided(), **commits})
+
+
+def _decided() -> dict[str, str]:
+    with suppress(ValueError):
+        return {str(key): str(commit) for key, commit in json.loads(os.environ.get(_REVISIONS, "{}")).items()}
+    return {}
+
+
+def hint_for(path: str | Path) -> str | None:
+    """A hint for a path at which nothing is, if it has the form of a name on the hub; else None."""
+    text = str(path)
+    if _BARE.fullmatch(text) is None or Path(text.partition("/")[0]).exists():
+        return None
+    return f"for a model on the hub, write {PREFIX}{text}"
