@@ -21,10 +21,14 @@ from mm_core.hub import PREFIX, HubName, decide
 _INDEX = ".safetensors.index.json"
 _STEMS = ("model", "diffusion_pytorch_model")
 _SMALL = (".json", ".txt", ".model", ".jinja", ".tiktoken")
-"""Suffixes of configs, tokenizers and processors. They are fetched of the whole repository: a tokenizer is beside
-its text encoder."""
+"""Suffixes of configs, tokenizers and processors. They are fetched of the whole repository: a tokenizer is
+beside its text encoder."""
 _SECONDS = 10.0  # that the hub may take to list a repository
 _LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID")
+
+
+class UnreachableError(MMError):
+    """The hub cannot be asked, and the cache does not have the answer."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,21 @@ class Wanted:
         """Bytes to fetch."""
         return sum((self.files or {})[file] for file in self.absent)
 
+    def to_mapping(self) -> dict[str, object]:
+        """What is fetched, as JSON; `bytes` is null where nothing is known of the repository."""
+        size = self.absent_bytes if self.files is not None else None
+        return {"name": self.name.key, "commit": self.name.commit, "files": [*self.absent], "bytes": size}
+
+    def render(self) -> str:
+        """What is fetched, as a line of a plan."""
+        if self.files is None:
+            return f"to fetch from the hub: {self.name.key}, of unknown size"
+        if not self.absent:
+            return f"in the cache of the hub: {self.name.key}"
+        size = self.absent_bytes
+        shown = f"{size / 1e9:.2f} GB" if size >= 1e7 else f"{size / 1e6:.2f} MB"
+        return f"to fetch from the hub: {self.name.key}, {plural(len(self.absent), 'file')}, {shown}"
+
 
 def local(text: str) -> Path:
     """The path that an option of a command names; what is on the hub is fetched first.
@@ -87,8 +106,8 @@ def fetch(uses: Collection[Use], commits: Mapping[str, str] | None = None) -> No
         commits: `org/name@revision` -> the commit to take, such as that of the run that is resumed.
 
     Raises:
-        MMError: a repository, revision, folder or permission is missing, the hub cannot be reached, the disk is
-            full, or a file is not the listed one.
+        MMError: a repository, revision, folder or permission is missing, the hub cannot be reached, the disk
+            is full, or a file is not the listed one.
     """
     decide(commits or {})
     for group in _grouped(uses):
@@ -185,16 +204,17 @@ def _listing(name: HubName, commit: str | None = None) -> Listing:
         return kept
     try:
         return _asked(name, commit)
-    except _UnreachableError as fault:
+    except UnreachableError as fault:
         known = commit or name.commit or ""
         root = name.store / "snapshots" / known
         here = {path.relative_to(root).as_posix(): path.stat().st_size for path in _files(root)}
         if known and here:
             if commit is None:
-                warnings.warn(f"{name}: the hub cannot be reached; {known} in the cache is used", RunWarning)
+                what = f"{name}: the hub cannot be reached ({fault.what}); {known} in the cache is used"
+                warnings.warn(what, RunWarning, stacklevel=2)
             return _kept(name, known) or Listing(known, here)  # another tool may have fetched a part of it
-        raise MMError(
-            f"{PREFIX}{name.repo} is not in the cache, and the hub cannot be reached: {fault}",
+        raise UnreachableError(
+            f"it is not in the cache, and the hub cannot be reached: {fault.what}",
             where=str(name),
             hint=f"where there is a network: hf download {name.repo} --revision {name.revision}",
         ) from None
@@ -253,7 +273,8 @@ def _chosen(use: Use, files: Collection[str]) -> list[str]:
     having = {PurePosixPath(file).parent.as_posix() for file in files if file.endswith(".safetensors")}
     accepted = ", ".join(f"{PREFIX}{use.name.repo}/{each}" for each in sorted(having - {"."})[:5]) or None
     if not below:
-        what = f"{use.name.repo} has no folder or file {inside} at {use.name.revision}"
+        place = f"folder or file {inside}" if inside else "files"
+        what = f"{use.name.repo} has no {place} at {use.name.revision}"
         raise MMError(what, where=where, accepted=accepted)
     if not use.weights:
         return chosen
@@ -302,9 +323,9 @@ def _download(wanted: Wanted, commit: str) -> None:
             _not_listed(name, first_line(error))
         try:
             _raise(error, name)
-        except _UnreachableError as fault:
+        except UnreachableError as fault:
             hint = "start again: what is there already is not fetched twice"
-            raise MMError(f"the download stopped: {fault}", where=str(name), hint=hint) from None
+            raise MMError(f"the download stopped: {fault.what}", where=str(name), hint=hint) from None
 
 
 def _full(name: HubName, why: str) -> NoReturn:
@@ -323,23 +344,20 @@ def _not_listed(name: HubName, why: str) -> NoReturn:
     )
 
 
-class _UnreachableError(Exception):
-    """The hub cannot be asked; the message is why."""
-
-
 def _raise(error: Exception, name: HubName) -> NoReturn:
-    """Raises a library's error about a repository as ours; one of the connection as `_UnreachableError`."""
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+    """Raises a library's error about a repository as ours; one of the connection as `UnreachableError`."""
+    from huggingface_hub import errors
 
     what = hint = None
-    if isinstance(error, GatedRepoError):
+    if isinstance(error, errors.GatedRepoError):
         what = f"{name.repo} is gated"
         hint = "accept its terms on its page, then `hf auth login` or set HF_TOKEN"
-    elif isinstance(error, RevisionNotFoundError):
+    elif isinstance(error, errors.RevisionNotFoundError):
         what, hint = f"{name.repo} has no revision {name.revision}", "name a branch, a tag or a commit of it"
-    elif isinstance(error, RepositoryNotFoundError):
+    elif isinstance(error, errors.RepositoryNotFoundError):
         what = f"the hub has no model {name.repo}, or it is private"
         hint = "check the name; for a private model `hf auth login` or set HF_TOKEN"
     if what is None:
-        raise _UnreachableError(first_line(error)) from None
+        offline = isinstance(error, errors.OfflineModeIsEnabled)
+        raise UnreachableError("HF_HUB_OFFLINE is set" if offline else first_line(error)) from None
     raise MMError(what, where=str(name), hint=hint) from None

@@ -18,7 +18,7 @@ from mm_core.errors import ConfigError
 
 PREFIX = "hub:"
 _REVISIONS = "MM_HUB_REVISIONS"
-"""Environment variable with the commits of a run's repositories as JSON, `{"org/name@main": "..."}`: the ranks
+"""Environment variable with the commits of a run's repositories as JSON, `{"org/name@main": "..."}`: ranks
 inherit it, read the same files and ask nobody."""
 
 _NAME = re.compile(r"hub:([\w.-]+/[\w.-]+)(?:@(refs/pr/\d+|[^/@\s]+))?(?:/(\S.*?))?/?")

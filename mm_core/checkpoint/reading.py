@@ -16,7 +16,7 @@ from mm_core.checkpoint.files import layout as files
 from mm_core.checkpoint.files.host_copies import State
 from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.checkpoint.retention import complete_steps
-from mm_core.config.load import load_config
+from mm_core.config.load import Fetch, load_config
 from mm_core.config.sections import RunConfig
 from mm_core.errors import CheckpointError
 from mm_core.files import read_plain
@@ -170,6 +170,7 @@ def stored_run(
     which: Which = "latest",
     overrides: Sequence[str] = (),
     allow_code: bool = False,
+    fetch: Fetch = True,
 ) -> StoredRun:
     """Opens a trained run: its checkpoint, and the checkpoint's config with overrides applied.
 
@@ -178,9 +179,10 @@ def stored_run(
         which: which checkpoint of a run folder.
         overrides: config overrides, as on the command line.
         allow_code: allow code that this user has not trained with.
+        fetch: what to fetch of the names on the hub in its config, as for `load_config`.
 
     Raises:
-        MMError: there is no checkpoint.
+        MMError: there is no checkpoint, or what is on the hub cannot be fetched.
         TrustError: the config names code that this user has not trained with, and `allow_code` is False.
     """
     if isinstance(run, StoredRun):
@@ -188,7 +190,7 @@ def stored_run(
     checkpoint = OpenedCheckpoint(checkpoint_at(run, which))
     file = checkpoint.folder / files.CONFIG
     config = load_config(
-        file, overrides, spare_environment=True, stored=True, allow_code=allow_code, fetch=True
+        file, overrides, spare_environment=True, stored=True, allow_code=allow_code, fetch=fetch
     )
     return StoredRun(checkpoint, config)
 

@@ -198,7 +198,7 @@ def check_plugins(registry: Registry, ranks: Ranks) -> None:
 
 
 def check_commits(config: RunConfig, ranks: Ranks) -> None:
-    """Raises PluginError on every rank if the hosts have found different commits of a repository on the hub."""
+    """Raises PluginError on every rank if hosts have found different commits of a repository on the hub."""
     hint = "the hub changed while they started: start again, or name the commit (hub:org/name@COMMIT)"
     check_ranks_agree(ranks.gather(commits_read(config)), "files of the hub", "not fetched", hint)
 

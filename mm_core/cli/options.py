@@ -7,11 +7,12 @@ import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from mm_core.errors import MMError, plural, printable
 
 if TYPE_CHECKING:
+    from mm_core.config.load import Fetch
     from mm_core.config.sections import RunConfig
 
 # JSON escapes the others itself, and inside strings only.
@@ -29,7 +30,7 @@ def add_allow_code(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def config_of(args: argparse.Namespace, *more: str, fetch: bool | Literal["anew"] = False) -> RunConfig:
+def config_of(args: argparse.Namespace, *more: str, fetch: Fetch = False) -> RunConfig:
     """The config that a command's option --config names, with the overrides applied.
 
     Args:

@@ -44,7 +44,7 @@ def to_mapping(config: RunConfig) -> dict[str, Any]:
 
 
 def texts_of(config: RunConfig) -> dict[str, str]:
-    """The texts that values of a config were read from: interpolations, and names on the hub at their commits."""
+    """The texts that values of a config were read from: interpolations, names on the hub at their commits."""
     return {**{key: str(use.name.pinned()) for key, use in config.hub.items()}, **config.literals}
 
 

@@ -7,17 +7,19 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from mm_core.errors import ConfigError
+from mm_core.errors import ConfigError, MMError
 from mm_core.fetching import Use
 from mm_core.files import read_plain
-from mm_core.hub import PREFIX, HubName
+from mm_core.hub import PREFIX, HubName, hint_for
 from mm_core.schema.nodes import Node
 
 _SMALL = ("tokenizer", "processor")
 """Ends of the keys of folders of which no weights are read."""
+_KEYS = ("from_pretrained", "pipeline", *_SMALL)
+"""Ends of the keys of folders that could be on the hub."""
 
 
-def located(root: Node, faults: list[ConfigError]) -> tuple[Node, Mapping[str, Use]]:
+def located(root: Node, faults: list[MMError]) -> tuple[Node, Mapping[str, Use]]:
     """A config's tree with paths in place of names on the hub.
 
     Args:
@@ -45,8 +47,18 @@ def located(root: Node, faults: list[ConfigError]) -> tuple[Node, Mapping[str, U
     return walk(root, root), uses
 
 
+def bare_names(root: Node) -> list[str]:
+    """A sentence for each absent folder in a config's tree that has the form of a name on the hub."""
+    found = {
+        leaf.value: f"{leaf.place()}: there is no folder {leaf.value}; {hint}"
+        for leaf in root.leaves()
+        if leaf.path.endswith(_KEYS) and isinstance(leaf.value, str) and (hint := hint_for(leaf.value))
+    }
+    return [*found.values()]
+
+
 def commits_of(folder: Path) -> dict[str, str]:
-    """The commits that a run has read, for a resume: `org/name@revision` -> commit; {} without a checkpoint."""
+    """The commits that a run with a checkpoint has read: `org/name@revision` -> commit; {} of another."""
     if any(True for _ in (folder / "checkpoints").glob("step_*")):
         with suppress(OSError, ValueError, AttributeError):
             found = json.loads(read_plain(folder / "manifest.json")).get("hub", {})

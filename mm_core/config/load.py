@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
+import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from mm_core.config.components import with_task_values
 from mm_core.config.former import without_former_values
-from mm_core.config.hub_names import commits_of, located
+from mm_core.config.hub_names import bare_names, commits_of, located
 from mm_core.config.interpolation import resolve
 from mm_core.config.overrides import apply_overrides, merge
 from mm_core.config.sections import RunConfig
 from mm_core.config.stored import Sources, known_only, stored_plugins, unknown_commands
 from mm_core.config.yaml_nodes import Spent, read_file
-from mm_core.errors import ConfigError, MMError, TrustError, first_line
+from mm_core.errors import ConfigError, MMError, RunWarning, TrustError, first_line
+from mm_core.fetching import UnreachableError
 from mm_core.fetching import fetch as fetch_all
 from mm_core.plugin.registry import Registry, get_registry
 from mm_core.schema.checking import MAX_FAULTS, Checker
@@ -27,6 +29,7 @@ _LINE = re.compile(r"(.*?):(\d+)(?=: |\Z)")
 MAX_INCLUDES = 200
 """Most names in the `include:` of all files of a config."""
 
+Fetch = bool | Literal["anew", "configs"]
 _INCLUDE = "include"
 _SECTIONS = tuple(keys_of(RunConfig))
 
@@ -38,7 +41,7 @@ def load_config(
     spare_environment: bool = False,
     stored: bool | None = None,
     allow_code: bool = False,
-    fetch: bool | Literal["anew"] = False,
+    fetch: Fetch = False,
 ) -> RunConfig:
     """Reads, merges, resolves and checks the config of a run, without importing torch.
 
@@ -51,8 +54,9 @@ def load_config(
             `mm_core.config.stored`).
         allow_code: run code named by a stored run's config, and read the environment for it, even if this
             user has not trained with it.
-        fetch: fetch what its names on the hub (`hub:org/name`) stand for, once the rest is checked; at the
-            commits of the run's checkpoint if it has one, except with `anew`. False: what is in the cache.
+        fetch: fetch what its names on the hub (`hub:org/name`) stand for, once the rest is checked: at the
+            commits of the run's checkpoint if it has one, with `anew` at those of now. `configs`: only small
+            files, for a plan. False: what is in the cache.
 
     Returns:
         The config, with every default filled in and every `type` a qualified name.
@@ -64,16 +68,25 @@ def load_config(
             that runs files of a folder without checking whether this user has trained with them.
     """
 
-    def read() -> RunConfig:
+    def read() -> tuple[RunConfig, Node]:
         return load_with_places(
             path, overrides, spare_environment=spare_environment, stored=stored, allow_code=allow_code
-        )[0]
+        )
 
-    config = read()
-    if not (fetch and config.hub):
+    config, root = read()
+    if not fetch:
         return config
-    fetch_all(config.hub.values(), commits_of(config.run.folder) if fetch != "anew" else {})
-    return read()  # the folders have been read too, where a config depends on them
+    for sentence in bare_names(root):
+        warnings.warn(sentence, RunWarning, stacklevel=2)
+    uses = [replace(use, weights=use.weights and fetch != "configs") for use in config.hub.values()]
+    try:
+        fetch_all(uses, commits_of(config.run.folder) if fetch != "anew" else {})
+    except UnreachableError as fault:
+        if fetch != "configs":
+            raise
+        warnings.warn(f"{fault.where}: {fault.what}", RunWarning, stacklevel=2)  # a preset may be enough
+        return config
+    return read()[0] if uses else config  # now with what depends on the folders
 
 
 def load_with_places(
@@ -114,7 +127,7 @@ def load_with_places(
         faults += unset
         raise ConfigError(_ordered(faults), where=str(path))
     assert isinstance(config, RunConfig)
-    config = dataclasses.replace(
+    config = replace(
         config,
         registry=registry,
         literals=dict(literals),

@@ -79,7 +79,7 @@ def export(
     out = Path(out)
     check_unused(out)
     limit = parse_size(max_shard)
-    stored = stored_run(run, overrides=overrides, allow_code=allow_code)
+    stored = stored_run(run, overrides=overrides, allow_code=allow_code, fetch="configs")
     task = build_task(stored.config, stored.checkpoint.adapters)
     (label, form), *_ = formats_of(stored.config.registry, format).items()
     plan = planned(stored, task, label, form, weights, dtype, limit, component, merge_adapters)

@@ -53,7 +53,7 @@ def card_of(plan: ExportPlan, folder: str) -> str:
             ("weights", "the moving average" if plan.planner.averaged else "as trained"),
             *_adapters(plan),
             ("dtype", _dtypes([spec.dtype for part in plan.parts for spec in part.tensors])),
-            *[("started from the weights of", origin) for origin in origins],
+            *[("started from the weights of", _origin(path)) for path in origins],
             ("steps", str(step)),
             ("samples seen", f"{float(facts.get('samples', 0)):.0f}"),
             ("seed", str(facts.get("seed", config.run.seed))),
@@ -65,6 +65,12 @@ def card_of(plan: ExportPlan, folder: str) -> str:
         made_with=_versions(source),
     )
     return render(card)
+
+
+def _origin(path: str) -> str:
+    """Where weights came from; what is in the cache of the hub by its name there."""
+    found = re.search(rf"{HUB.pattern}/snapshots/(\w+)", path)
+    return f"{found[1]}/{found[2]} at {found[3][:8]}" if found else path
 
 
 def _data(source: OpenedCheckpoint) -> list[tuple[str, str, str, str]]:

@@ -86,7 +86,7 @@ def _listed(title: str, stored: StoredTensors | CheckpointSource, name: str) -> 
 
 
 def _fits(path: Path, config: Path, allow_code: bool) -> Iterator[str]:
-    run = load_config(config, allow_code=allow_code)
+    run = load_config(config, allow_code=allow_code, fetch="configs")
     registry = run.registry
     task = build_task(run)
     if is_adapter(path):

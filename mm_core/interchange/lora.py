@@ -78,7 +78,7 @@ def export_lora(
             exists; a file that differs from the checkpoint when it is loaded again.
     """
     out = _checked(Path(out), layout)
-    stored = stored_run(run, overrides=overrides, allow_code=allow_code)
+    stored = stored_run(run, overrides=overrides, allow_code=allow_code, fetch="configs")
     task = build_task(stored.config, stored.checkpoint.adapters)
     texts = {root: _texts(stored, task, root, trigger_words) for root in task.trainable}
     chosen = component or next((r for r in task.trainable if scales_of(task.get_submodule(r))), "")

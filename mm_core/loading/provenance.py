@@ -70,7 +70,7 @@ def _earlier_runs(
     try:
         checkpoint = open_checkpoint(path)
         config = load_config(
-            checkpoint.folder / "config.yaml", stored=True, allow_code=allow_code, fetch=True
+            checkpoint.folder / "config.yaml", stored=True, allow_code=allow_code, fetch="configs"
         )
         task, given = (
             build_task(config, checkpoint.adapters),

@@ -98,11 +98,13 @@ def _check_names(task: TaskModule) -> None:
 
 
 def build_frozen(task: TaskModule) -> None:
-    """Builds a task's frozen components without memory, if their files exist: the plan needs their sizes."""
+    """Builds a task's frozen components without memory, if their configs exist: plans need their sizes."""
     for name in task.frozen:
         component = getattr(task, name)
-        if isinstance(component, Streamed) and not component.missing_files():
-            component.build_empty()
+        if isinstance(component, Streamed):
+            missing = [MissingFile(path, name, "to train") for path in component.missing_files()]
+            if all(file.of_weights for file in missing):
+                component.build_empty()
 
 
 def check_data(config: RunConfig, task: TaskModule) -> None:

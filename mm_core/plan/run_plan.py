@@ -41,6 +41,11 @@ class MissingFile:
     needed: Literal["to train", "to begin", "to sample"]
 
     @property
+    def of_weights(self) -> bool:
+        """Whether it contains weights, without which a component can be built from its config."""
+        return self.path.endswith(".safetensors")
+
+    @property
     def of_data(self) -> bool:
         """Whether a dataset names the file."""
         return self.component.startswith("data.")

@@ -11,14 +11,15 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Literal, NoReturn
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, NoReturn
 
 from mm_core.cli.options import config_of, count, print_json, print_table, refuse_missing
 from mm_core.cli.ranks import rank_command, refuse_among_ranks
 from mm_core.errors import MMError, plural
 
 if TYPE_CHECKING:
+    from mm_core.config.load import Fetch
     from mm_core.config.sections import RunConfig
     from mm_core.device.machines import Machine
     from mm_core.runtime.launch.signals import StopFlag
@@ -101,8 +102,7 @@ def execute(args: argparse.Namespace) -> int:
         _be_rank(args)
     least, most = _hosts(args)
     nproc = None if args.nproc == "auto" else args.nproc
-    anew: Literal["anew", True] = "anew" if args.resume == "never" else True
-    config = config_of(args, fetch=not args.dry_run and anew)  # finds every typo before a rank is started
+    config = config_of(args, fetch=_fetch(args))  # finds every typo before a rank is started
     if args.on is not None:
         from mm_core.device.machines import machine_of
 
@@ -134,6 +134,11 @@ def execute(args: argparse.Namespace) -> int:
     return launch(rank_command("train", args, (*_OF_LAUNCH, "overfit_one_batch")), nodes)
 
 
+def _fetch(args: argparse.Namespace) -> Fetch:
+    """What a run fetches of its names on the hub: for a plan only configs."""
+    return "configs" if args.dry_run else "anew" if args.resume == "never" else True
+
+
 def _be_rank(args: argparse.Namespace) -> NoReturn:
     from mm_core.runtime.launch.launch_folder import LAUNCH_DIR
     from mm_core.runtime.launch.rank_process import leave, run_as_rank
@@ -151,7 +156,7 @@ def _train(args: argparse.Namespace, stop: StopFlag, config: RunConfig | None = 
     from mm_core.runtime.launch.signals import STOPPED
     from mm_core.training.run import train
 
-    config = config or config_of(args, fetch="anew" if args.resume == "never" else True)
+    config = config or config_of(args, fetch=_fetch(args))
     result = train(
         config,
         resume=args.resume,
@@ -201,6 +206,7 @@ def _uncollected() -> Iterator[None]:
 @_uncollected()
 def _dry_run(config: RunConfig, machine: Machine, args: argparse.Namespace) -> int:
     from mm_core.checkpoint.reading import adapters_begun
+    from mm_core.fetching import planned
     from mm_core.plan import base_choices, build_task, plan_shown, table_of
     from mm_core.training.forecast.study import Study
 
@@ -209,11 +215,16 @@ def _dry_run(config: RunConfig, machine: Machine, args: argparse.Namespace) -> i
     plan, samples = plan_shown(config, world, build_task(config, adapters))
     study = Study(config, plan, machine, samples, adapters)
     found = study.forecast(args.calibrate)
+    wanted = planned(config.hub.values())
+    absent = [str(use.name.path) for use in config.hub.values()]
+    here = [file for file in plan.missing if not file.path.startswith(tuple(absent))]
+    plan = replace(plan, missing=tuple(here))
     choices = base_choices(config, world, adapters)
     unread = any(file.of_data for file in plan.missing)
     operators = _operators(config, args.device) if args.ops and not unread else None
     if args.json:
         document = plan.to_mapping() | {"forecast": found.to_mapping()}
+        document["hub"] = [each.to_mapping() for each in wanted]
         if args.fit:
             settings, _ = _settings(args, study)
             document["fit"] = [asdict(each) | {"forecast": each.forecast.to_mapping()} for each in settings]
@@ -222,7 +233,8 @@ def _dry_run(config: RunConfig, machine: Machine, args: argparse.Namespace) -> i
             document["operators"] = [asdict(each) for each in operators]
         print_json(document)
         return int(args.strict and bool(plan.files_to_start))
-    print("\n".join([plan.render(), *(["", *table_of(choices)] if choices else []), "", *found.render()]))
+    lines = [plan.render(), *(["", *table_of(choices)] if choices else []), "", *found.render()]
+    print("\n".join([*lines, *(["", *(each.render() for each in wanted)] if wanted else [])]))
     if args.fit:
         from mm_core.training.forecast.fit import shown
 
@@ -265,7 +277,7 @@ def _dry_run_of_rank(args: argparse.Namespace) -> int:
     from mm_core.device import environment_world
     from mm_core.device.machines import launched_machine
 
-    config = config_of(args)
+    config = config_of(args, fetch=_fetch(args))
     return _dry_run(config, launched_machine(), args) if environment_world().rank == 0 else 0
 
 

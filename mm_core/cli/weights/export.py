@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from mm_core.cli.options import add_allow_code, human_size
 from mm_core.cli.runs.stored_run import root_of, run_folder, unused
 from mm_core.errors import plural, printable
+from mm_core.fetching import local
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="pipeline to copy the remaining parts from (default: the one training started from)",
     )
+    add("--push", metavar="ORG/NAME", help="then publish it on the Hugging Face Hub, in one commit")
     add(
         "overrides",
         nargs="*",
@@ -57,7 +60,10 @@ def execute(args: argparse.Namespace) -> int:
     run_folder(args.run)
     from mm_core.checkpoint.reading import checkpoint_at
     from mm_core.interchange.export import MAX_SHARD, export
+    from mm_core.interchange.push import check_push
 
+    if args.push:
+        check_push(args.push)
     source = checkpoint_at(args.run)
     if args.to.startswith("lora/"):
         return _lora(args, source)
@@ -71,7 +77,7 @@ def execute(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         max_shard=args.max_shard or MAX_SHARD,
         component=args.component,
-        pipeline=args.pipeline,
+        pipeline=local(args.pipeline) if args.pipeline else None,
         overrides=args.overrides,
         allow_code=args.allow_code,
         note=lambda sentence: print(f"mm: {printable(sentence)}", file=sys.stderr),
@@ -81,7 +87,15 @@ def execute(args: argparse.Namespace) -> int:
         print(f"  {human_size(size):>9}  {path}")
     files, total = plural(len(sizes), "file"), human_size(sum(sizes.values()))
     print(f"{source} as {args.to}: {files}, {total} in {out}")
+    _push(args, [out], source)
     return 0
+
+
+def _push(args: argparse.Namespace, files: Sequence[Path], source: Path) -> None:
+    if args.push:
+        from mm_core.interchange.push import push
+
+        print(f"pushed: {push(files, args.push, f'{source.name} of {root_of(source).name}, by mm_core')}")
 
 
 def _lora(args: argparse.Namespace, source: Path) -> int:
@@ -105,4 +119,5 @@ def _lora(args: argparse.Namespace, source: Path) -> int:
     for path in files:
         print(f"  {human_size(path.stat().st_size):>9}  {path}")
     print(f"{source} as {args.to}: {plural(len(files), 'file')}, loaded again and equal to the checkpoint")
+    _push(args, files, source)
     return 0

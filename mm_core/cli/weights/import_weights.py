@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from pathlib import Path
 
 from mm_core.cli.options import add_allow_code, config_of
 from mm_core.cli.ranks import add_ranks, on_ranks
 from mm_core.errors import MMError, printable
+from mm_core.fetching import local
+from mm_core.hub import hint_for
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--from", required=True, metavar="DIR", help="a weights file, or a folder of them")
+    add("--from", required=True, metavar="DIR", help="a weights file, or a folder of them, or hub:org/name")
     add("--config", required=True, metavar="YAML", help="config of the run that starts from these weights")
     add("overrides", nargs="*", metavar="key=value", help="override a config key, e.g. run.name=tuned")
     add("--format", metavar="FORMAT", help="format of the weights (default: the one that matches best)")
@@ -30,17 +31,20 @@ def execute(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     config_of(args, fetch=True)  # finds every typo before a rank is started
-    path = vars(args)["from"]
-    if not Path(path).exists():
+    path = local(vars(args)["from"])
+    if not path.exists():
         raise MMError(
-            "there is no such file or folder", where=path, accepted="a weights file, or a folder of them"
+            "there is no such file or folder",
+            where=str(path),
+            accepted="a weights file, or a folder of them",
+            hint=hint_for(path),
         )
 
 
 def _import(args: argparse.Namespace) -> int:
     from mm_core.interchange.import_weights import import_weights
 
-    saved, notes = import_weights(config_of(args, fetch=True), Path(vars(args)["from"]), args.format)
+    saved, notes = import_weights(config_of(args, fetch=True), local(vars(args)["from"]), args.format)
     if os.environ.get("RANK", "0") == "0":
         for note in notes:
             print(f"mm: {printable(note)}", file=sys.stderr)

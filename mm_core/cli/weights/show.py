@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from mm_core.cli.options import add_allow_code, human_size, print_json
 from mm_core.errors import plural, printable
+from mm_core.fetching import local
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +43,7 @@ def execute(args: argparse.Namespace) -> int:
 def _show(args: argparse.Namespace) -> int:
     from mm_core.interchange.inspect import contents, folded
 
-    found = contents(Path(args.path), Path(args.config) if args.config else None, args.allow_code)
+    found = contents(local(args.path), Path(args.config) if args.config else None, args.allow_code)
     rows = folded(found.tensors) if not args.all else [(t.name, t, 1) for t in found.tensors]
     total, count = sum(t.nbytes for t in found.tensors), sum(math.prod(t.shape) for t in found.tensors)
     if args.json:
@@ -78,7 +79,7 @@ def _show(args: argparse.Namespace) -> int:
 def _diff(args: argparse.Namespace) -> int:
     from mm_core.interchange.inspect import differences
 
-    found = differences(Path(args.first), Path(args.second))
+    found = differences(local(args.first), local(args.second))
     for letter, names in zip("AB", found.only, strict=True):
         for name in names:
             print(f"only in {letter}: {printable(name)}")

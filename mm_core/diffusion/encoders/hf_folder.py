@@ -85,11 +85,7 @@ class ModelFolder:
             ) from fault
 
     def check(self) -> None:
-        """Checks that the model folder contains all weights, and not as pickles.
-
-        Raises:
-            CheckpointError: it does not.
-        """
+        """Raises CheckpointError if the weights in the model folder are pickles."""
         if self.pickled_only():
             raise CheckpointError(
                 "the weights are pickled, so reading them could run code",
@@ -97,12 +93,6 @@ class ModelFolder:
                 accepted="safetensors",
                 hint="convert them: load the model where you trust it and call "
                 "save_pretrained(..., safe_serialization=True)",
-            )
-        if missing := self.missing_files():
-            raise CheckpointError(
-                f"files are missing: {', '.join(missing)}",
-                where=str(self.path),
-                hint="download the model again",
             )
 
     @property
@@ -121,7 +111,7 @@ class ModelFolder:
             dtype: of most parameters.
 
         Raises:
-            CheckpointError: weights are pickled or missing, or no model can be built from the config.
+            CheckpointError: weights are pickled, or no model can be built from the config.
         """
         self.check()
         try:

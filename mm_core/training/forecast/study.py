@@ -72,7 +72,7 @@ class Study:
         self.task = self._build()
         self._batch, why = _batch(config, plan, samples, self.task)
         self._forward = forward_of(self.task, config) if self._batch is None else None
-        self._request = _request(config) if not plan.missing else None
+        self._request = _request(config) if not _lacking(plan) else None
         if self._batch is None:
             self.notes = (f"encoders are not counted, and captions are as long as they can be: {why}",)
             self.unknown = "" if self._forward else f"activations and seconds are unknown: {why}"
@@ -190,13 +190,18 @@ def _batch(
     config: RunConfig, plan: RunPlan, samples: Samples | None, task: TaskModule
 ) -> tuple[Batch | None, str]:
     """The first micro-batch, in buckets one of the largest; or None, and why there is none."""
-    if samples is None or plan.missing:
+    if samples is None or _lacking(plan):
         return None, "files are missing"
     try:
         largest = _InLargest(samples.dataset) if isinstance(samples, InBuckets) else samples
         return first_batch(config, plan, largest, task), ""
     except MMError as error:  # the run would end with it
         return None, f"no batch can be read: {first_line(error)}"
+
+
+def _lacking(plan: RunPlan) -> bool:
+    """Whether files are missing of which a step needs more than their sizes."""
+    return not all(file.of_weights for file in plan.missing)
 
 
 class _InLargest(InBuckets):
