@@ -1,11 +1,13 @@
 """Tests that run in several processes (`-n 2`) take one thread each, set before torch is imported. What they
-train with is not recorded in the home of whoever runs them. The cases that run at night are those of
-tests/README.md. Slow machines draw examples slowly, and in CI every run draws the same ones."""
+train with is not recorded in the home of whoever runs them, and none of them reaches the network. The cases
+that run at night are those of tests/README.md. Slow machines draw examples slowly, and in CI every run draws
+the same ones."""
 
 import gc
 import os
 import re
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,9 @@ from hypothesis import HealthCheck, settings
 TABLES = Path(__file__).parent / "tests/README.md"
 
 pytest.register_assert_rewrite("support")  # its asserts are shown as a test's
+
+# No test asks a hub but its own, or reads what its user has fetched.
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(Path(tempfile.gettempdir()) / "mm_core-no-hub")}
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -162,7 +162,8 @@ def _fetched(uses: Sequence[Use]) -> str:
             _not_listed(name, f"{left[0]} has another size than the hub lists")
     if name.decided is None and of_launch is None:
         _keep(name.store / "refs" / name.revision, listing.commit)
-        _keep(_notes(name) / "launch.json", json.dumps({_launch(): {name.key: listing.commit}}))
+        if "RANK" in os.environ:
+            _keep(_notes(name) / "launch.json", json.dumps({_launch(): {name.key: listing.commit}}))
     return listing.commit
 
 
@@ -199,6 +200,8 @@ def _listing(name: HubName, commit: str | None = None) -> Listing:
     Raises:
         MMError: the hub has no such repository or revision, or neither can be read.
     """
+    from huggingface_hub import constants
+
     commit = commit or name.decided
     if commit is not None and (kept := _kept(name, commit)) is not None:
         return kept
@@ -209,7 +212,7 @@ def _listing(name: HubName, commit: str | None = None) -> Listing:
         root = name.store / "snapshots" / known
         here = {path.relative_to(root).as_posix(): path.stat().st_size for path in _files(root)}
         if known and here:
-            if commit is None:
+            if commit is None and not constants.HF_HUB_OFFLINE:
                 what = f"{name}: the hub cannot be reached ({fault.what}); {known} in the cache is used"
                 warnings.warn(what, RunWarning, stacklevel=2)
             return _kept(name, known) or Listing(known, here)  # another tool may have fetched a part of it

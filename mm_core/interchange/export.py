@@ -49,6 +49,7 @@ def export(
     overrides: Sequence[str] = (),
     note: Callable[[str], None] = lambda sentence: None,
     allow_code: bool = False,
+    published: str | None = None,
 ) -> Path:
     """Exports a checkpoint's trained components in a weight format; `out` appears when it is complete.
 
@@ -68,6 +69,7 @@ def export(
         overrides: `key.path=value` over the run's config, for folders that have moved.
         note: called with a message about folders that the run started from and that no longer exist.
         allow_code: run code that the run's config names even if this user has not trained with it.
+        published: `org/name`, where the export will be on the hub; its model card gives this place.
 
     Returns:
         The path `out`.
@@ -89,7 +91,7 @@ def export(
         check_taken(taken)
     saved = plan.planner.saved
     saved.ranks.agree(f"reading {saved.folder}", saved.verify)
-    _write(out, plan)
+    _write(out, plan, published)
     return out
 
 
@@ -186,7 +188,7 @@ def _placed(plan: ExportPlan, pipeline: str | Path | None, note: Callable[[str],
     return replace(plan, parts=parts, companions=companions)
 
 
-def _write(out: Path, plan: ExportPlan) -> None:
+def _write(out: Path, plan: ExportPlan, published: str | None) -> None:
     size = sum(part.nbytes for part in plan.parts)
     with staged_folder(out) as stage, byte_bar(f"writing {out}", size) as advance:
         for part in plan.parts:
@@ -195,7 +197,7 @@ def _write(out: Path, plan: ExportPlan) -> None:
             write_durably(_inside(stage, name), text)
         for name, origin in plan.companions.copies.items():
             copy_verbatim(Path(origin), _inside(stage, name))
-        write_durably(_inside(stage, "README.md"), card_of(plan, out.name))
+        write_durably(_inside(stage, "README.md"), card_of(plan, out.name, published))
 
 
 def write_part(stage: Path, part: Part, advance: Callable[[int], None] = lambda size: None) -> None:

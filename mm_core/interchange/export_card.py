@@ -14,6 +14,7 @@ from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.config.components import walk_components
 from mm_core.config.dump import to_mapping
 from mm_core.errors import plural
+from mm_core.hub import PREFIX
 from mm_core.interchange.export_plan import ExportPlan
 from mm_core.interchange.model_card import Card, render
 from mm_core.loading.provenance import given_weights, own_weights
@@ -23,8 +24,14 @@ _SECTIONS = ("task", "train", "optimizer", "lr_schedule", "ema", "engine", "init
 HUB = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 
 
-def card_of(plan: ExportPlan, folder: str) -> str:
-    """The text of an export's model card, README.md; `folder` is the export's name."""
+def card_of(plan: ExportPlan, folder: str, published: str | None = None) -> str:
+    """The text of an export's model card, README.md.
+
+    Args:
+        plan: what is exported.
+        folder: the export's name.
+        published: its repository on the hub.
+    """
     config, source = plan.config, plan.planner.saved.checkpoint
     facts, manifest = source.facts, source.manifest
     step = facts["step"]
@@ -37,7 +44,9 @@ def card_of(plan: ExportPlan, folder: str) -> str:
     names = ("adapters of " if plan.adapters_alone else "") + ", ".join(f"`{root}`" for root in roots)
     form = f"the format `{plan.planner.label}`"
     after = f"{names} of the run `{config.run.name}` after {plural(step, 'step')}, in {form}."
-    begins = f" In mm_core, `init_from: {{path: {folder}}}` starts a run from it."
+    place = f"{PREFIX}{published}" if published else folder
+    begins = f" In mm_core, `init_from: {{path: {place}}}` starts a run from it."
+    folder = published or folder
     layouts = [part.layout for part in plan.parts]
     separate = [one.loading.replace("{folder}", str(PurePath(folder, one.folder))) for one in layouts]
     card = Card(

@@ -27,7 +27,7 @@ def check_push(repo: str) -> None:
         HfApi(library_name="mm_core").whoami()
     except Exception as error:  # the classes of the HTTP library below change with the hub's version
         raise MMError(
-            f"the hub does not know who pushes: {first_line(error)}",
+            f"the hub does not know who pushes: {first_line(error).partition('. ')[0]}",
             where="--push",
             hint="log in with `hf auth login`, or set HF_TOKEN to a token that may write",
         ) from None

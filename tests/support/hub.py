@@ -1,4 +1,4 @@
-"""A small hub on loopback for `huggingface_hub`: listings, downloads with ranges, uploads, and what can go wrong."""
+"""A small hub on loopback for `huggingface_hub`: listings, downloads with ranges, uploads, and faults."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def commit_of(files: Mapping[str, bytes]) -> str:
     return digest.hexdigest()
 
 
-@dataclass
+@dataclass(repr=False)
 class Repo:
     """A repository: its commits and the branches that name them; `gated` and `private` as on the real hub."""
 
@@ -45,7 +45,7 @@ class Repo:
         return name
 
 
-@dataclass
+@dataclass(repr=False)
 class Hub:
     """A hub that serves repositories over HTTP and counts what is asked of it.
 
@@ -55,7 +55,10 @@ class Hub:
         tokens: what came as `Authorization`.
         bytes_a_second: how fast files are sent; None: at once.
         swapped: path in a repository -> bytes sent in place of the listed ones.
-        commits: summaries of the pushed commits.
+        sizes: path in a repository -> bytes that are listed in place of its own.
+        pushed: summaries of the pushed commits.
+        uploads: what was uploaded for a commit, by its hash.
+        endpoint: its address.
     """
 
     repos: dict[str, Repo] = field(default_factory=dict)
@@ -63,6 +66,7 @@ class Hub:
     tokens: set[str] = field(default_factory=set)
     bytes_a_second: float | None = None
     swapped: dict[str, bytes] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
     pushed: list[str] = field(default_factory=list)
     uploads: dict[str, bytes] = field(default_factory=dict)
     endpoint: str = ""
@@ -81,6 +85,7 @@ class Hub:
         return {
             "HF_ENDPOINT": self.endpoint,
             "HF_HOME": str(home),
+            "HF_HUB_OFFLINE": "0",
             "HF_HUB_DISABLE_XET": "1",
             "HF_HUB_DISABLE_TELEMETRY": "1",
         }
@@ -208,12 +213,15 @@ class _Handler(BaseHTTPRequestHandler):
             repo, files, commit = self._found(api[1], api[3] or "main")
             if repo is None:
                 return None
+            sizes = {p: self.served.sizes.get(p, len(c)) for p, c in files.items()}
             if api[2] == "tree":
-                rows = [{"type": "file", "path": p, "size": len(c), "oid": _oid(c)} for p, c in files.items()]
+                rows = [
+                    {"type": "file", "path": p, "size": sizes[p], "oid": _oid(c)} for p, c in files.items()
+                ]
                 return self._json(rows)
             blobs = "blobs" in parse_qs(address.query)
             siblings = [
-                {"rfilename": p, **({"size": len(c), "blobId": _oid(c)} if blobs else {})}
+                {"rfilename": p, **({"size": sizes[p], "blobId": _oid(c)} if blobs else {})}
                 for p, c in files.items()
             ]
             return self._json(

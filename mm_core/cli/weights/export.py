@@ -80,6 +80,7 @@ def execute(args: argparse.Namespace) -> int:
         pipeline=local(args.pipeline) if args.pipeline else None,
         overrides=args.overrides,
         allow_code=args.allow_code,
+        published=args.push,
         note=lambda sentence: print(f"mm: {printable(sentence)}", file=sys.stderr),
     )
     sizes = {path.relative_to(out): path.stat().st_size for path in sorted(out.rglob("*")) if path.is_file()}
