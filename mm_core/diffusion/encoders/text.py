@@ -177,12 +177,16 @@ class HFTextEncoder(nn.Module):
     ) -> None:
         super().__init__()
         self.folder = Path(from_pretrained)
-        self._files = ModelFolder(self.folder, "text encoder")
-        self.weights_from: WeightsFrom | None = self._files.weights
+        self.read_from(ModelFolder(self.folder, "text encoder"))
         self.tokenizer_folder = Path(tokenizer) if tokenizer is not None else self.folder
         self.max_length = max_length
         self.dtype = torch_dtype(dtype)
         self.register_module("model", None)
+
+    def read_from(self, files: ModelFolder) -> None:
+        """Reads config and weights from `files`, such as another layout than Transformers'."""
+        self._files = files
+        self.weights_from: WeightsFrom | None = files.weights
 
     @property
     def hidden_size(self) -> int:

@@ -109,4 +109,9 @@ def mm_weight_formats() -> list[Component]:
             target="mm_wan.formats:WanOriginal",
             summary="Wan's transformer as Wan-AI publishes it",
         ),
+        Component(
+            name="file",
+            target="mm_wan.single_file:WanFile",
+            summary="a Wan model in one file, as Wan-AI and ComfyUI publish them; only read",
+        ),
     ]

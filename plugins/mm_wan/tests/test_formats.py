@@ -360,7 +360,7 @@ def test_an_original_folder_without_its_tensors_is_a_readable_error(tmp_path):
     tensors = load_file(folder / FILE)
     del tensors["text_embedding.0.weight"]
     save_file(tensors, folder / FILE)
-    with pytest.raises(CheckpointError, match=r"the weights in this folder lack text_embedding.0.weight"):
+    with pytest.raises(CheckpointError, match=r"the weights lack text_embedding.0.weight"):
         WanTransformer(from_pretrained=str(folder))
     (folder / FILE).unlink()
     with pytest.raises(CheckpointError, match=r"there are no weights here"):

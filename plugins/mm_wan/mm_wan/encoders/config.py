@@ -26,7 +26,7 @@ class TilingParam:
 class WanVAEConfig:
     """The causal video autoencoder of Wan 2.1 (16 channels) and Wan 2.2 TI2V (48 channels)."""
 
-    from_pretrained: str  # folder with config.json and safetensors: a pipeline's `vae`, or the pipeline's
+    from_pretrained: str  # folder of a pipeline's `vae`, or the pipeline's; or Wan2.1_VAE.pth and the like
     dtype: DType = "fp32"  # dtype of weights and layers; latents are always fp32
     latent_channels: _Size | None = (
         None  # expected channels of the latents, 16 or 48; null: as in config.json
@@ -49,8 +49,8 @@ class WanVAEConfig:
 class WanUMT5Config:
     """The UMT5 text encoder of Wan, with inputs as in Wan's pipelines."""
 
-    from_pretrained: str  # folder with config.json and safetensors: a pipeline's `text_encoder`, or its own
-    tokenizer: str | None = None  # tokenizer folder; null: the weights' folder, else `tokenizer` beside it
+    from_pretrained: str  # folder of a pipeline's `text_encoder`, or its own; or one file of the encoder
+    tokenizer: str | None = None  # tokenizer folder; null: the weights' folder, or one beside the weights
     max_length: _Size = 512  # tokens per caption; longer captions are cut, shorter ones padded
     dtype: DType = "bf16"  # dtype of weights and hidden states
 

@@ -6,17 +6,22 @@ import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from mm_core.contracts import Tokenizer, WeightsFrom
-from mm_core.diffusion import HFTextEncoder, HFTokenizer
+from mm_core.diffusion import HFTextEncoder, HFTokenizer, ModelFolder
 from mm_core.errors import CheckpointError
 from mm_core.plugin import DType
 from mm_core.weights import read_mapping
 from mm_wan.encoders.config import WanUMT5Config
 from mm_wan.encoders.vae_files import pipeline_part
+from mm_wan.single_file import FORMAT, is_single, umt5_config
+
+if TYPE_CHECKING:
+    from transformers import UMT5Config
 
 
 def clean_prompt(text: str) -> str:
@@ -49,6 +54,36 @@ class WanTokenizer:
         return self.tokenizer.token_counts([clean_prompt(caption) for caption in captions])
 
 
+@dataclass(frozen=True)
+class UMT5File(ModelFolder):
+    """One file of a UMT5 encoder's weights, in place of its folder."""
+
+    def missing_files(self) -> list[str]:
+        """The file, if it does not exist."""
+        return [] if self.path.is_file() else [str(self.path)]
+
+    def files(self) -> list[Path]:
+        """The file, if it exists."""
+        return [self.path] if self.path.is_file() else []
+
+    def pickled_only(self) -> bool:
+        """False: opening the file refuses pickles."""
+        return False
+
+    def config(self) -> UMT5Config:
+        """The encoder's config, from the shapes of its tensors."""
+        from transformers import UMT5Config
+
+        if not self.path.is_file():
+            raise CheckpointError("there is no such file", where=str(self.path))
+        return UMT5Config(**umt5_config(self.path))
+
+    @property
+    def weights(self) -> WeightsFrom:
+        """The source of the encoder's weights."""
+        return WeightsFrom(str(self.path), FORMAT)
+
+
 class WanUMT5(nn.Module):
     """UMT5 text encoder for Wan's captions (https://arxiv.org/abs/2304.09151), frozen.
 
@@ -75,6 +110,8 @@ class WanUMT5(nn.Module):
         self.tokenizer_folder = _tokenizer_folder(self.folder) if tokenizer is None else Path(tokenizer)
         self.max_length = max_length
         self.encoder = HFTextEncoder(str(self.folder), str(self.tokenizer_folder), max_length, dtype)
+        if is_single(self.folder):
+            self.encoder.read_from(UMT5File(self.folder, "text encoder"))
 
     @property
     def weights_from(self) -> WeightsFrom | None:
@@ -114,7 +151,8 @@ class WanUMT5(nn.Module):
                 "this folder holds no tokenizer",
                 where=str(self.tokenizer_folder),
                 accepted="the folder `tokenizer` of a Wan pipeline",
-                hint="set tokenizer: to the folder that holds tokenizer.json or spiece.model",
+                hint="set tokenizer: to the folder that holds tokenizer.json or spiece.model, such as"
+                " hub:google/umt5-xxl",
             )
         self.encoder.build_empty()
 
@@ -142,8 +180,10 @@ class WanUMT5(nn.Module):
 
 
 def _tokenizer_folder(weights: Path) -> Path:
-    """The tokenizer's folder: the weights' folder if it holds one, else its neighbour."""
-    return weights if _has_tokenizer(weights) else weights.parent / "tokenizer"
+    """The tokenizer's folder: that of the weights if it holds one, else a neighbour."""
+    beside = (weights.parent / name for name in ("tokenizer", "google/umt5-xxl"))  # of a pipeline, of Wan-AI
+    found = (folder for folder in (weights, *beside) if _has_tokenizer(folder))
+    return next(found, weights.parent / "tokenizer")
 
 
 def _has_tokenizer(folder: Path) -> bool:

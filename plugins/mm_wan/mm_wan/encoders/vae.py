@@ -26,6 +26,7 @@ from mm_wan.encoders.vae_files import (
     layers_of,
     pipeline_part,
 )
+from mm_wan.single_file import FORMAT, is_single, vae_config
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKLWan
@@ -119,8 +120,11 @@ class WanVAE(nn.Module):
     def __init__(self, from_pretrained: str, **others: Any) -> None:
         super().__init__()
         self.wanted = wanted = WanVAEConfig(from_pretrained, **others)
-        self.folder = pipeline_part(Path(from_pretrained), "vae")
-        self.weights_from: WeightsFrom | None = WeightsFrom(str(self.folder), "core/diffusers")
+        self.folder = pipeline_part(Path(from_pretrained), "vae")  # or one file of weights
+        single = is_single(self.folder)
+        self.described = self.folder if single else self.folder / "config.json"
+        format = FORMAT if single else "core/diffusers"
+        self.weights_from: WeightsFrom | None = WeightsFrom(str(self.folder), format)
         self.dtype = torch_dtype(wanted.dtype)
         self.tiling = wanted.tiling_param if wanted.tiling else None
         self.do_sample = wanted.do_sample
@@ -173,15 +177,14 @@ class WanVAE(nn.Module):
 
     def missing_files(self) -> list[str]:
         """Files of the Wan autoencoder that do not exist: config.json, weights."""
-        names = ["config.json"]
+        paths = [self.described]
         if not self._pickled():  # build_empty() refuses pickled weights with an error of its own
-            names += self._weight_files()
-        return [str(self.folder / name) for name in names if not (self.folder / name).is_file()]
+            paths += self._weight_files()
+        return [str(path) for path in paths if not path.is_file()]
 
     def files(self) -> list[Path]:
         """Files on which the latents depend, for the feature cache: config.json and weights."""
-        paths = (self.folder / name for name in ("config.json", *self._weight_files()))
-        return [path for path in paths if path.is_file()]
+        return [path for path in (self.described, *self._weight_files()) if path.is_file()]
 
     def build_empty(self) -> None:
         """Builds the Wan autoencoder without memory for its weights. Executes no code from files.
@@ -191,7 +194,7 @@ class WanVAE(nn.Module):
         """
         if self.model is not None:
             return
-        if not (self.folder / "config.json").is_file():
+        if not self.described.is_file():
             raise CheckpointError(
                 "the folder of the autoencoder holds no config.json",
                 where=str(self.folder),
@@ -270,7 +273,8 @@ class WanVAE(nn.Module):
     @cached_property
     def _config(self) -> Mapping[str, Any]:
         """Content of config.json. CheckpointError if it describes another model."""
-        where = self.folder / "config.json"
+        if is_single(where := self.described):
+            return vae_config(where)
         try:
             found = json.loads(where.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as fault:
@@ -293,7 +297,7 @@ class WanVAE(nn.Module):
     def _facts(self) -> tuple[int, tuple[int, int, int]]:
         """Channels and stride of the layers that config.json describes."""
         asked = self.wanted.latent_channels
-        if not (self.folder / "config.json").is_file():
+        if not self.described.is_file():
             return asked or 16, (4, 16, 16) if asked == 48 else (4, 8, 8)
         channels, stride = layers_of(self._config, self.folder)
         if asked is not None and asked != channels:
@@ -329,13 +333,16 @@ class WanVAE(nn.Module):
             )
         return Normalisation(torch.tensor(mean), 1.0 / torch.tensor(std))
 
-    def _weight_files(self) -> list[str]:
+    def _weight_files(self) -> list[Path]:
         """Files listed in the folder's index; without an index, the single file of a small model."""
+        if self.described == self.folder:
+            return []
         index = self.folder / f"{STEM}{INDEX}"
         if not index.is_file():
-            return [f"{STEM}.safetensors"]
+            return [self.folder / f"{STEM}.safetensors"]
         listed = read_mapping(index).get("weight_map")  # a damaged index is reported when weights are read
-        return sorted(set(map(str, listed.values()))) if isinstance(listed, dict) else []
+        names = sorted(set(map(str, listed.values()))) if isinstance(listed, dict) else []
+        return [self.folder / name for name in names]
 
     def _pickled(self) -> list[str]:
         """Names of pickled weights files, if the folder has no safetensors."""

@@ -6,7 +6,7 @@ folder) and Wan-AI's (config.json of `WanModel`, https://github.com/Wan-Video/Wa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from mm_core.contracts import WeightsFrom
 from mm_core.errors import CheckpointError, ConfigError, did_you_mean
 from mm_core.weights import open_stored, pipeline_parts, read_mapping
 from mm_wan.presets import DEFAULTS, PRESETS, Architecture, largest, presets_of
+from mm_wan.single_file import FORMAT, is_single, transformer_sizes
 
 CLASS = "WanTransformer3DModel"
 ORIGINAL_CLASS = "WanModel"
@@ -55,9 +56,11 @@ def resolve(
     weights = None
     if from_pretrained is not None:
         folder = Path(from_pretrained)
-        weights = WeightsFrom(from_pretrained, "wan/original" if is_original(folder) else "wan/diffusers")
+        format = FORMAT if is_single(folder) else "wan/original" if is_original(folder) else "wan/diffusers"
+        weights = WeightsFrom(from_pretrained, format)
         if folder.exists() or preset is None:
-            published = read_fields(folder)
+            chosen = PRESETS[preset].architecture.num_attention_heads if preset is not None else None
+            published = read_fields(folder, given.get("num_attention_heads", chosen))
             if preset is not None:
                 _check_preset(folder, published, preset)
             return _uncontradicted(published, given, from_pretrained), weights
@@ -101,12 +104,18 @@ def _differences(found: Mapping[str, object], expected: Architecture) -> str:
 # -- folders -------------------------------------------------------------------------------------
 
 
-def read_fields(folder: Path) -> Architecture:
+def read_fields(folder: Path, heads: int | None = None) -> Architecture:
     """Reads the architecture of the Wan transformer in a folder, from its config.json.
+
+    Args:
+        folder: the folder, or one file of weights.
+        heads: number of attention heads of a file that is not of a published model.
 
     Raises:
         CheckpointError: the folder is missing, or holds no Wan transformer or more than one.
     """
+    if is_single(folder) and folder.is_file():
+        return _original_fields(*transformer_sizes(folder, heads), folder)
     if not folder.is_dir():
         raise CheckpointError(
             "this is a file, not a folder" if folder.exists() else "this folder does not exist",
@@ -115,7 +124,9 @@ def read_fields(folder: Path) -> Architecture:
             hint="download the weights to it; or set preset to plan a run without them",
         )
     if is_original(folder):
-        return _original_fields(folder)
+        config = read_mapping(folder / "config.json")
+        _check_sizes(config, folder / "config.json")
+        return _original_fields(config, open_stored(folder, STEM).shapes, folder / "config.json")
     place = folder
     if (folder / INDEX).is_file():
         index = read_mapping(folder / INDEX)
@@ -225,22 +236,24 @@ def _is_size(value: object, name: str) -> bool:
     return type(value) is int and 1 <= value <= largest(name)
 
 
-def _original_fields(folder: Path) -> Architecture:
-    """The architecture of a folder in Wan-AI's layout. WanModel's config.json omits some fields: they are
-    derived from the shapes of the tensors."""
-    config = read_mapping(folder / "config.json")
+def _check_sizes(config: Mapping[str, Any], where: Path) -> None:
     if strange := [name for name in _ORIGINAL_KEYS if not _is_size(config[name], name)]:
         raise CheckpointError(
             f"{strange[0]} is {repr(config[strange[0]])[:60]}",
-            where=str(folder / "config.json"),
+            where=str(where),
             accepted=f"a whole number from 1 to {largest(strange[0])}",
         )
-    shapes = open_stored(folder, STEM).shapes
+
+
+def _original_fields(
+    config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], where: Path
+) -> Architecture:
+    """The architecture of weights with Wan-AI's names. WanModel's config.json omits some fields: they are
+    derived from the shapes of the tensors."""
+    _check_sizes(config, where)
     needed = ("patch_embedding.weight", "text_embedding.0.weight")
     if absent := [name for name in needed if name not in shapes]:
-        raise CheckpointError(
-            f"the weights in this folder lack {', '.join(absent)}", where=str(folder), accepted=ACCEPTED
-        )
+        raise CheckpointError(f"the weights lack {', '.join(absent)}", where=str(where), accepted=ACCEPTED)
     image = shapes.get("img_emb.proj.1.weight")
     positions = shapes.get("img_emb.emb_pos")
     fields = {
@@ -260,7 +273,7 @@ def _original_fields(folder: Path) -> Architecture:
         "added_kv_proj_dim": config["dim"] if image else None,
         "pos_embed_seq_len": positions[1] if positions else None,
     }
-    return _checked(fields, folder / "config.json")
+    return _checked(fields, where)
 
 
 # -- two experts ---------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ class WanTransformerConfig(ArchitectureConfig):
     published architecture, or from its fields. Default of each field: the value of the folder or preset;
     without either, the default of Diffusers' class (14B text-to-video)."""
 
-    from_pretrained: str | None = None  # folder of a pipeline, of its transformer, or in Wan-AI's layout
+    from_pretrained: str | None = None  # folder of a pipeline, of its transformer, in Wan-AI's layout; a file
     preset: PresetName | None = None  # published architecture; the folder must have the same
 
 
