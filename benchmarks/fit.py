@@ -14,18 +14,19 @@ import sys
 import tempfile
 from pathlib import Path
 
-from plan import DIT, NONE, TEXT, VLM, WAN, Case, allocated, document_of, forecast_of, prepare, processor_time
+from plan import DIT, NONE, TEXT, WAN, Case, allocated, document_of, forecast_of, prepare, processor_time
 
 _STAY = "engine.offload_to_cpu=false engine.compile.modules=false"
 _BATCH = "train.micro_batch_size=16 train.global_batch_size=16"
+_ROWS = "train.micro_batch_size=32 train.global_batch_size=32"
 _WIDE = f"{_BATCH} task.predictor.ffn_dim=16384 {_STAY}"
 CASES = (
     Case("dit", DIT, 1, _WIDE),
     Case("dit, all recomputed alike", DIT, 1, f"{_WIDE} engine.recompute=full"),
     Case("wan full", WAN, 1, f"{_BATCH} {_STAY}"),
-    Case("wan LoRA", "wan/t2v_tiny_lora", 1, f"{_BATCH} {_STAY}"),
-    Case("text", TEXT, 1, f"train.micro_batch_size=32 train.global_batch_size=32 {_STAY}"),
-    Case("internvl", VLM, 1, f"{_BATCH} {_STAY}"),
+    Case("wan LoRA", "wan/t2v_tiny_lora", 1, f"{_BATCH} task.text_encoder.max_length=64 {_STAY}"),
+    Case("text", TEXT, 1, f"{_ROWS} {_STAY}"),
+    Case("text LoRA", TEXT, 1, f"{_ROWS} train.adapters=[{{targets:auto,rank:4}}] {_STAY}"),
 )
 LESS, FASTER = 0.7, 1.15
 CONTEXT = round(0.7 * 2**30)

@@ -77,10 +77,12 @@ def absent_inputs(config: RunConfig) -> dict[str, list[str]]:
 
 
 def absent_paths(config: RunConfig) -> list[str]:
-    """The paths of all fields of a run's config with a mark `Reads` at which nothing is."""
+    """The paths of all fields of a run's config with a mark `Reads` at which nothing is, but names on the hub:
+    these are fetched."""
     marked = _marks(config, config.registry, "", Reads)
     paths = dict.fromkeys(path for _, _, value in marked for path in _texts(value))
-    return [path for path in paths if absent(Path(path))]
+    fetched = {str(use.name.path) for use in config.hub.values()}
+    return [path for path in paths if path not in fetched and absent(Path(path))]
 
 
 def _marks(

@@ -18,9 +18,14 @@ from mm_core.weights import (
     KeyMap,
     Layout,
     Rename,
+    StoredTensors,
+    Transformers,
     Written,
+    composed,
     read_mapping,
 )
+from mm_wan.encoders.umt5 import WanUMT5
+from mm_wan.encoders.vae import WanVAE
 from mm_wan.predictor.architecture import (
     CLASS,
     EXPERT_FOLDERS,
@@ -33,6 +38,7 @@ from mm_wan.predictor.architecture import (
 )
 from mm_wan.predictor.transformer import TEXT_LENGTH, WanTransformer
 from mm_wan.predictor.two_expert import TwoExpert
+from mm_wan.single_file import COMFY, UMT5_KEYS, is_single, open_single, vae_keys
 
 _LORA = {"high": "pytorch_lora_weights.safetensors", "low": "pytorch_lora_weights_2.safetensors"}
 """File names for the adapters of the two experts. A single transformer uses the first."""
@@ -192,6 +198,44 @@ class WanOriginal(_WanFormat):
             if name not in component.built and is_original(Path(component.weights_from.path) / folder)
         }
         return Companions(copies=copies)
+
+
+class WanFile:
+    """The weight format `wan/file`: one model in one file, only read. `wan/original` writes its names."""
+
+    def recognises(self, path: Path) -> bool:
+        """Whether a path is one file of weights."""
+        return path.is_file() and is_single(path)
+
+    def folders(self, path: Path) -> Sequence[str]:
+        """Always [""]: the file itself."""
+        return [""]
+
+    def open(self, path: Path, folder: str = "") -> StoredTensors:
+        """Opens the file's tensors."""
+        return open_single(path)
+
+    def layout(self, name: str, component: nn.Module) -> Layout | None:
+        """The names of a Wan model in one file; None for any other module."""
+        if isinstance(component, WanTransformer):
+            comfy = composed(ORIGINAL_KEYS, KeyMap((Rename("{p...}", f"{COMFY}{{p...}}"),)))
+            return Layout(ORIGINAL_KEYS, reading=lambda stored: comfy, read_only=True)
+        if isinstance(component, WanVAE) and component.model is not None:
+            own = Diffusers().layout(name, component)
+            assert own is not None
+            return Layout(composed(own.keys, vae_keys(component.model.config)), read_only=True)
+        if isinstance(component, WanUMT5) and (own := Transformers().layout(name, component)) is not None:
+            comfy = replace(own.keys, ignored=(*own.keys.ignored, "spiece_model"))  # its tokenizer
+            return Layout(composed(own.keys, UMT5_KEYS), reading=lambda stored: comfy, read_only=True)
+        return None
+
+    def adapter(self, name: str, component: nn.Module) -> AdapterLayout | None:
+        """None: it is only read."""
+        return None
+
+    def companions(self, task: TaskModule, written: Sequence[Written]) -> Companions:
+        """None: it is only read."""
+        return Companions()
 
 
 def _experts(path: Path) -> list[str]:

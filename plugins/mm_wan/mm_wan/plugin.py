@@ -111,7 +111,7 @@ def mm_weight_formats() -> list[Component]:
         ),
         Component(
             name="file",
-            target="mm_wan.single_file:WanFile",
+            target="mm_wan.formats:WanFile",
             summary="a Wan model in one file, as Wan-AI and ComfyUI publish them; only read",
         ),
     ]

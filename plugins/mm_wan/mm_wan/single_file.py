@@ -8,25 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from mm_core.contracts import TaskModule
 from mm_core.errors import CheckpointError
 from mm_core.weights import (
-    AdapterLayout,
-    Companions,
-    Diffusers,
     KeyMap,
-    Layout,
     Rename,
     StoredTensors,
-    Transformers,
-    Written,
-    composed,
     open_stored,
 )
 
@@ -34,10 +23,10 @@ FORMAT = "wan/file"
 PICKLES = ("Wan2.1_VAE.pth", "Wan2.2_VAE.pth", "models_t5_umt5-xxl-enc-bf16.pth")
 """The files that Wan-AI publishes as torch files; they are read without running code in them."""
 
-_COMFY = "model.diffusion_model."
+COMFY = "model.diffusion_model."
 """What ComfyUI puts before a transformer's names when it saves a model."""
 _HEAD = 128
-"""Width of a head in every published transformer: shapes do not tell it."""
+"""Width of a head in every published transformer: it cannot be seen in shapes."""
 
 # Of https://huggingface.co/Wan-AI/Wan2.2-TI2V-5B-Diffusers (vae/config.json).
 _MEAN_48 = [
@@ -258,7 +247,7 @@ def transformer_sizes(path: Path, heads: int | None) -> tuple[dict[str, int], Ma
     Raises:
         CheckpointError: `open_single` refuses the file, or it holds another model.
     """
-    shapes = {name.removeprefix(_COMFY): shape for name, shape in open_single(path).shapes.items()}
+    shapes = {name.removeprefix(COMFY): shape for name, shape in open_single(path).shapes.items()}
     try:
         width, channels = shapes["patch_embedding.weight"][:2]
         blocks = {name.split(".")[1] for name in shapes if name.startswith("blocks.")}
@@ -284,49 +273,3 @@ def _other(path: Path, kind: str, accepted: str = "") -> CheckpointError:
         where=str(path),
         accepted=accepted or "a file as Wan-AI or ComfyUI publish it",
     )
-
-
-# -- the format ------------------------------------------------------------------------------------
-
-
-class WanFile:
-    """The weight format `wan/file`: one model in one file, only read. `wan/original` writes its names."""
-
-    def recognises(self, path: Path) -> bool:
-        """Whether a path is one file of weights."""
-        return path.is_file() and is_single(path)
-
-    def folders(self, path: Path) -> Sequence[str]:
-        """Always [""]: the file itself."""
-        return [""]
-
-    def open(self, path: Path, folder: str = "") -> StoredTensors:
-        """Opens the file's tensors."""
-        return open_single(path)
-
-    def layout(self, name: str, component: nn.Module) -> Layout | None:
-        """The names of a Wan model in one file; None for any other module."""
-        from mm_wan.encoders.umt5 import WanUMT5
-        from mm_wan.encoders.vae import WanVAE
-        from mm_wan.formats import ORIGINAL_KEYS
-        from mm_wan.predictor.transformer import WanTransformer
-
-        if isinstance(component, WanTransformer):
-            comfy = composed(ORIGINAL_KEYS, KeyMap((Rename("{p...}", f"{_COMFY}{{p...}}"),)))
-            return Layout(ORIGINAL_KEYS, reading=lambda stored: comfy, read_only=True)
-        if isinstance(component, WanVAE) and component.model is not None:
-            own = Diffusers().layout(name, component)
-            assert own is not None
-            return Layout(composed(own.keys, vae_keys(component.model.config)), read_only=True)
-        if isinstance(component, WanUMT5) and (own := Transformers().layout(name, component)) is not None:
-            comfy = replace(own.keys, ignored=(*own.keys.ignored, "spiece_model"))  # its tokenizer
-            return Layout(composed(own.keys, UMT5_KEYS), reading=lambda stored: comfy, read_only=True)
-        return None
-
-    def adapter(self, name: str, component: nn.Module) -> AdapterLayout | None:
-        """None: it is only read."""
-        return None
-
-    def companions(self, task: TaskModule, written: Sequence[Written]) -> Companions:
-        """None: it is only read."""
-        return Companions()
