@@ -77,8 +77,8 @@ def absent_inputs(config: RunConfig) -> dict[str, list[str]]:
 
 
 def absent_paths(config: RunConfig) -> list[str]:
-    """The paths of all fields of a run's config with a mark `Reads` at which nothing is, but names on the hub:
-    these are fetched."""
+    """The paths of all fields of a run's config with a mark `Reads` at which nothing is, without those of
+    names on the hub: they are fetched."""
     marked = _marks(config, config.registry, "", Reads)
     paths = dict.fromkeys(path for _, _, value in marked for path in _texts(value))
     fetched = {str(use.name.path) for use in config.hub.values()}

@@ -148,6 +148,11 @@ PAGES: dict[str, Page] = {
             "mm-train --config run.yaml --dry-run --calibrate": "a step takes about",
         },
     ),
+    "docs/hub.md": Page(
+        {"run.yaml": "x.yaml"},
+        {"mm-train --config run.yaml --dry-run": "forecast for"},
+        {"HF_HOME": NO_NETWORK, "mm export": "tests/runs/test_hub_runs.py pushes"},
+    ),
     "docs/scale-out.md": Page(
         {
             "run.yaml": "x.yaml train.micro_batch_size=1 engine.sharding_size=null",

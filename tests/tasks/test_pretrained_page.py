@@ -55,7 +55,7 @@ def test_the_collate_of_the_page_makes_a_batch():
 def test_the_config_of_the_page_trains_a_model_and_its_commands_run(tmp_path, monkeypatch, mm):
     config = re.search(r"```yaml\n(run: .*?)```", PAGE, re.S)[1]
     monkeypatch.chdir(tmp_path)
-    Path("answers.yaml").write_text(config, encoding="utf-8")
+    Path("answers.yaml").write_text(config.replace("hub:Qwen/", "ckpt/"), encoding="utf-8")
     folder = Path("ckpt/Qwen3-0.6B")
     words = ["[PAD]", "[EOS]", "[UNK]", "what", "is", "one", "and", "two", "three", "?"]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
