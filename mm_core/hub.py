@@ -23,6 +23,7 @@ inherit it, read the same files and ask nobody."""
 
 _NAME = re.compile(r"hub:([\w.-]+/[\w.-]+)(?:@(refs/pr/\d+|[^/@\s]+))?(?:/(\S.*?))?/?")
 _BARE = re.compile(r"\w[\w.-]*/\w[\w.-]*(?:/[\w./-]+)?")
+_LOCAL = ("ckpt", "checkpoints", "models", "weights", "runs", "data")  # folders of the user, and no owners
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -111,6 +112,7 @@ def _decided() -> dict[str, str]:
 def hint_for(path: str | Path) -> str | None:
     """A hint for a path at which nothing is, if it has the form of a name on the hub; else None."""
     text = str(path)
-    if _BARE.fullmatch(text) is None or Path(text.partition("/")[0]).exists():
+    top = text.partition("/")[0]
+    if _BARE.fullmatch(text) is None or top in _LOCAL or Path(top).exists():
         return None
     return f"for a model on the hub, write {PREFIX}{text}"

@@ -76,7 +76,7 @@ def load_config(
     config, root = read()
     if not fetch:
         return config
-    for sentence in bare_names(root):
+    for sentence in bare_names(root) if not stored else ():
         warnings.warn(sentence, RunWarning, stacklevel=2)
     uses = [replace(use, weights=use.weights and fetch != "configs") for use in config.hub.values()]
     try:

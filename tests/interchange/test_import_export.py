@@ -111,7 +111,7 @@ def test_the_card(tmp_path, monkeypatch):
         "tags": ["mm_core", "parts"],
     }
     assert 'model = BertForMaskedLM.from_pretrained("out")' in text
-    assert "| started from the weights of | .../abc |" in text
+    assert "| started from the weights of | some-lab/small-bert at abc |" in text
     assert "| dtype | bfloat16 (" in text
     assert "lr: ${oc.env:RATE,0.01}" in text
     assert str(tmp_path) not in text and os.sep + "tmp" not in text
