@@ -161,7 +161,10 @@ def _fetched(uses: Sequence[Use]) -> str:
         if left := _compared(uses, listing).absent:
             _not_listed(name, f"{left[0]} has another size than the hub lists")
     if name.decided is None and of_launch is None:
-        _keep(name.store / "refs" / name.revision, listing.commit)
+        if name.commit is None or any(
+            use.weights for use in uses
+        ):  # a plan leaves the last run's files in use
+            _keep(name.store / "refs" / name.revision, listing.commit)
         if "RANK" in os.environ:
             _keep(_notes(name) / "launch.json", json.dumps({_launch(): {name.key: listing.commit}}))
     return listing.commit

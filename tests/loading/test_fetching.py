@@ -181,6 +181,15 @@ def test_what_is_in_the_cache_serves_without_a_network(hub, tmp_path):
     assert fetched(hub, tmp_path, f"hub:org/pipe@{first}", HF_ENDPOINT="http://127.0.0.1:9")
 
 
+def test_a_plan_of_newer_files_does_not_hide_those_of_the_last_run(hub, tmp_path):
+    first = publish(hub, "org/pipe", PIPELINE)
+    fetched(hub, tmp_path, "hub:org/pipe")
+    publish(hub, "org/pipe", {**PIPELINE, "vae/config.json": b'{"new": 1}'})
+    fetched(hub, tmp_path, "small:hub:org/pipe")
+    [found] = fetched(hub, tmp_path, "hub:org/pipe", HF_HUB_OFFLINE="1").values()
+    assert found["commit"] == first and found["files"] == READ
+
+
 def test_what_another_tool_has_fetched_serves_too(hub, tmp_path):
     publish(hub, "org/pipe", PIPELINE)
     code = "import huggingface_hub as h; h.snapshot_download('org/pipe', allow_patterns=['vae/*'])"
