@@ -116,13 +116,17 @@ def fetch(uses: Collection[Use], commits: Mapping[str, str] | None = None) -> No
 
 
 def planned(uses: Collection[Use]) -> list[Wanted]:
-    """What `fetch` would fetch, by repository. Sizes come from the hub, or from the cache."""
+    """What `fetch` would fetch, by repository. Sizes come from the hub, or from the cache.
+
+    Raises:
+        MMError: what `fetch` refuses too.
+    """
     rows = []
     for group in _grouped(uses):
         name = group[0].name
         try:
             rows.append(_compared(group, _listing(name)))
-        except MMError:  # fetching reports it
+        except UnreachableError:
             rows.append(Wanted(name, None))
     return rows
 
@@ -161,9 +165,8 @@ def _fetched(uses: Sequence[Use]) -> str:
         if left := _compared(uses, listing).absent:
             _not_listed(name, f"{left[0]} has another size than the hub lists")
     if name.decided is None and of_launch is None:
-        if name.commit is None or any(
-            use.weights for use in uses
-        ):  # a plan leaves the last run's files in use
+        runs = any(use.weights for use in uses)  # a plan leaves the last run's files in use
+        if runs or name.commit is None:
             _keep(name.store / "refs" / name.revision, listing.commit)
         if "RANK" in os.environ:
             _keep(_notes(name) / "launch.json", json.dumps({_launch(): {name.key: listing.commit}}))

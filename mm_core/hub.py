@@ -49,7 +49,8 @@ class HubName:
             ConfigError: it is no such name.
         """
         found = _NAME.fullmatch(text)
-        if found is None or ".." in (found[3] or "").split("/"):
+        parts = [part for group in (found[1], found[3] or "x") for part in group.split("/")] if found else []
+        if found is None or {"", ".", ".."}.intersection([*parts, found[2]]):
             accepted = "hub:org/name, hub:org/name@revision, hub:org/name/folder"
             raise ConfigError(f"{text!r} names nothing on the hub", accepted=accepted)
         return cls(found[1], found[2] or "main", PurePosixPath(found[3]).as_posix() if found[3] else "")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mm_core.errors import CheckpointError
 from mm_core.files import durable
-from mm_core.weights.stored import open_whole
+from mm_core.weights.stored import TORCH_SUFFIXES, missing_at, open_whole
 
 
 def copy_verbatim(origin: Path, target: Path) -> None:
@@ -32,11 +32,20 @@ def check_taken(origin: Path) -> None:
     """Checks files that an export will copy, before hours are spent on writing its weights.
 
     Raises:
-        CheckpointError: `copy_verbatim` would refuse the file or folder, or a safetensors file is truncated.
+        CheckpointError: `copy_verbatim` would refuse the file or folder, a safetensors file is truncated, or
+            a model's folder lacks its weights, as where only configs were fetched from the hub.
     """
-    for path in _checked(origin):
+    paths = _checked(origin)
+    for path in paths:
         if path.suffix == ".safetensors":
             open_whole(path)
+    weights = any(path.suffix in (".safetensors", *TORCH_SUFFIXES) for path in paths)
+    if (origin / "config.json").is_file() and (not weights or missing_at(origin)):
+        raise CheckpointError(
+            "weights of this part of the pipeline are missing",
+            where=str(origin),
+            hint="fetch or copy them, or name a complete pipeline with --pipeline (hub:org/name is fetched)",
+        )
 
 
 def _checked(origin: Path) -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from mm_core.contracts import EnginePlan, StepFlops
@@ -42,8 +43,8 @@ class MissingFile:
 
     @property
     def of_weights(self) -> bool:
-        """Whether it contains weights, without which a component can be built from its config."""
-        return self.path.endswith(".safetensors")
+        """Whether it contains weights, without which a component can be built from the config beside them."""
+        return self.path.endswith(".safetensors") and Path(self.path).with_name("config.json").is_file()
 
     @property
     def of_data(self) -> bool:

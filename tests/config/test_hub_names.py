@@ -61,7 +61,17 @@ def test_a_name_is_a_repository_a_revision_and_a_place_in_it(text, parts):
 
 
 @pytest.mark.parametrize(
-    "text", ["hub:", "hub:name", "hub:org/name@", "hub:org/name/../other", "hub:o/n@a b"]
+    "text",
+    [
+        "hub:",
+        "hub:name",
+        "hub:org/name@",
+        "hub:org/name/../other",
+        "hub:o/n@a b",
+        "hub:o/n//x",
+        "hub:o/n@..",
+        "hub:../..",
+    ],
 )
 def test_what_is_no_name_is_refused_where_it_is_written(text, tmp_path):
     with pytest.raises(

@@ -218,13 +218,16 @@ def test_a_part_alone_is_no_pipeline(origin, tmp_path):
 # -- what is wrong with a pipeline -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", ["gone", "link", "pipe", "cut"])
+@pytest.mark.parametrize("what", ["gone", "link", "pipe", "cut", "configs"])
 def test_parts_that_cannot_be_taken_over_are_a_readable_error(what, origin, tmp_path):
     import_weights(config_of(tmp_path, LTX), origin)
     part = origin / "vae"
     if what == "cut":
         os.truncate(part / FILE, (part / FILE).stat().st_size - 10)
         said = f"vae/{FILE}: this is not a complete safetensors file: it is truncated"
+    elif what == "configs":
+        (part / FILE).unlink()
+        said = "vae: weights of this part of the pipeline are missing"
     elif what == "gone":
         part.rename(tmp_path / "elsewhere")
         said = "the pipeline's folder lacks a file or folder that the export copies"

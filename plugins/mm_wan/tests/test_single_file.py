@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from diffusers.loaders.single_file_utils import (
     convert_wan_transformer_to_diffusers,
@@ -18,7 +19,9 @@ from safetensors.torch import load_file, save_file
 from transformers import UMT5EncoderModel
 
 import mm_core
+from mm_core.config.load import load_config
 from mm_core.errors import CheckpointError
+from mm_core.plan import make_plan
 from mm_core.weights import KeyMap
 
 PROMPTS = ["a red circle moves left", "a white horse"]
@@ -130,6 +133,32 @@ def test_a_transformer_in_one_file_is_that_of_its_folder(start, tmp_path, wan):
     found = mm_core.build("predictor", options)
     folder = mm_core.build("predictor", {"type": "wan/transformer", "from_pretrained": str(wan)})
     assert found.architecture == folder.architecture
+
+
+def test_a_file_that_is_not_there_is_missing_in_a_plan(tmp_path, wan):
+    document = {
+        "run": {"name": "x"},
+        "task": {
+            "type": "text_to_video",
+            "predictor": {"type": "wan/transformer", "from_pretrained": str(wan)},
+            "autoencoder": {"type": "wan/vae", "from_pretrained": str(tmp_path / "wan_2.1_vae.safetensors")},
+            "text_encoder": {
+                "type": "wan/umt5",
+                "from_pretrained": str(tmp_path / "umt5_xxl_fp16.safetensors"),
+                "tokenizer": str(wan / "tokenizer"),
+            },
+            "scheduler": {"type": "wan/flow_match"},
+        },
+        "data": {"train": {"type": "shapes", "num_frames": 5, "height": 32, "width": 32}},
+        "train": {"steps": 1},
+    }
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(document), encoding="utf-8")
+    plan = make_plan(load_config(config), 1)
+    assert {Path(path).name for path in plan.missing_files} == {
+        "wan_2.1_vae.safetensors",
+        "umt5_xxl_fp16.safetensors",
+    }
 
 
 def test_what_is_not_published_is_refused_by_name(tmp_path, wan):
