@@ -14,7 +14,10 @@ from typing import Literal
 from mm_core.checkpoint.reading import StoredRun, Weights, stored_run
 from mm_core.contracts import TaskModule, torch_dtype
 from mm_core.errors import ContractError, MMError, did_you_mean
+from mm_core.fetching import fetch
 from mm_core.files import check_unused, staged_folder, write_durably
+from mm_core.hub import HubName
+from mm_core.hub_files import Use
 from mm_core.interchange.copied_files import check_taken, copy_verbatim
 from mm_core.interchange.export_base import any_dora, begun_in, changed_in, check_base_in_files
 from mm_core.interchange.export_card import card_of
@@ -87,6 +90,8 @@ def export(
     plan = planned(stored, task, label, form, weights, dtype, limit, component, merge_adapters)
     plan = _placed(plan, pipeline, note)
     _check_apart(plan.parts)
+    named = [(path, name) for path in plan.companions.copies.values() if (name := HubName.at(Path(path)))]
+    fetch([Use(name, weights=(path / "config.json").is_file()) for path, name in named])
     for taken in plan.companions.copies.values():
         check_taken(taken)
     saved = plan.planner.saved
