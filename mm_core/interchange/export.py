@@ -32,7 +32,7 @@ from mm_core.runtime.ranks import Ranks
 from mm_core.weights.fitting import formats_of
 from mm_core.weights.formats.format import Companions, WeightFormat, Written
 from mm_core.weights.progress import byte_bar
-from mm_core.weights.writing import parse_size, write_shards
+from mm_core.weights.writing import parse_size, write_nested, write_shards
 
 MAX_SHARD = "5GB"
 """Default for the largest file, as model hubs recommend."""
@@ -218,7 +218,10 @@ def write_part(stage: Path, part: Part, advance: Callable[[int], None] = lambda 
     """
     layout, folder = part.layout, _inside(stage, part.layout.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    write_shards(folder, part.shards, part.produce, layout.stem, layout.metadata, advance)
+    if layout.nested:
+        write_nested(folder / f"{layout.stem}.pt", layout.nested, part.tensors, part.produce, advance)
+    else:
+        write_shards(folder, part.shards, part.produce, layout.stem, layout.metadata, advance)
     for name, text in layout.texts.items():
         write_durably(_inside(folder, name), text)
 
