@@ -254,8 +254,10 @@ def _original_fields(
     needed = ("patch_embedding.weight", "text_embedding.0.weight")
     if absent := [name for name in needed if name not in shapes]:
         raise CheckpointError(f"the weights lack {', '.join(absent)}", where=str(where), accepted=ACCEPTED)
-    image = shapes.get("img_emb.proj.1.weight")
-    positions = shapes.get("img_emb.emb_pos")
+    images = ("img_emb.proj.1.weight", "img_emb.emb_pos")
+    if flat := [name for name in (*needed, *images) if len(shapes.get(name, (1, 1))) < 2]:
+        raise CheckpointError(f"{flat[0]} has no columns", where=str(where), accepted=ACCEPTED)
+    image, positions = (shapes.get(name) for name in images)
     fields = {
         **DEFAULTS,
         "patch_size": tuple(shapes["patch_embedding.weight"][2:]),
