@@ -51,6 +51,14 @@ def is_single(path: Path) -> bool:
     return path.suffix in (".safetensors", ".pth", ".pt", ".bin", ".ckpt")
 
 
+def pair_in(folder: Path) -> list[str]:
+    """Names of files in a folder with Wan 2.2's experts, each in one file with `high` or `low` in its name;
+    [] unless there are both."""
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    found = {name: [each for each in names if name in each.lower()] for name in ("high", "low")}
+    return [*dict.fromkeys([*found["high"], *found["low"]])] if all(found.values()) else []
+
+
 def open_single(path: Path) -> StoredTensors:
     """Opens one file of a Wan model.
 
@@ -87,9 +95,11 @@ def vae_config(path: Path) -> dict[str, Any]:
             shapes["conv2.weight"][0],
         )
         multiples = [width // base for width, _, _ in levels]
+        decoded = shapes["decoder.conv1.weight"][0] // multiples[-1]
+        _check_positive(base, pixels, channels, decoded, *multiples)
         found = {
             "base_dim": base,
-            "decoder_base_dim": shapes["decoder.conv1.weight"][0] // multiples[-1],
+            "decoder_base_dim": decoded,
             "z_dim": channels,
             "dim_mult": multiples,
             "num_res_blocks": levels[0][1],
@@ -98,7 +108,6 @@ def vae_config(path: Path) -> dict[str, Any]:
             "out_channels": pixels,
             "is_residual": nested,
         }
-        _check_positive(base, pixels, channels, *multiples, found["decoder_base_dim"])
     except _ODD:
         raise _other(path, "autoencoder") from None
     if pixels > 3:  # pixels of a patch

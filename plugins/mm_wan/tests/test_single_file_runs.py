@@ -16,13 +16,15 @@ from test_single_file import renamed
 from wan_configs import environment
 
 from mm_core.config.load import load_config
-from mm_core.errors import CheckpointError
+from mm_core.contracts import SampleRequest
+from mm_core.errors import CheckpointError, MMError
 from mm_core.interchange.export import export
 from mm_core.interchange.import_weights import import_weights
 from mm_core.loading.initial_weights import FileWeights
 from mm_core.loading.left_out import WeightSources
 from mm_core.plan import build_task
 from support import warm
+from support.runs import load_task
 from support.tensors import same, stored
 
 STARTS = {"wan": "", "comfyui": "model.diffusion_model.", "diffusers": None}
@@ -165,3 +167,72 @@ def test_odd_tensors_in_a_transformers_file_are_a_sentence(shape, tmp_path, wan)
         with pytest.raises(CheckpointError) as caught:
             started(config)
         assert caught.value.where == str(path), odd
+
+
+# -- two experts -----------------------------------------------------------------------------------
+
+PARTS = {"high": "transformer", "low": "transformer_2"}
+FOLDERS = {"high": "high_noise_model", "low": "low_noise_model"}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("wan") / "pair", "t2v_high_low")
+
+
+def expert_of(pair: Path, name: str) -> dict[str, torch.Tensor]:
+    return stored(pair / PARTS[name])
+
+
+def in_files(folder: Path, pair: Path) -> dict[str, str]:
+    """The two as ComfyUI publishes them, beside a LoRA of one."""
+    folder.mkdir()
+    save_file({"x.lora_A.weight": torch.zeros(1, 2)}, folder / "wan2.2_t2v_high_noise_lora.safetensors")
+    files = {name: folder / f"wan2.2_t2v_{name}_noise_14B_fp16.safetensors" for name in PARTS}
+    for (name, file), names in zip(files.items(), ("comfyui", "wan"), strict=True):
+        save_file(named(expert_of(pair, name), names), file)
+    return {name: str(file) for name, file in files.items()}
+
+
+def experts(files: object, train: str = "both", **options: object) -> dict[str, object]:
+    heads = {"num_attention_heads": 2} if isinstance(files, dict) else {}
+    return {"type": "wan/two_expert", "from_pretrained": files, "train": train, **heads, **options}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("train", ["both", "high", "low"])
+def test_a_file_of_each_expert_begins_a_run_and_comes_back_bit_by_bit(train, tmp_path, pair):
+    files = in_files(tmp_path / "models", pair)
+    trained = list(PARTS) if train == "both" else [train]
+    config = config_at(tmp_path, pair, "files", experts(files, train))
+    assert " tensors loaded (wan/file in wan2.2_t2v_" in mm("train", "--config", config)
+    for format, parts, names in (("wan/diffusers", PARTS, "diffusers"), ("wan/original", FOLDERS, "wan")):
+        out = export(tmp_path / "runs/files", tmp_path / "out" / format, format)
+        for name in trained:
+            same(stored(out / parts[name]), named(expert_of(pair, name), names))
+    # The expert that is not trained is read for samples.
+    folder = load_config(config_at(tmp_path, pair, "folder", experts(str(pair), train)))
+    import_weights(folder, pair)
+    request = SampleRequest(
+        ("a white horse",), steps=2, guidance=2.0, num_frames=5, height=32, width=32, fps=8
+    )
+    clips = [
+        load_task(run, tmp_path / "runs" / run.run.name, "model").sample(request)[0].pixels
+        for run in (folder, load_config(config))
+    ]
+    assert torch.equal(*clips)
+
+
+def test_files_of_experts_that_could_be_taken_for_one_another_are_refused(tmp_path, pair):
+    files = in_files(tmp_path / "models", pair)
+    moved = Path(files["low"]).rename(tmp_path / "low_noise.safetensors")
+    for wrong, what in (
+        (
+            {"high": files["low"], "low": files["high"]},
+            "by its name, this is not the file of the expert 'high'",
+        ),
+        ({**files, "low": str(moved)}, "the files of the two experts are in different folders"),
+        ({"high": files["high"]}, "the key 'low' is missing"),
+    ):
+        with pytest.raises(MMError, match=what):
+            build_task(load_config(config_at(tmp_path, pair, predictor=experts(wrong))))
