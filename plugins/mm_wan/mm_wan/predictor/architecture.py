@@ -314,7 +314,7 @@ def expert_files(files: ExpertPaths) -> tuple[Path, dict[str, str]]:
     """The folder of two files that hold an expert each, and their names in it by expert.
 
     Raises:
-        CheckpointError: they are in different folders, or one's name does not tell which expert it holds.
+        CheckpointError: they are in different folders, or one has no `high` or `low` in its name.
     """
     paths = {"high": Path(files.high), "low": Path(files.low)}
     for name, path in paths.items():
