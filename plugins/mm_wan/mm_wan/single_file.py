@@ -7,6 +7,7 @@ model.py). Such files have no config.json: sizes come from the shapes of the ten
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,11 +52,16 @@ def is_single(path: Path) -> bool:
     return path.suffix in (".safetensors", ".pth", ".pt", ".bin", ".ckpt")
 
 
+def names_expert(file: str, expert: str) -> bool:
+    """Whether a file's name has the word `high` or `low`: `wan2.2_t2v_high_noise`, `Wan2_2-T2V-A14B_HIGH`."""
+    return re.search(rf"(?<![a-z]){expert}(?![a-z])", file.lower()) is not None
+
+
 def pair_in(folder: Path) -> list[str]:
     """Names of files in a folder with Wan 2.2's experts, each in one file with `high` or `low` in its name;
     [] unless there are both."""
     names = sorted(path.name for path in folder.glob("*.safetensors"))
-    found = {name: [each for each in names if name in each.lower()] for name in ("high", "low")}
+    found = {name: [each for each in names if names_expert(each, name)] for name in ("high", "low")}
     return [*dict.fromkeys([*found["high"], *found["low"]])] if all(found.values()) else []
 
 

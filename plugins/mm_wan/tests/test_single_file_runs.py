@@ -221,6 +221,10 @@ def test_files_of_experts_that_could_be_taken_for_one_another_are_refused(tmp_pa
             "by its name, this is not the file of the expert 'high'",
         ),
         ({**files, "low": str(moved)}, "the files of the two experts are in different folders"),
+        (
+            {**files, "low": str(Path(files["low"]).with_name("flow.safetensors"))},
+            "not the file of the expert 'low'",
+        ),
         ({"high": files["high"]}, "the key 'low' is missing"),
     ):
         with pytest.raises(MMError, match=what):

@@ -15,7 +15,7 @@ from mm_core.errors import CheckpointError, ConfigError, did_you_mean
 from mm_core.weights import open_stored, pipeline_parts, read_mapping
 from mm_wan.predictor.config import ExpertPaths
 from mm_wan.presets import DEFAULTS, PRESETS, Architecture, largest, presets_of
-from mm_wan.single_file import FORMAT, is_single, transformer_sizes
+from mm_wan.single_file import FORMAT, is_single, names_expert, transformer_sizes
 
 CLASS = "WanTransformer3DModel"
 ORIGINAL_CLASS = "WanModel"
@@ -318,7 +318,7 @@ def expert_files(files: ExpertPaths) -> tuple[Path, dict[str, str]]:
     """
     paths = {"high": Path(files.high), "low": Path(files.low)}
     for name, path in paths.items():
-        if path.suffix != ".safetensors" or name not in path.name.lower():
+        if path.suffix != ".safetensors" or not names_expert(path.name, name):
             raise CheckpointError(
                 f"by its name, this is not the file of the expert {name!r}",
                 where=str(path),
