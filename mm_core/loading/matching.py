@@ -34,7 +34,7 @@ from mm_core.weights.fitting import (
 from mm_core.weights.formats.format import StoredTensors
 from mm_core.weights.formats.key_map import Shape, whole
 from mm_core.weights.progress import byte_bar
-from mm_core.weights.stored import TORCH_SUFFIXES, open_stored
+from mm_core.weights.stored import TORCH_SUFFIXES, check_unscaled, open_stored
 from mm_core.weights.streaming import overlap, shard_of, stream
 
 
@@ -249,7 +249,7 @@ class WeightMatch:
         spared: Collection[str] = (),
         absent: Sequence[str] = (),
     ) -> None:
-        """Keeps which names are read; raises an error if they do not fit.
+        """Keeps which names are read; raises an error if they do not fit or are quantised with scales.
 
         Args:
             loaded: paths in the task with a stored tensor.
@@ -259,6 +259,7 @@ class WeightMatch:
             spared: paths in the task that may be missing.
             absent: folders of missing names that do not exist.
         """
+        check_unscaled(unexpected, Path(self.init.path))
         self.loaded = tuple(name for name in self._shapes if name in loaded)
         self.missing = tuple(
             name

@@ -19,7 +19,7 @@ from mm_core.weights.formats.libraries import (
     pipeline_parts,
     read_mapping,
 )
-from mm_core.weights.stored import INDEX, load_tensors, open_saved, open_stored
+from mm_core.weights.stored import INDEX, check_unscaled, load_tensors, open_saved, open_stored
 from mm_core.weights.streaming import stream
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "Written",
     "best_layout",
     "candidate_layouts",
+    "check_unscaled",
     "composed",
     "fit",
     "formats_of",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -28,6 +28,9 @@ TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 
 _NESTED = ("state_dict", "model", "module")
 _DAMAGED = (ValueError, LookupError, TypeError, AttributeError, OSError, RecursionError)
+_SCALE = re.compile(
+    r"(^|\.)(weight_scale(_inv|_2)?|scale_weight|input_scale|scale_input|comfy_quant|scaled_fp8)$"
+)
 _DEPTH = 8  # a mapping in an untrusted file may contain itself
 DTYPES = {
     "BOOL": torch.bool,
@@ -74,6 +77,22 @@ def open_stored(path: Path, stem: str | None = None) -> StoredTensors:
         where=str(path),
         accepted="a .safetensors file, its index, a folder of them, or a .pt, .pth or .bin file of tensors",
     )
+
+
+def check_unscaled(names: Iterable[str], where: Path) -> None:
+    """CheckpointError if a name in weights files is that of a scale: the weights beside it are codes.
+
+    Args:
+        names: stored names that no component has.
+        where: the file or folder.
+    """
+    if scale := next((name for name in names if _SCALE.search(name)), None):
+        raise CheckpointError(
+            f"the weights here are quantised with scales ({scale}), so their numbers are not the weights",
+            where=str(where),
+            accepted="the same weights in bf16, fp16 or fp32",
+            hint="train.base_dtype and the component's dtype quantise or cast the weights in memory",
+        )
 
 
 def set_of(folder: Path, stem: str) -> Path | None:

@@ -247,6 +247,29 @@ def test_another_shape_is_refused_unless_it_is_left_out(tmp_path):
     assert begin(path, task(), exclude=("predictor.last.bias",)).skipped == ("predictor.last.bias",)
 
 
+@pytest.mark.parametrize(
+    "scale",
+    [
+        "predictor.first.weight_scale",
+        "predictor.first.weight_scale_inv",
+        "predictor.first.weight_scale_2",
+        "predictor.first.scale_weight",
+        "predictor.first.scale_input",
+        "predictor.first.input_scale",
+        "predictor.first.comfy_quant",
+        "scaled_fp8",
+    ],
+)
+@pytest.mark.parametrize("strict", [True, False])
+def test_weights_beside_their_scales_are_refused_by_name(scale, strict, tmp_path):
+    stored = prefixed(weights(), "predictor.")
+    path = stored_as("safetensors", tmp_path, stored | {scale: torch.ones(1)})
+    found = fault(path, task(), strict=strict)
+    assert found.startswith(f"{path}: the weights here are quantised with scales ({scale}), so their numbers")
+    path = stored_as("pt", tmp_path, stored | {"predictor.first.scale_weights": torch.ones(1)})
+    assert begin(path, task(), strict=False).unexpected == ("predictor.first.scale_weights",)
+
+
 def test_the_likely_prefix_is_the_one_that_fits_most_names():
     missing = ["net.blocks.0.w", "net.blocks.1.w", "net.head.w"]
     assert likely_prefix(missing, ["blocks.0.w", "blocks.1.w", "tail.w"]) == ("", "net", 2)

@@ -64,8 +64,8 @@ class Layout:
         refusal: returns why the library could not load files written in this layout, or "" if it can;
             called before anything is written.
         read_only: no export is written in this layout.
-        nested: an export is one torch.save file `<stem>.pt` with the tensors below this key, for programs that
-            read nothing else; all of them are in memory at once. "": safetensors.
+        nested: an export is one torch.save file `<stem>.pt` with the tensors below this key, for programs
+            that read nothing else; all of them are in memory at once. "": safetensors.
     """
 
     keys: KeyMap = field(default_factory=KeyMap)

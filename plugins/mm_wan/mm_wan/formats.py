@@ -38,7 +38,7 @@ from mm_wan.predictor.architecture import (
 )
 from mm_wan.predictor.transformer import TEXT_LENGTH, WanTransformer
 from mm_wan.predictor.two_expert import TwoExpert
-from mm_wan.single_file import COMFY, UMT5_KEYS, is_single, open_single, vae_keys
+from mm_wan.single_file import COMFY, UMT5_KEYS, is_single, open_single, pair_in, vae_keys
 
 _LORA = {"high": "pytorch_lora_weights.safetensors", "low": "pytorch_lora_weights_2.safetensors"}
 """File names for the adapters of the two experts. A single transformer uses the first."""
@@ -201,25 +201,33 @@ class WanOriginal(_WanFormat):
 
 
 class WanFile:
-    """The weight format `wan/file`: one model in one file, only read. `wan/original` writes its names."""
+    """The weight format `wan/file`: one model in one file, or Wan 2.2's experts in two; only read.
+    `wan/original` writes its names."""
 
     def recognises(self, path: Path) -> bool:
-        """Whether a path is one file of weights."""
-        return path.is_file() and is_single(path)
+        """Whether a path is one file of weights, or a folder with files of both experts."""
+        return (path.is_file() and is_single(path)) or bool(pair_in(path))
 
     def folders(self, path: Path) -> Sequence[str]:
-        """Always [""]: the file itself."""
-        return [""]
+        """[""] for the file itself; the experts' files in a folder."""
+        return pair_in(path) if path.is_dir() else [""]
 
     def open(self, path: Path, folder: str = "") -> StoredTensors:
-        """Opens the file's tensors."""
-        return open_single(path)
+        """Opens a file's tensors."""
+        return open_single(path / folder)
 
-    def layout(self, name: str, component: nn.Module) -> Layout | None:
-        """The names of a Wan model in one file; None for any other module."""
+    def layout(self, name: str, component: nn.Module) -> Layout | Sequence[Layout] | None:
+        """The names of a Wan model in one file, or of two experts in two; None for any other module."""
         if isinstance(component, WanTransformer):
             comfy = composed(ORIGINAL_KEYS, KeyMap((Rename("{p...}", f"{COMFY}{{p...}}"),)))
             return Layout(ORIGINAL_KEYS, reading=lambda stored: comfy, read_only=True)
+        if isinstance(component, TwoExpert) and component.in_files:
+            models = ((name, self.layout(name, model)) for name, model in component.built.items())
+            return [
+                replace(found, part=name, folder=component.folders[name])
+                for name, found in models
+                if isinstance(found, Layout)
+            ]
         if isinstance(component, WanVAE) and component.model is not None:
             own = Diffusers().layout(name, component)
             assert own is not None

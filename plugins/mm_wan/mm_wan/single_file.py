@@ -7,6 +7,7 @@ model.py). Such files have no config.json: sizes come from the shapes of the ten
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from mm_core.weights import (
     KeyMap,
     Rename,
     StoredTensors,
+    check_unscaled,
     open_stored,
 )
 
@@ -27,6 +29,8 @@ COMFY = "model.diffusion_model."
 """What ComfyUI puts before a transformer's names when it saves a model."""
 _HEAD = 128
 """Width of a head in every published transformer: it cannot be seen in shapes."""
+_ODD = (LookupError, ValueError, ZeroDivisionError)
+"""What sizes from absent tensors, and from tensors with other dimensions or without numbers, raise."""
 
 # Of https://huggingface.co/Wan-AI/Wan2.2-TI2V-5B-Diffusers (vae/config.json).
 _MEAN_48 = [
@@ -48,6 +52,19 @@ def is_single(path: Path) -> bool:
     return path.suffix in (".safetensors", ".pth", ".pt", ".bin", ".ckpt")
 
 
+def names_expert(file: str, expert: str) -> bool:
+    """Whether a file's name has the word `high` or `low`: `wan2.2_t2v_high_noise`, `Wan2_2-T2V-A14B_HIGH`."""
+    return re.search(rf"(?<![a-z]){expert}(?![a-z])", file.lower()) is not None
+
+
+def pair_in(folder: Path) -> list[str]:
+    """Names of files in a folder with Wan 2.2's experts, each in one file with `high` or `low` in its name;
+    [] unless there are both."""
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    found = {name: [each for each in names if names_expert(each, name)] for name in ("high", "low")}
+    return [*dict.fromkeys([*found["high"], *found["low"]])] if all(found.values()) else []
+
+
 def open_single(path: Path) -> StoredTensors:
     """Opens one file of a Wan model.
 
@@ -61,13 +78,7 @@ def open_single(path: Path) -> StoredTensors:
             accepted=f"a .safetensors file, or {', '.join(PICKLES)}",
         )
     stored = open_stored(path)
-    if scaled := [name for name in stored.shapes if name.endswith((".scale_weight", "scaled_fp8"))]:
-        raise CheckpointError(
-            f"this file is quantised to fp8 with scales ({scaled[0]}), which only ComfyUI reads",
-            where=str(path),
-            accepted="the file in bf16, fp16 or fp32 (umt5_xxl_fp16.safetensors)",
-            hint="train.base_dtype and the component's dtype quantise or cast the weights in memory",
-        )
+    check_unscaled(stored.shapes, path)
     return stored
 
 
@@ -90,9 +101,11 @@ def vae_config(path: Path) -> dict[str, Any]:
             shapes["conv2.weight"][0],
         )
         multiples = [width // base for width, _, _ in levels]
+        decoded = shapes["decoder.conv1.weight"][0] // multiples[-1]
+        _check_positive(base, pixels, channels, decoded, *multiples)
         found = {
             "base_dim": base,
-            "decoder_base_dim": shapes["decoder.conv1.weight"][0] // multiples[-1],
+            "decoder_base_dim": decoded,
             "z_dim": channels,
             "dim_mult": multiples,
             "num_res_blocks": levels[0][1],
@@ -101,7 +114,7 @@ def vae_config(path: Path) -> dict[str, Any]:
             "out_channels": pixels,
             "is_residual": nested,
         }
-    except (KeyError, IndexError, ZeroDivisionError):
+    except _ODD:
         raise _other(path, "autoencoder") from None
     if pixels > 3:  # pixels of a patch
         patch = math.isqrt(pixels // 3)
@@ -219,14 +232,16 @@ def umt5_config(path: Path) -> dict[str, Any]:
         buckets, heads = shape("pos_embedding.embedding")
         vocabulary, width = stored.shapes["token_embedding.weight" if wan else "shared.weight"]
         (inner, _), (wide, _) = shape("attn.q"), shape("ffn.fc1")
-    except (KeyError, ValueError):
+        head = inner // heads
+        _check_positive(buckets, vocabulary, width, head, wide)
+    except _ODD:
         raise _other(path, "UMT5 encoder") from None
     start = block.removesuffix("0.")
     blocks = {name[len(start) :].partition(".")[0] for name in stored.shapes if name.startswith(start)}
     return {
         "vocab_size": vocabulary,
         "d_model": width,
-        "d_kv": inner // heads,
+        "d_kv": head,
         "d_ff": wide,
         "num_layers": len(blocks),
         "num_heads": heads,
@@ -260,16 +275,21 @@ def transformer_sizes(path: Path, heads: int | None) -> tuple[dict[str, int], Ma
             "num_layers": len(blocks),
             "out_dim": shapes["head.head.weight"][0] // math.prod(shapes["patch_embedding.weight"][2:]),
         }
-    except (KeyError, ValueError):
+    except _ODD:
         raise _other(
             path, "transformer", "a file with Wan-AI's names; one of Diffusers: by its folder"
         ) from None
     return sizes, shapes
 
 
+def _check_positive(*sizes: int) -> None:
+    if min(sizes) < 1:
+        raise ValueError
+
+
 def _other(path: Path, kind: str, accepted: str = "") -> CheckpointError:
     return CheckpointError(
-        f"this file holds no Wan {kind}, by the names in it",
+        f"this file holds no Wan {kind}, by the names and shapes in it",
         where=str(path),
         accepted=accepted or "a file as Wan-AI or ComfyUI publish it",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,11 @@ from mm_core.errors import CheckpointError
 from mm_core.plan import make_plan
 from mm_core.weights import KeyMap
 
+SIZED = re.compile(
+    r"^(encoder|decoder)\.conv1\.weight|^conv[12]\.weight|residual\.2\.weight|^shared|embedding"
+    r"|relative_attention_bias|blocks?\.0\..*(\.q|wi_1|fc1)\.weight"
+)
+"""The names of tensors whose shapes are sizes of a model."""
 PROMPTS = ["a red circle moves left", "a white horse"]
 
 
@@ -181,9 +187,34 @@ def test_what_is_not_published_is_refused_by_name(tmp_path, wan):
         ("text_encoder", "wan/umt5", "UMT5 encoder"),
         ("predictor", "wan/transformer", "transformer"),
     ):
-        with pytest.raises(CheckpointError, match=f"this file holds no Wan {what}, by the names in it"):
+        with pytest.raises(
+            CheckpointError, match=f"this file holds no Wan {what}, by the names and shapes in it"
+        ):
             built(kind, name, other)
     scaled = tmp_path / "umt5_xxl_fp8_e4m3fn_scaled.safetensors"
     save_file({"scaled_fp8": torch.zeros(2).to(torch.float8_e4m3fn)}, scaled)
-    with pytest.raises(CheckpointError, match=r"quantised to fp8 with scales \(scaled_fp8\)"):
+    with pytest.raises(CheckpointError, match=r"quantised with scales \(scaled_fp8\)"):
         built("text_encoder", "wan/umt5", scaled)
+
+
+@pytest.mark.parametrize("shape", [None, (), (0,), (0, 0), (1,), (1,) * 6], ids=str)
+@pytest.mark.parametrize(("kind", "name"), [("autoencoder", "wan/vae"), ("text_encoder", "wan/umt5")])
+def test_odd_tensors_in_one_file_are_a_sentence(kind, name, shape, tmp_path, wan, ti2v):
+    """Each tensor that sizes come from is missing, a single number, empty, or of other dimensions."""
+    vaes = [AutoencoderKLWan.from_pretrained(place / "vae") for place in (wan, ti2v)]
+    umt5 = load_file(wan / "text_encoder/model.safetensors")
+    states = {
+        "autoencoder": [renamed(vae.state_dict(), vae_keys(vae.config)) for vae in vaes],
+        "text_encoder": [umt5, renamed(umt5, UMT5_KEYS)],
+    }
+    path = tmp_path / "odd.safetensors"
+    options = {"type": name, "from_pretrained": str(path)}
+    if kind == "text_encoder":
+        options["tokenizer"] = str(wan / "tokenizer")
+    for state in states[kind]:
+        for odd in (key for key in state if SIZED.search(key)):
+            left = {key: tensor for key, tensor in state.items() if key != odd}
+            save_file(left if shape is None else {**left, odd: torch.zeros(shape)}, path)
+            with pytest.raises(CheckpointError) as caught:
+                mm_core.load_frozen(mm_core.build(kind, options), "cpu")
+            assert caught.value.where == str(path), odd

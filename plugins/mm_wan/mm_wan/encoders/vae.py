@@ -201,7 +201,7 @@ class WanVAE(nn.Module):
                 accepted=f"a folder written by Diffusers' {CLASS}.save_pretrained, or its pipeline's folder",
             )
         self._check_tiles(self.stride[1])
-        model = empty_model(self._config, self.folder, self.dtype)
+        model = empty_model(self._config, self.described, self.dtype)
         if pickled := self._pickled():
             raise only_pickled(self.folder, pickled)
         if self.tiling is not None:
@@ -299,7 +299,7 @@ class WanVAE(nn.Module):
         asked = self.wanted.latent_channels
         if not self.described.is_file():
             return asked or 16, (4, 16, 16) if asked == 48 else (4, 8, 8)
-        channels, stride = layers_of(self._config, self.folder)
+        channels, stride = layers_of(self._config, self.described)
         if asked is not None and asked != channels:
             raise CheckpointError(
                 f"the autoencoder's latents have {channels} channels, but latent_channels is {asked}",
@@ -328,7 +328,7 @@ class WanVAE(nn.Module):
             raise CheckpointError(
                 f"latents_mean and latents_std need {plural(self.latent_channels, 'number')} each,"
                 " one per channel",
-                where=str(self.folder / "config.json"),
+                where=str(self.described),
                 accepted="finite numbers; those in latents_std above 0",
             )
         return Normalisation(torch.tensor(mean), 1.0 / torch.tensor(std))

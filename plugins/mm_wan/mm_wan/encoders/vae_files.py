@@ -26,12 +26,12 @@ def pipeline_part(folder: Path, name: str) -> Path:
     return folder / name if (folder / "model_index.json").is_file() else folder
 
 
-def layers_of(config: Mapping[str, Any], folder: Path) -> tuple[int, tuple[int, int, int]]:
+def layers_of(config: Mapping[str, Any], described: Path) -> tuple[int, tuple[int, int, int]]:
     """Channels and stride of the Wan autoencoder that a config.json describes.
 
     Args:
         config: content of config.json. Missing keys have AutoencoderKLWan's defaults.
-        folder: folder of config.json, for errors.
+        described: config.json, or the one file of the weights, for errors.
 
     Returns:
         Channels of the latents; frames, rows and columns of pixels per latent.
@@ -44,12 +44,12 @@ def layers_of(config: Mapping[str, Any], folder: Path) -> tuple[int, tuple[int, 
         levels, halves = config.get("dim_mult", (1, 2, 4, 4)), config.get("temperal_downsample", (0, 1, 1))
         frames, shrink = 2 ** sum(map(bool, halves)), 2 ** (len(levels) - 1) * (config.get("patch_size") or 1)
     except (TypeError, ValueError) as fault:
-        raise _no_model(fault, folder) from fault
+        raise _no_model(fault, described) from fault
     if frames != FRAMES_A_LATENT:
         raise CheckpointError(
             f"the autoencoder has {plural(frames, 'frame')} per latent, but "
             f"{CLASS} encodes {FRAMES_A_LATENT} at a time",
-            where=str(folder / "config.json"),
+            where=str(described),
             accepted=f"a temperal_downsample that gives {FRAMES_A_LATENT} frames per latent",
         )
     return channels, (frames, shrink, shrink)
@@ -65,20 +65,20 @@ def is_numbers(*given: object, count: int) -> bool:
     )
 
 
-def _no_model(fault: Exception, folder: Path) -> CheckpointError:
+def _no_model(fault: Exception, described: Path) -> CheckpointError:
     return CheckpointError(
-        f"config.json describes no autoencoder that Diffusers can build: {fault}",
-        where=str(folder / "config.json"),
+        f"{described.name} describes no autoencoder that Diffusers can build: {fault}",
+        where=str(described),
         hint="copy the file again from where the weights came from, or choose another folder",
     )
 
 
-def empty_model(config: Mapping[str, object], folder: Path, dtype: torch.dtype) -> AutoencoderKLWan:
+def empty_model(config: Mapping[str, object], described: Path, dtype: torch.dtype) -> AutoencoderKLWan:
     """Builds a Wan autoencoder without memory for its parameters.
 
     Args:
         config: content of config.json.
-        folder: folder of config.json, for errors.
+        described: config.json, or the one file of the weights, for errors.
         dtype: dtype of the parameters.
 
     Raises:
@@ -90,7 +90,7 @@ def empty_model(config: Mapping[str, object], folder: Path, dtype: torch.dtype) 
         with empty_parameters():
             model = AutoencoderKLWan.from_config(dict(config))
     except (TypeError, ValueError, LookupError, AssertionError, RuntimeError, AttributeError) as fault:
-        raise _no_model(fault, folder) from fault
+        raise _no_model(fault, described) from fault
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model

@@ -13,8 +13,9 @@ from typing import Any
 from mm_core.contracts import WeightsFrom
 from mm_core.errors import CheckpointError, ConfigError, did_you_mean
 from mm_core.weights import open_stored, pipeline_parts, read_mapping
+from mm_wan.predictor.config import ExpertPaths
 from mm_wan.presets import DEFAULTS, PRESETS, Architecture, largest, presets_of
-from mm_wan.single_file import FORMAT, is_single, transformer_sizes
+from mm_wan.single_file import FORMAT, is_single, names_expert, transformer_sizes
 
 CLASS = "WanTransformer3DModel"
 ORIGINAL_CLASS = "WanModel"
@@ -254,8 +255,10 @@ def _original_fields(
     needed = ("patch_embedding.weight", "text_embedding.0.weight")
     if absent := [name for name in needed if name not in shapes]:
         raise CheckpointError(f"the weights lack {', '.join(absent)}", where=str(where), accepted=ACCEPTED)
-    image = shapes.get("img_emb.proj.1.weight")
-    positions = shapes.get("img_emb.emb_pos")
+    images = ("img_emb.proj.1.weight", "img_emb.emb_pos")
+    if flat := [name for name in (*needed, *images) if len(shapes.get(name, (1, 1))) < 2]:
+        raise CheckpointError(f"{flat[0]} has no columns", where=str(where), accepted=ACCEPTED)
+    image, positions = (shapes.get(name) for name in images)
     fields = {
         **DEFAULTS,
         "patch_size": tuple(shapes["patch_embedding.weight"][2:]),
@@ -305,6 +308,30 @@ def expert_folders(top: Path) -> dict[str, str]:
         f"with {' and '.join(EXPERT_FOLDERS.values())}",
         hint="to train a single transformer, set type: wan/transformer" if lone or found else None,
     )
+
+
+def expert_files(files: ExpertPaths) -> tuple[Path, dict[str, str]]:
+    """The folder of two files that hold an expert each, and their names in it by expert.
+
+    Raises:
+        CheckpointError: they are in different folders, or one has no `high` or `low` in its name.
+    """
+    paths = {"high": Path(files.high), "low": Path(files.low)}
+    for name, path in paths.items():
+        if path.suffix != ".safetensors" or not names_expert(path.name, name):
+            raise CheckpointError(
+                f"by its name, this is not the file of the expert {name!r}",
+                where=str(path),
+                accepted=f"a file as wan2.2_t2v_{name}_noise_14B_fp16.safetensors: with {name} in its name",
+            )
+    if paths["high"].parent != paths["low"].parent:
+        raise CheckpointError(
+            f"the files of the two experts are in different folders: {paths['high']} and {paths['low']}",
+            where="task.predictor.from_pretrained",
+            accepted="two files in one folder",
+            hint="move or link one of them",
+        )
+    return paths["high"].parent, {name: path.name for name, path in paths.items()}
 
 
 def stored_boundary(top: Path) -> float | None:

@@ -68,10 +68,20 @@ class WanTransformerConfig(ArchitectureConfig):
 
 
 @dataclass(frozen=True)
+class ExpertPaths:
+    """The two experts of Wan 2.2 in one file each, as ComfyUI publishes them, both in one folder."""
+
+    high: str  # file of the expert for high noise, with `high` in its name
+    low: str  # file of the expert for low noise, with `low` in its name
+
+
+@dataclass(frozen=True)
 class TwoExpertConfig(ArchitectureConfig):
     """Wan 2.2 A14B: two transformers of one architecture, one for high noise and one for low noise."""
 
-    from_pretrained: str | None = None  # folder of a pipeline, or in Wan-AI's layout, with both experts
+    from_pretrained: str | ExpertPaths | None = (
+        None  # folder of a pipeline, or in Wan-AI's layout, with both experts; or a file of each
+    )
     preset: TwoExpertPresetName | None = None  # published pair; the folder must hold the same architecture
     boundary: Annotated[float, Range(gt=0, lt=1)] | None = (
         None  # share of the timesteps where `high` begins; null: from the folder or preset, or as published

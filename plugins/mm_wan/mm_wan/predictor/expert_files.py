@@ -10,7 +10,6 @@ import torch
 from mm_core.errors import CheckpointError, plural
 from mm_core.plugin import get_registry
 from mm_core.weights import Fit, best_layout, candidate_layouts, formats_of, no_layout_error, stream
-from mm_wan.predictor.architecture import is_original
 from mm_wan.predictor.transformer import WanTransformer
 
 
@@ -47,17 +46,22 @@ class ExpertFiles:
         return model
 
 
-def open_expert(folder: Path) -> ExpertFiles:
-    """Opens the files of one Wan expert, in Diffusers' or Wan-AI's layout. Reads only names and shapes.
+def open_expert(folder: Path, heads: int | None = None) -> ExpertFiles:
+    """Opens the files of one Wan expert, in any layout. Reads only names and shapes.
+
+    Args:
+        folder: of the expert, or its one file.
+        heads: number of attention heads; None: from config.json.
 
     Raises:
         CheckpointError: the folder is missing, damaged or unsafe, or its tensors differ from the transformer
             that its config.json describes.
     """
     with torch.device("meta"):
-        model = WanTransformer(from_pretrained=str(folder))
+        model = WanTransformer(from_pretrained=str(folder), num_attention_heads=heads)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    formats = formats_of(get_registry(), "wan/original" if is_original(folder) else "wan/diffusers")
+    assert model.weights_from is not None
+    formats = formats_of(get_registry(), model.weights_from.format)
     ways = candidate_layouts(folder, folder.name, model, shapes, formats)
     if not ways:
         raise no_layout_error(folder, folder.name, formats)
@@ -69,6 +73,6 @@ def open_expert(folder: Path) -> ExpertFiles:
             "the weights do not match the transformer that config.json describes: "
             f"{plural(len(names), 'tensor')} missing, unexpected or with another shape, such as {names[0]}",
             where=str(folder),
-            hint="download the folder again",
+            hint="download it again",
         )
     return ExpertFiles(model, way)

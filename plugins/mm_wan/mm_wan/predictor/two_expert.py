@@ -25,7 +25,8 @@ from mm_core.contracts import (
     WeightsFrom,
 )
 from mm_core.errors import CheckpointError, ConfigError, ContractError
-from mm_wan.predictor.architecture import expert_folders, resolve, stored_boundary
+from mm_wan.predictor.architecture import expert_files, expert_folders, resolve, stored_boundary
+from mm_wan.predictor.config import ExpertPaths
 from mm_wan.predictor.expert_files import ExpertFiles, open_expert
 from mm_wan.predictor.transformer import TEXT_LENGTH, WanTransformer
 from mm_wan.presets import I2V_BOUNDARY, PRESETS, T2V_BOUNDARY
@@ -54,7 +55,7 @@ class TwoExpert(nn.Module):
 
     def __init__(
         self,
-        from_pretrained: str | None = None,
+        from_pretrained: str | ExpertPaths | None = None,
         preset: str | None = None,
         boundary: float | None = None,
         train: str = "both",
@@ -68,8 +69,15 @@ class TwoExpert(nn.Module):
                 accepted=", ".join(pairs),
                 hint="to train it, set type: wan/transformer" if preset in PRESETS else None,
             )
-        self._top = None if from_pretrained is None else Path(from_pretrained)
-        self._folders = {} if self._top is None else expert_folders(self._top)
+        self._top: Path | None = None
+        self.folders: dict[str, str] = {}
+        """The folders or files of both experts below that of `weights_from`."""
+        self.in_files = isinstance(from_pretrained, ExpertPaths)
+        if isinstance(from_pretrained, ExpertPaths):
+            self._top, self.folders = expert_files(from_pretrained)
+        elif from_pretrained is not None:
+            self._top = Path(from_pretrained)
+            self.folders = expert_folders(self._top)
         self._check_pair(preset, fields)
         self.weights_from: WeightsFrom | None = None
         for name in ("high", "low"):
@@ -221,7 +229,7 @@ class TwoExpert(nn.Module):
         return next(iter(self.built.values()))
 
     def _place(self, name: str) -> str | None:
-        return None if self._top is None else str(self._top / self._folders[name])
+        return None if self._top is None else str(self._top / self.folders[name])
 
     def _check_pair(self, preset: str | None, fields: Mapping[str, object]) -> None:
         """Raises CheckpointError if the two experts in the folder differ in architecture."""
@@ -255,6 +263,7 @@ class TwoExpert(nn.Module):
             raise CheckpointError(
                 f"clips need the expert {name!r}, which is not trained, and from_pretrained is not set",
                 where="task.predictor.from_pretrained",
-                accepted="the folder with both experts",
+                accepted="the folder with both experts, or a file of each",
             )
-        return open_expert(self._top / self._folders[name])
+        heads = self._any().architecture.num_attention_heads if self.in_files else None
+        return open_expert(self._top / self.folders[name], heads)
