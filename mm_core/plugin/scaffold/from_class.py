@@ -108,7 +108,7 @@ def _predictor(own: OwnClass) -> tuple[ComponentKind, dict[str, str]]:
             hint="name the arguments: they cannot be told apart by *args or **kwargs",
         )
     text = _first(forward, _TEXT)
-    listed = text is not None and "list" in (text.annotation or text.foreign or "").lower()
+    listed, stacked = _is_list(text), _is_list(_first(forward, _LATENTS))
     fixed = text is not None and not listed and _first(forward, _MASK) is None
     names = {field.name for field in fields}
     length = next((name for name in _LENGTHS if name in names), None) if fixed else None
@@ -130,7 +130,8 @@ def _predictor(own: OwnClass) -> tuple[ComponentKind, dict[str, str]]:
         "attributes": indent("\n".join(_attributes(fields, length)), " " * 8),
         "given": ", ".join(given),
         "arguments": indent("\n".join(_arguments(forward, listed)), " " * 12),
-        "first": "[0]" if _returns_several(method) else "",
+        "result": "torch.stack([*predicted])" if stacked else f"predicted{'[0]' * _returns_several(method)}",
+        "torch": "\nimport torch\n" if stacked else "",
     }
     widths = [name for name in TEXT_WIDTHS if name in names][:1]
     tiny = {name: value for name, value in _SIZES.items() if name in names}
@@ -213,6 +214,11 @@ def _first(arguments: Iterable[Argument], names: Iterable[str]) -> Argument | No
     return next((known[name] for name in names if name in known), None)
 
 
+def _is_list(argument: Argument | None) -> bool:
+    """Whether an argument is a list with one tensor for each sample."""
+    return argument is not None and "list" in (argument.annotation or argument.foreign or "").lower()
+
+
 def _returns_several(method: ast.FunctionDef) -> bool:
     """Whether a forward returns a tuple, or an object of Diffusers whose first item is the prediction."""
     values = [node.value for node in ast.walk(method) if isinstance(node, ast.Return)]
@@ -233,8 +239,8 @@ def _dataset(own: OwnClass) -> tuple[ComponentKind, dict[str, str]]:
     target = f"{own.name}Clips"
     method = own.method("__getitem__")
     assert method is not None  # or it would be no dataset
-    clip, clip_note = _item(method, _CLIP, 0, "the clip")
-    caption, caption_note = _item(method, _CAPTION, 1, "the caption")
+    clip, clip_note = _item(method, _CLIP, _CAPTION, 0, "the clip")
+    caption, caption_note = _item(method, _CAPTION, _CLIP, -1, "the caption")
     known = _returned(method)
     name, rate = (next((key for key in keys if key in known), None) for keys in (_ID, _FPS))
     permuted = re.findall(r"permute\(([\d, ]+)\)", source)
@@ -274,14 +280,17 @@ def _returned(method: ast.FunctionDef) -> list[str]:
     return [key for key in found if isinstance(key, str)]
 
 
-def _item(method: ast.FunctionDef, keys: Sequence[str], place: int, what: str) -> tuple[str, str]:
+def _item(
+    method: ast.FunctionDef, keys: Sequence[str], others: Sequence[str], place: int, what: str
+) -> tuple[str, str]:
     """The key of a sample's clip or caption, and a note where it is a guess."""
     returns = [node.value for node in ast.walk(method) if isinstance(node, ast.Return)]
     if pairs := [value for value in returns if isinstance(value, ast.Tuple)]:
         names = [item.id if isinstance(item, ast.Name) else "" for item in pairs[0].elts]
         if key := next((key for key in keys if key in names), None):
             return str(names.index(key)), ""
-        return str(place), f"  {CHECK}the place of {what} in the tuple"
+        free = [number for number, name in enumerate(names) if name not in others]
+        return str(free[place] if free else 0), f"  {CHECK}the place of {what} in the tuple"
     known = _returned(method)
     if key := next((key for key in keys if key in known), None):
         return f'"{key}"', ""

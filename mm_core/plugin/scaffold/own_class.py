@@ -164,7 +164,7 @@ def marked(files: Iterable[Path]) -> Iterator[str]:
     for file in files:
         for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
             if MARK in line:
-                text = line.partition(MARK)[2].rstrip('"})],')
+                text = re.split(r'"[,}]', line.partition(MARK)[2])[0]  # in `tiny` it is a value
                 yield f"{file}:{number}: {text}"
 
 

@@ -1,7 +1,5 @@
 """A transformer as users write one: of Diffusers' parts, without padding and without a mask."""
 
-from typing import Optional, Tuple
-
 import torch
 from diffusers.models.attention import Attention, FeedForward
 from diffusers.models.embeddings import TimestepEmbedding, Timesteps
@@ -29,11 +27,11 @@ class Block(nn.Module):
 class CustomDiT(nn.Module):
     def __init__(
         self,
-        patch_size: Tuple[int, int, int] = (1, 2, 2),
+        patch_size: tuple[int, int, int] = (1, 2, 2),
         num_attention_heads: int = 12,
         attention_head_dim: int = 128,
         in_channels: int = 16,
-        out_channels: Optional[int] = None,  # as many as go in, if it is not set
+        out_channels: int | None = None,  # as many as go in, if it is not set
         text_dim: int = 4096,
         freq_dim: int = 256,
         ffn_dim: int = 8960,
