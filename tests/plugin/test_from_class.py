@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from mm_core.errors import ContractError
 from mm_core.modules.initialise import initialise
 from mm_core.plugin.registry import get_registry
 from mm_core.plugin.scaffold.own_class import read_class
+from support.pages import blocks
 from support.sites import Site, clear_cache
 
 OWN = Path(__file__).with_name("own_classes")
+PAGE = Path(__file__).parents[2] / "docs/writing-a-dit.md"
 DIT, CLIPS = f"{OWN}/custom_dit.py:CustomDiT", f"{OWN}/clip_folder.py:ClipFolder"
 SMALL: dict[str, Any] = {
     **{"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 3, "text_dim": 5, "freq_dim": 8},
@@ -43,17 +46,17 @@ class Clips:
 
 @pytest.fixture
 def new(tmp_path: Path, site: Site, monkeypatch: pytest.MonkeyPatch):
-    """Writes `my-own` around classes, installs it, and returns a module of its package; raises its faults."""
+    """Writes `my-dit` around classes, installs it, and returns a module of its package; raises its faults."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
 
     def write(*classes: str, module: str = "predictor") -> Any:
         given = [word for each in classes for word in ("--from-class", each)]
-        assert main(["plugins", "new", "my-own", *given]) == 0
-        (site.folder / "my_own").symlink_to(tmp_path / "here/my-own/my_own")
-        site.add("my-own", {"my_own": "my_own.plugin"})
+        assert main(["plugins", "new", "my-dit", *given]) == 0
+        (site.folder / "my_dit").symlink_to(tmp_path / "here/my-dit/my_dit")
+        site.add("my-dit", {"my_dit": "my_dit.plugin"})
         clear_cache()
-        return importlib.import_module(f"my_own.{module}")
+        return importlib.import_module(f"my_dit.{module}")
 
     return write
 
@@ -106,11 +109,11 @@ def edit(file: Path, *changes: tuple[str, str]) -> None:
 def test_a_package_holds_the_user_s_files_as_they_are_and_keeps_the_contract(new, capsys):
     new(DIT, CLIPS)
     for name in ("custom_dit.py", "clip_folder.py"):
-        assert Path("my-own/my_own", name).read_bytes() == (OWN / name).read_bytes()
+        assert Path("my-dit/my_dit", name).read_bytes() == (OWN / name).read_bytes()
     capsys.readouterr()
     assert main(["plugins", "check", "--import"]) == 0, capsys.readouterr().out
-    assert main(["validate", "my-own/my_own/configs/predictor.yaml"]) == 0
-    assert main(["validate", "my-own/my_own/configs/dataset.yaml"]) == 1
+    assert main(["validate", "my-dit/my_dit/configs/predictor.yaml"]) == 0
+    assert main(["validate", "my-dit/my_dit/configs/dataset.yaml"]) == 1
     assert "data.train.root: found nothing (null)" in capsys.readouterr().err
 
 
@@ -122,7 +125,7 @@ def test_each_line_that_is_marked_is_listed_with_its_place(new, capsys):
     for place, text in listed:
         file, _, number = place.rpartition(":")
         assert f"CHECK: {text}" in Path(file).read_text().splitlines()[int(number) - 1]
-    files = [file for file in Path("my-own").rglob("*") if file.suffix in (".py", ".yaml")]
+    files = [file for file in Path("my-dit").rglob("*") if file.suffix in (".py", ".yaml")]
     written = [line for file in files for line in file.read_text().splitlines()]
     assert len(listed) == sum("CHECK: " in line for line in written) == 11
     assert any("act is no key and keeps its default: no YAML value is nn.SiLU" in text for _, text in listed)
@@ -130,7 +133,7 @@ def test_each_line_that_is_marked_is_listed_with_its_place(new, capsys):
 
 def test_the_constructor_s_arguments_are_keys_with_types_defaults_and_comments(new):
     new(DIT)
-    (found,) = (each for each in get_registry().components("predictor") if each.namespace == "my_own")
+    (found,) = (each for each in get_registry().components("predictor") if each.namespace == "my_dit")
     fields = {field.name: field for field in found.config_class().__dataclass_fields__.values()}
     assert "act" not in fields and fields["patch_size"].default == (1, 2, 2)
     assert (fields["num_layers"].type, fields["num_layers"].metadata["doc"]) == (int, "blocks")
@@ -151,7 +154,7 @@ def test_nothing_of_the_file_is_run(new, source, tmp_path):
 
 def test_the_adapter_predicts_what_the_class_does_when_called_by_hand(new):
     adapter = new(DIT).CustomDiTPredictor(**SMALL, text_tokens=6)
-    bare = importlib.import_module("my_own.custom_dit").CustomDiT(**SMALL)
+    bare = importlib.import_module("my_dit.custom_dit").CustomDiT(**SMALL)
     bare.load_state_dict(adapter.model.state_dict())
     rng = Randomness(3)
     latents, text = rng.normal((2, 3, 2, 4, 4), "latents"), rng.normal((2, 6, 5), "text")
@@ -249,8 +252,8 @@ def test_files_that_a_relative_import_names_are_copied_and_others_noted(new, sou
     (tmp_path / "beside.py").write_text("")
     text = "from .blocks import WIDTH\n" + MODEL.format(init="", forward="x, t, y", body="return x")
     module = new(source(text, file="predictor.py"))  # a name that the package itself needs
-    assert importlib.import_module("my_own.own_predictor").WIDTH == 7
-    assert module.Net.__module__ == "my_own.own_predictor"
+    assert importlib.import_module("my_dit.own_predictor").WIDTH == 7
+    assert module.Net.__module__ == "my_dit.own_predictor"
     named = source("import beside\nfrom ..up import a\n" + text, file="more.py")
     assert read_class(named, ()).notes == (
         "it imports beside, which is beside your file: copy it here, and import .beside",
@@ -268,7 +271,7 @@ def test_a_dataset_gives_pixels_captions_and_the_same_random_choices_for_an_epoc
     assert one["pixels"].shape == (3, 4, 16, 16) and one["pixels"].dtype == torch.float32
     assert (one["caption"], one["id"], one["fps"]) == ("a bar at 1", "1.mp4", 8.0)
     assert torch.equal(one["pixels"], again["pixels"]) and -1 <= one["pixels"].min() < -0.7
-    own = importlib.import_module("my_own.clip_folder").ClipFolder(str(tmp_path / "clips"), 10)
+    own = importlib.import_module("my_dit.clip_folder").ClipFolder(str(tmp_path / "clips"), 10)
     assert torch.allclose(dataset.data[1]["video"][:, 0], own[1]["video"][:, 0], atol=0.1)
     assert other["pixels"].shape == one["pixels"].shape
 
@@ -325,15 +328,15 @@ def test_what_cannot_be_read_is_a_readable_error_and_leaves_nothing(
     monkeypatch.chdir(tmp_path)
     if text is not None:
         Path("mine.py").write_text(text)
-    assert main(["plugins", "new", "my-own", "--from-class", named]) == 1
+    assert main(["plugins", "new", "my-dit", "--from-class", named]) == 1
     error = capsys.readouterr().err
     assert [word for word in words if word not in error] == [], error
-    assert not Path("my-own").exists()
+    assert not Path("my-dit").exists()
 
 
 def test_two_classes_of_one_kind_are_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["plugins", "new", "my-own", "--from-class", DIT, "--from-class", DIT]) == 1
+    assert main(["plugins", "new", "my-dit", "--from-class", DIT, "--from-class", DIT]) == 1
     assert "is a second predictor" in capsys.readouterr().err
 
 
@@ -352,18 +355,36 @@ def test_a_wrong_layout_and_a_wrong_range_are_named_with_the_first_clip(new, sou
 # -- training --------------------------------------------------------------------------------------
 
 
+def page_lines() -> list[str]:
+    """The commands of the page's section."""
+    return next(block for block in blocks(PAGE) if block.language == "bash").text.splitlines()
+
+
+def test_the_page_s_command_writes_what_its_run_names(new):
+    command, install, train = (shlex.split(line) for line in page_lines())
+    new(
+        *(
+            word.replace("model.py:CustomDiT", DIT).replace("clips.py:ClipFolder", CLIPS)
+            for word in command[5::2]
+        )
+    )
+    assert command[:4] == ["mm", "plugins", "new", "my-dit"] and {*command[4::2]} == {"--from-class"}
+    assert install[-1] == "./my-dit" and Path(install[-1]).is_dir() and Path(train[2]).is_file()
+
+
 @pytest.mark.slow
 def test_both_train_on_two_ranks_as_on_one_after_the_lines_that_are_marked(new, tmp_path, mm, site):
     new(DIT, CLIPS)
     folder = clips(tmp_path / "clips", 16)
-    config = Path("my-own/my_own/configs/dataset.yaml").resolve()
-    edit(config, ("root: # CHECK: a value that the class requires", f"root: {folder}"))
+    command = shlex.split(page_lines()[-1])
+    edit(Path(command[2]), ("root: # CHECK: a value that the class requires", f"root: {folder}"))
     losses = {}
-    for ranks in (1, 2):
+    for ranks in (1, int(command[4])):
         run = f"run.dir={tmp_path}/runs{ranks}"
         done = mm(
-            *("train", "--config", config, "--nproc", ranks, "train.steps=5", "data.loader.workers=2", run),
+            *("train", *command[1:4], ranks, command[5], "data.loader.workers=2", run),
             PYTHONPATH=str(site.folder),
+            cwd=Path.cwd(),
         )  # fmt: skip
         assert done.code == 0, done.err
         (log,) = Path(f"{tmp_path}/runs{ranks}").rglob("metrics.jsonl")
@@ -377,4 +398,4 @@ def test_both_train_on_two_ranks_as_on_one_after_the_lines_that_are_marked(new, 
 def test_the_predictor_passes_the_checks_of_its_kind(new, capsys):
     new(DIT)
     capsys.readouterr()
-    assert main(["plugins", "test", "my-own"]) == 0, capsys.readouterr().out
+    assert main(["plugins", "test", "my-dit"]) == 0, capsys.readouterr().out

@@ -183,11 +183,7 @@ def _arguments(forward: list[Argument], listed: bool) -> Iterator[str]:
     for argument in forward:
         name = argument.name
         if argument is latents:
-            each = (
-                "[*latents]"
-                if "list" in (argument.annotation or argument.foreign or "").lower()
-                else "latents"
-            )
+            each = "[*latents]" if _is_list(argument) else "latents"
             yield f"{name}={each},  {CHECK}[B,C,T,H,W]; rearrange them if the class takes another layout"
         elif argument is timestep:
             yield f"{name}=timestep,  {CHECK}float32 [B], 0 (clean) to 1000; divide it if it takes 0 to 1"
