@@ -263,7 +263,7 @@ def _new(
     if own_classes:
         from mm_core.plugin.scaffold.own_class import marked
 
-        print("first look at what the source of your class does not say:")
+        print("first look at what the source of your class does not show:")
         for line in marked(made):
             print(f"  {line}")
     print(f"next:\n  cd {name} && pip install -e '.[dev]'\n  pytest\n  mm-train --config {config}")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch import nn
 
 from mm_core.cli.main import main
@@ -120,7 +121,7 @@ def test_a_package_holds_the_user_s_files_as_they_are_and_keeps_the_contract(new
 def test_each_line_that_is_marked_is_listed_with_its_place(new, capsys):
     new(DIT, CLIPS)
     out = capsys.readouterr().out.splitlines()
-    start = out.index("first look at what the source of your class does not say:") + 1
+    start = out.index("first look at what the source of your class does not show:") + 1
     listed = [line.strip().split(": ", 1) for line in out[start : out.index("next:")]]
     for place, text in listed:
         file, _, number = place.rpartition(":")
@@ -345,7 +346,7 @@ def test_a_wrong_layout_and_a_wrong_range_are_named_with_the_first_clip(new, sou
     dataset = new(source("import torch\n" + DATA.format(body=body), "Clips"), module="dataset")
     assert dataset.ClipsClips()[0]["pixels"].shape == (3, 4, 8, 8)
     dataset.LAYOUT = "c f y x"
-    with pytest.raises(ContractError, match=r"a clip is \[4, 3, 8, 8\]: it has not 3 colours"):
+    with pytest.raises(ContractError, match=r"a clip is \[4, 3, 8, 8\]: in the layout 'c f y x', no 3"):
         dataset.ClipsClips()[0]
     dataset.LAYOUT, dataset.RANGE = "f c y x", (0.6, 0.7)
     with pytest.raises(ContractError, match=r"a clip has values from 0.* to 0.9"):
@@ -378,6 +379,12 @@ def test_both_train_on_two_ranks_as_on_one_after_the_lines_that_are_marked(new, 
     folder = clips(tmp_path / "clips", 16)
     command = shlex.split(page_lines()[-1])
     edit(Path(command[2]), ("root: # CHECK: a value that the class requires", f"root: {folder}"))
+    bare = importlib.import_module("my_dit.custom_dit").CustomDiT
+    fields = yaml.safe_load(Path(command[2]).read_text())["task"]["predictor"]
+    del fields["type"], fields["text_tokens"]
+    torch.save(bare(**fields).state_dict(), tmp_path / "own.pt")
+    given = f'init_from: {{path: {tmp_path}/own.pt, prefixes: {{"": predictor.model}}}}'
+    edit(Path(command[2]), ("optimizer:", f"{given}\noptimizer:"))
     losses = {}
     for ranks in (1, int(command[4])):
         run = f"run.dir={tmp_path}/runs{ranks}"

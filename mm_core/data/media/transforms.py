@@ -269,7 +269,7 @@ def clip_pixels(clip: Any, layout: str, values: tuple[float, float]) -> Tensor:
     found, axes = torch.as_tensor(clip), layout.split()
     if found.ndim != len(axes) or found.shape[axes.index("c")] != 3:
         raise ContractError(
-            f"a clip is {list(found.shape)}: it has not 3 colours where the layout {layout!r} says",
+            f"a clip is {list(found.shape)}: in the layout {layout!r}, no 3 colours along c",
             accepted="the letters of its axes in their order: f frames, c colours, y rows, x columns",
             hint="correct the layout where the dataset calls clip_pixels",
         )

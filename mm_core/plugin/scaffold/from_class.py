@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from string import Template
@@ -105,13 +105,13 @@ def _predictor(own: OwnClass) -> tuple[ComponentKind, dict[str, str]]:
             f"forward of {own.name} has no argument with a name",
             where=f"{own.file}:{method.lineno if method else 1}",
             accepted="such as forward(self, hidden_states, timestep, encoder_hidden_states)",
-            hint="name the arguments: they cannot be told apart by *args or **kwargs",
+            hint="name the arguments: *args and **kwargs have none",
         )
     text = _first(forward, _TEXT)
     listed, stacked = _is_list(text), _is_list(_first(forward, _LATENTS))
     fixed = text is not None and not listed and _first(forward, _MASK) is None
     names = {field.name for field in fields}
-    length = next((name for name in _LENGTHS if name in names), None) if fixed else None
+    length = _known(_LENGTHS, names) if fixed else None
     parameters = [*_parameters(own, fields)]
     if fixed and length is None:
         length = "text_tokens"
@@ -121,9 +121,8 @@ def _predictor(own: OwnClass) -> tuple[ComponentKind, dict[str, str]]:
     given = ["latents", "timestep", "text", "text_mask"]
     given += ["text_lengths=None"] if listed else []
     given += [f"{a.name}{'' if a.default is None else '=None'}" for a in forward if a.name in _PASSED]
-    record = COMPONENT_KINDS["predictor"]
     target = f"{own.name}Predictor"
-    kept = [field for field in fields if field.foreign is None or field.default is None]
+    kept = [field for field in fields if field.is_key]
     words = {
         **_words(own, target, kept, '            "{0}": {0},'),
         "parameters": indent("\n".join(parameters), " " * 8),
@@ -133,41 +132,38 @@ def _predictor(own: OwnClass) -> tuple[ComponentKind, dict[str, str]]:
         "result": "torch.stack([*predicted])" if stacked else f"predicted{'[0]' * _returns_several(method)}",
         "torch": "\nimport torch\n" if stacked else "",
     }
-    widths = [name for name in TEXT_WIDTHS if name in names][:1]
-    tiny = {name: value for name, value in _SIZES.items() if name in names}
-    tiny |= dict.fromkeys(widths, 12) | ({length: 8} if length else {})
-    tiny |= {name: 4 for name in (*_IN, *_OUT) if name in names}
-    run = {**tiny, **dict.fromkeys(widths, 64), **({length: 32} if length else {})}
-    run |= {name: 12 for name in (*_IN, *_OUT) if name in names}
-    run |= {name: 2 for name in _LAYERS if name in names}
+    tiny: dict[str, object] = {
+        **{name: value for name, value in _SIZES.items() if name in names},
+        **{name: 4 for name in (*_IN, *_OUT) if name in names},
+        **({width: 12} if (width := _known(TEXT_WIDTHS, names)) else {}),
+        **({length: 8} if length else {}),
+    }
+    of_run = {length: 32, width: 64, **dict.fromkeys((*_IN, *_OUT), 12), **dict.fromkeys(_LAYERS, 2)}
+    run = {name: of_run.get(name, value) for name, value in tiny.items()}
     extra = [Argument(length, default="512")] if length and length not in names else []
     config = {"task.predictor": f"\ntype: $type\n{_yaml([*kept, *extra], run)}"}
     if length:
         config["task.text_encoder"] = "{type: bytes, hidden_size: 64, max_length: 32}"
     about = "small, on clips of moving shapes. The class's own values are in the comments"
     tiny |= _required(kept, tiny)
-    return replace(record, target=target, tiny=tiny, run=config, about=about), words
+    return replace(COMPONENT_KINDS["predictor"], target=target, tiny=tiny, run=config, about=about), words
 
 
 def _attributes(fields: Iterable[Argument], length: str | None) -> Iterator[str]:
     """The lines that set what a predictor must have, from the constructor's arguments."""
     known = {field.name: field for field in fields}
-    patch, times = known.get("patch_size"), next((name for name in _PATCH_TIMES if name in known), None)
+    patch, times = known.get("patch_size"), _known(_PATCH_TIMES, known)
+    note = f"  {CHECK}latents of one token along (t, h, w)"
     if patch is not None and ("tuple" in (patch.annotation or "").lower() or isinstance(patch.value, tuple)):
         yield "self.patch_size = tuple(patch_size)  # latents of one token along (t, h, w)"
-    elif patch is not None:
-        note = "" if times else f"  {CHECK}latents of one token along (t, h, w)"
-        yield f"self.patch_size = ({times or 1}{' or 1' if times else ''}, patch_size, patch_size){note}"
+    elif patch is not None and times:
+        yield f"self.patch_size = ({times} or 1, patch_size, patch_size)"
     else:
-        yield f"self.patch_size = (1, 1, 1)  {CHECK}latents of one token along (t, h, w)"
-    channels = next((name for name in _IN if name in known), None)
-    yield f"self.in_channels = {channels or f'16  {CHECK}channels of the latents'}"
-    out = next((name for name in _OUT if name in known), None)
-    if out is not None:
-        default = " or self.in_channels" if known[out].default == "None" else ""
-        yield f"self.out_channels = {out}{default}"
-    text = next((name for name in TEXT_WIDTHS if name in known), None)
-    yield f"self.text_dim = {text or f'4096  {CHECK}width of the states of the text encoder'}"
+        yield f"self.patch_size = ({'1, 1, 1' if patch is None else '1, patch_size, patch_size'}){note}"
+    yield f"self.in_channels = {_known(_IN, known) or f'16  {CHECK}channels of the latents'}"
+    if out := _known(_OUT, known):
+        yield f"self.out_channels = {out}{' or self.in_channels' if known[out].default == 'None' else ''}"
+    yield f"self.text_dim = {_known(TEXT_WIDTHS, known) or f'4096  {CHECK}width of the text encoder'}"
     if length is not None:
         yield f'self.text_padding = ("fixed", {length})'
 
@@ -217,11 +213,9 @@ def _is_list(argument: Argument | None) -> bool:
 
 def _returns_several(method: ast.FunctionDef) -> bool:
     """Whether a forward returns a tuple, or an object of Diffusers whose first item is the prediction."""
-    values = [node.value for node in ast.walk(method) if isinstance(node, ast.Return)]
-    named = any(arg.arg == "return_dict" for arg in (*method.args.args, *method.args.kwonlyargs))
-    objects = [ast.unparse(value.func) for value in values if isinstance(value, ast.Call)]
-    return (
-        named or any(isinstance(v, ast.Tuple) for v in values) or any(o.endswith("Output") for o in objects)
+    values = [node.value for node in ast.walk(method) if isinstance(node, ast.Return) and node.value]
+    return "return_dict" in ast.unparse(method.args) or any(
+        isinstance(value, ast.Tuple) or "Output(" in ast.unparse(value) for value in values
     )
 
 
@@ -230,7 +224,7 @@ def _returns_several(method: ast.FunctionDef) -> bool:
 
 def _dataset(own: OwnClass) -> tuple[ComponentKind, dict[str, str]]:
     fields = own.arguments("__init__")
-    kept = [field for field in fields if field.foreign is None or field.default is None]
+    kept = [field for field in fields if field.is_key]
     source = "\n".join(ast.unparse(node) for node in own.body)
     target = f"{own.name}Clips"
     method = own.method("__getitem__")
@@ -238,7 +232,7 @@ def _dataset(own: OwnClass) -> tuple[ComponentKind, dict[str, str]]:
     clip, clip_note = _item(method, _CLIP, _CAPTION, 0, "the clip")
     caption, caption_note = _item(method, _CAPTION, _CLIP, -1, "the caption")
     known = _returned(method)
-    name, rate = (next((key for key in keys if key in known), None) for keys in (_ID, _FPS))
+    name, rate = _known(_ID, known), _known(_FPS, known)
     permuted = re.findall(r"permute\(([\d, ]+)\)", source)
     words = {
         **_words(own, target, kept, "            {0}={0},"),
@@ -271,8 +265,8 @@ def _returned(method: ast.FunctionDef) -> list[str]:
             found += [key.value for key in node.keys if isinstance(key, ast.Constant)]
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "dict":
             found += [keyword.arg for keyword in node.keywords]
-        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-            found += [node.slice.value] if isinstance(node.ctx, ast.Store) else []
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            found += [node.slice.value] if isinstance(node.slice, ast.Constant) else []
     return [key for key in found if isinstance(key, str)]
 
 
@@ -283,12 +277,12 @@ def _item(
     returns = [node.value for node in ast.walk(method) if isinstance(node, ast.Return)]
     if pairs := [value for value in returns if isinstance(value, ast.Tuple)]:
         names = [item.id if isinstance(item, ast.Name) else "" for item in pairs[0].elts]
-        if key := next((key for key in keys if key in names), None):
+        if key := _known(keys, names):
             return str(names.index(key)), ""
         free = [number for number, name in enumerate(names) if name not in others]
         return str(free[place] if free else 0), f"  {CHECK}the place of {what} in the tuple"
     known = _returned(method)
-    if key := next((key for key in keys if key in known), None):
+    if key := _known(keys, known):
         return f'"{key}"', ""
     seen = ", ".join(known) or "not known"
     return f'"{keys[0]}"', f"  {CHECK}the key of {what}; those of a sample are {seen}"
@@ -302,6 +296,11 @@ def _range(source: str) -> str:
 
 
 # -- both ----------------------------------------------------------------------------------------
+
+
+def _known(names: Iterable[str], known: Collection[str]) -> str | None:
+    """The surest of the names that are known."""
+    return next((name for name in names if name in known), None)
 
 
 def _words(own: OwnClass, target: str, kept: Iterable[Argument], line: str) -> dict[str, str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from mm_core.errors import PluginError, did_you_mean, plain_reason
 
 MARK = "CHECK: "
-"""What the source of a class does not say: the user reads these lines."""
+"""Marks what the source of a class does not show."""
 CHECK = f"# {MARK}"
 
 _TYPES = frozenset({"int", "float", "str", "bool", "tuple", "list", "dict", "None"})
@@ -43,6 +43,11 @@ class Argument:
     default: str | None = None
     foreign: str | None = None
     comment: str = ""
+
+    @property
+    def is_key(self) -> bool:
+        """Whether a YAML can set it: what is foreign and has a default keeps it."""
+        return self.foreign is None or self.default is None
 
     @property
     def value(self) -> object:
