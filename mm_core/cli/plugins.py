@@ -13,6 +13,7 @@ from mm_core.plugin.records import PluginRecord, Registered
 from mm_core.plugin.registry import Registry, is_strict, survey
 
 if TYPE_CHECKING:
+    from mm_core.plugin.kinds import ComponentKind
     from mm_core.testing.kit import Outcome
 
 
@@ -242,16 +243,17 @@ def _new(
 
     from mm_core.plugin.scaffold.new_plugin import new_plugin
 
-    wanted = kinds or (() if library_class or own_classes else ("predictor",))
-    records = {kind: COMPONENT_KINDS[kind] for kind in wanted}
+    records: dict[str, ComponentKind] = {}
     if library_class is not None:
         from mm_core.plugin.scaffold.diffusers_frame import frame
 
-        records = {"predictor": frame(library_class), **records}
+        records["predictor"] = frame(library_class)
     if own_classes:
         from mm_core.plugin.scaffold.from_class import components
 
-        records = {**components(own_classes, name.replace("-", "_")), **records}
+        records |= components(own_classes, name.replace("-", "_"), records)
+    for kind in kinds or (() if records else ("predictor",)):
+        records.setdefault(kind, COMPONENT_KINDS[kind])
     made = new_plugin(name, records, survey(), Path())
     config = next(path for path in made if path.suffix == ".yaml").relative_to(name)
     print(f"{name}: {plural(len(made), 'file')}")

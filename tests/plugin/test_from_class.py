@@ -234,6 +234,10 @@ def test_captions_without_padding_reach_a_class_that_takes_lists(new, source):
     ("init", "lines"),
     [
         (", config: DictConfig", ["config,  # CHECK: a value of the YAML arrives here: make a DictConfig"]),
+        (
+            ", rate: 'of the noise' = 0.5, act: nn.Module = None",
+            ["rate: float = 0.5,", "# CHECK: act is no key"],
+        ),
         (", dim=4, **kwargs", ["# CHECK: Net also takes *args or **kwargs", "dim: int = 4,"]),
         (", dim, patch_size=2", ["dim,  # as in Net", "(1, patch_size, patch_size)  # CHECK: latents"]),
         (", patch_size=2, patch_size_t=None", ["(patch_size_t or 1, patch_size, patch_size)\n"]),
@@ -255,10 +259,11 @@ def test_files_that_a_relative_import_names_are_copied_and_others_noted(new, sou
     module = new(source(text, file="predictor.py"))  # a name that the package itself needs
     assert importlib.import_module("my_dit.own_predictor").WIDTH == 7
     assert module.Net.__module__ == "my_dit.own_predictor"
-    named = source("import beside\nfrom ..up import a\n" + text, file="more.py")
-    assert read_class(named, ()).notes == (
-        "it imports beside, which is beside your file: copy it here, and import .beside",
+    named = source("import beside\nfrom ..up import a\nfrom .predictor import Net\n" + text, file="more.py")
+    assert read_class(named, ("predictor",)).notes == (
+        "it imports beside, which is beside your file: copy it into this folder, and import .beside",
         "it imports ..up, which is not copied: copy it yourself",
+        "it imports .predictor, which is not copied: copy it yourself",
     )
 
 
@@ -335,10 +340,15 @@ def test_what_cannot_be_read_is_a_readable_error_and_leaves_nothing(
     assert not Path("my-dit").exists()
 
 
-def test_two_classes_of_one_kind_are_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["plugins", "new", "my-dit", "--from-class", DIT, "--from-class", DIT]) == 1
-    assert "is a second predictor" in capsys.readouterr().err
+@pytest.mark.parametrize("other", [["--from-class", DIT], ["--from-diffusers", "WanTransformer3DModel"]])
+def test_two_models_are_refused_and_a_kind_that_a_class_has_is_not_made_twice(other, new, capsys):
+    assert main(["plugins", "new", "two", "--from-class", DIT, *other]) == 1
+    assert "custom_dit.py:CustomDiT is a second predictor" in capsys.readouterr().err
+    assert not Path("two").exists()
+    assert (
+        main(["plugins", "new", "two", "--kind", "predictor", "--kind", "metric", "--from-class", DIT]) == 0
+    )
+    assert Path("two/two/custom_dit.py").is_file() and Path("two/two/metric.py").is_file()
 
 
 def test_a_wrong_layout_and_a_wrong_range_are_named_with_the_first_clip(new, source):

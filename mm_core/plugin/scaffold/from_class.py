@@ -42,17 +42,20 @@ _LENGTHS = (
     "text_seq_len",
     "text_tokens",
 )
+_LAYERS = ("num_layers", "depth", "num_blocks", "n_layers")
 _PATCH_TIMES = ("patch_size_t", "temporal_patch_size", "patch_size_temporal")
 _SIZES: Mapping[str, object] = MappingProxyType(
     {
         **SMALL,
         **{"depth": 1, "num_blocks": 1, "num_heads": 2, "heads": 2, "head_dim": 16, "width": 32},
         **{"embed_dim": 32, "model_dim": 32, "inner_dim": 32, "mlp_dim": 64, "frequency_embedding_size": 16},
+        **dict.fromkeys((*_IN, *_OUT), 4),
     }
 )
 """Fields of a small model; a width is heads times their width."""
+_OF_RUN = MappingProxyType(dict.fromkeys((*_IN, *_OUT), 12) | dict.fromkeys(_LAYERS, 2))
+"""Fields that differ in the run of its config: the autoencoder there has 12 channels."""
 _CLIPS: Mapping[str, object] = MappingProxyType({"num_frames": 8, "height": 16, "width": 16})
-_LAYERS = ("num_layers", "depth", "num_blocks", "n_layers")
 
 _CLIP = ("pixel_values", "video", "pixels", "frames", "clip", "videos", "image", "images")
 _CAPTION = ("caption", "text", "prompt", "cap", "captions", "prompts", "sentence", "description")
@@ -62,12 +65,13 @@ _LAYOUTS = MappingProxyType({"3,0,1,2": "c f y x", "1,0,2,3": "c f y x", "0,3,1,
 """Arguments of the last `permute` in a dataset's code -> the layout that it probably makes."""
 
 
-def components(named: Iterable[str], package: str) -> dict[str, ComponentKind]:
+def components(named: Iterable[str], package: str, others: Collection[str]) -> dict[str, ComponentKind]:
     """The records of the kinds with components around a user's classes.
 
     Args:
         named: the classes, each as `file.py:CLASS`.
         package: the plugin's package.
+        others: kinds of which the plugin has a component already.
 
     Raises:
         PluginError: a class cannot be read, two are of one kind, or the arguments of a forward have no names.
@@ -78,7 +82,7 @@ def components(named: Iterable[str], package: str) -> dict[str, ComponentKind]:
         file = each.rpartition(":")[0]
         others = {name for other, names in copied.items() if other != file for name in names}
         own = read_class(each, {"plugin", *COMPONENT_KINDS, *others})
-        if own.kind in found:
+        if own.kind in {*found, *others}:
             raise PluginError(
                 f"{each} is a second {own.kind}", where="--from-class", accepted="one class of each kind"
             )
@@ -132,21 +136,23 @@ def _predictor(own: OwnClass) -> tuple[ComponentKind, dict[str, str]]:
         "result": "torch.stack([*predicted])" if stacked else f"predicted{'[0]' * _returns_several(method)}",
         "torch": "\nimport torch\n" if stacked else "",
     }
-    tiny: dict[str, object] = {
-        **{name: value for name, value in _SIZES.items() if name in names},
-        **{name: 4 for name in (*_IN, *_OUT) if name in names},
-        **({width: 12} if (width := _known(TEXT_WIDTHS, names)) else {}),
-        **({length: 8} if length else {}),
-    }
-    of_run = {length: 32, width: 64, **dict.fromkeys((*_IN, *_OUT), 12), **dict.fromkeys(_LAYERS, 2)}
-    run = {name: of_run.get(name, value) for name, value in tiny.items()}
     extra = [Argument(length, default="512")] if length and length not in names else []
+    text_width, known = _known(TEXT_WIDTHS, names), [field.name for field in (*fields, *extra)]
+    tiny = _small(known, _SIZES, {text_width: 12, length: 8})
+    run = _small(known, {**_SIZES, **_OF_RUN}, {text_width: 64, length: 32})
     config = {"task.predictor": f"\ntype: $type\n{_yaml([*kept, *extra], run)}"}
     if length:
         config["task.text_encoder"] = "{type: bytes, hidden_size: 64, max_length: 32}"
     about = "small, on clips of moving shapes. The class's own values are in the comments"
     tiny |= _required(kept, tiny)
     return replace(COMPONENT_KINDS["predictor"], target=target, tiny=tiny, run=config, about=about), words
+
+
+def _small(
+    names: Iterable[str], sizes: Mapping[str, object], own: Mapping[str | None, object]
+) -> dict[str, object]:
+    """The sizes of a small model, for those of the names that have one."""
+    return {name: own.get(name, sizes.get(name)) for name in names if name in {*own, *sizes}}
 
 
 def _attributes(fields: Iterable[Argument], length: str | None) -> Iterator[str]:
@@ -308,7 +314,7 @@ def _words(own: OwnClass, target: str, kept: Iterable[Argument], line: str) -> d
         "name": own.name,
         "module": own.module,
         "target": target,
-        "notes": "".join(f"  {CHECK}{note}" for note in own.notes[:1]),
+        "notes": "".join(f"\n{CHECK}{note}" for note in own.notes),
         "fields": "\n".join(line.format(field.name) for field in kept),
     }
 

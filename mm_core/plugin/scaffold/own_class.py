@@ -160,7 +160,7 @@ def read_class(named: str, taken: Collection[str]) -> OwnClass:
     stem = re.sub(r"\W", "_", file.stem)
     stem = f"own_{stem}" if stem in taken or not stem.isidentifier() or keyword.iskeyword(stem) else stem
     modules, notes = {f"{stem}.py": text}, list[str]()
-    _add_neighbours(tree, file.parent, modules, notes)
+    _add_neighbours(tree, file.parent, modules, notes, taken)
     return OwnClass(file, name, kinds[0], body, _comments(text), tuple(notes), modules)
 
 
@@ -175,12 +175,12 @@ def marked(files: Iterable[Path]) -> Iterator[str]:
 
 def _parsed(file: Path) -> tuple[str, ast.Module]:
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
         return text, ast.parse(text)
     except SyntaxError as fault:
         where = f"{file}:{fault.lineno}"
         raise PluginError(f"this is not Python: {fault.msg}", where=where, hint="correct the line") from None
-    except (OSError, ValueError) as fault:
+    except (OSError, ValueError, RecursionError) as fault:
         raise _fault(f"{file} cannot be read: {plain_reason(fault)}", hint="check the path") from None
 
 
@@ -212,7 +212,10 @@ def _comments(text: str) -> dict[int, str]:
 
 def _names(annotation: str) -> set[str]:
     """The names in the source of a type; those with dots (torch.dtype) as `.`."""
-    nodes = [*ast.walk(ast.parse(annotation, mode="eval"))]
+    try:
+        nodes = [*ast.walk(ast.parse(annotation, mode="eval"))]
+    except SyntaxError:  # words in quotes
+        return {"."}
     dotted = {"." for node in nodes if isinstance(node, ast.Attribute)}
     return dotted | {node.id for node in nodes if isinstance(node, ast.Name)}
 
@@ -233,18 +236,22 @@ def _imported(tree: ast.Module) -> Iterator[str]:
             yield node.module.partition(".")[0]
 
 
-def _add_neighbours(tree: ast.Module, folder: Path, modules: dict[str, str], notes: list[str]) -> None:
+def _add_neighbours(
+    tree: ast.Module, folder: Path, modules: dict[str, str], notes: list[str], taken: Collection[str]
+) -> None:
     """Adds the modules of the user's folder that relative imports name; notes those that cannot be added."""
     for top in _imported(tree):
         if (folder / f"{top}.py").exists() or (folder / top / "__init__.py").exists():
-            notes.append(f"it imports {top}, which is beside your file: copy it here, and import .{top}")
+            notes.append(
+                f"it imports {top}, which is beside your file: copy it into this folder, and import .{top}"
+            )
     for node in ast.walk(tree):
         if not isinstance(node, ast.ImportFrom) or not node.level:
             continue
         for name in [node.module] if node.module else [each.name for each in node.names]:
             file = folder / f"{name}.py"
-            if node.level > 1 or not file.is_file() or "." in name:
+            if node.level > 1 or not file.is_file() or "." in name or name in taken:
                 notes.append(f"it imports {'.' * node.level}{name}, which is not copied: copy it yourself")
             elif file.name not in modules:
                 modules[file.name], inner = _parsed(file)
-                _add_neighbours(inner, folder, modules, notes)
+                _add_neighbours(inner, folder, modules, notes, taken)
