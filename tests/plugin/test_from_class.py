@@ -234,6 +234,7 @@ def test_captions_without_padding_reach_a_class_that_takes_lists(new, source):
     ("init", "lines"),
     [
         (", config: DictConfig", ["config,  # CHECK: a value of the YAML arrives here: make a DictConfig"]),
+        (", size: Tuple[int, int], of: Optional[int] = None", ["from typing import Optional, Tuple\n"]),
         (
             ", rate: 'of the noise' = 0.5, act: nn.Module = None",
             ["rate: float = 0.5,", "# CHECK: act is no key"],

@@ -80,8 +80,8 @@ def components(named: Iterable[str], package: str, others: Collection[str]) -> d
     copied: dict[str, set[str]] = {}  # file -> modules of its classes
     for each in named:
         file = each.rpartition(":")[0]
-        others = {name for other, names in copied.items() if other != file for name in names}
-        own = read_class(each, {"plugin", *COMPONENT_KINDS, *others})
+        used = {name for other, names in copied.items() if other != file for name in names}
+        own = read_class(each, {"plugin", *COMPONENT_KINDS, *used})
         if own.kind in {*found, *others}:
             raise PluginError(
                 f"{each} is a second {own.kind}", where="--from-class", accepted="one class of each kind"
