@@ -12,7 +12,8 @@ from mm_core.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs/custom_dit/quickstart.yaml"
-YAML = "# Trains a small one of 1.5 layers, on\n# clips. More about it.\ninclude: [base.yaml]\nlog: {include: log.yaml}\n"
+YAML = "# Trains a small one of 1.5 layers, on\n# clips. More about it.\ninclude: [base.yaml]\n"
+YAML += "log: {include: log.yaml}\n"
 
 
 @pytest.fixture
