@@ -13,6 +13,7 @@ from mm_core.plugin.records import PluginRecord, Registered
 from mm_core.plugin.registry import Registry, is_strict, survey
 
 if TYPE_CHECKING:
+    from mm_core.plugin.kinds import ComponentKind
     from mm_core.testing.kit import Outcome
 
 
@@ -49,6 +50,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     new.add_argument(
         "--from-diffusers", metavar="CLASS", help="a predictor around this transformer class of Diffusers"
     )
+    new.add_argument(
+        "--from-class",
+        action="append",
+        default=[],
+        metavar="FILE:CLASS",
+        help="a component around your own model or map-style Dataset, once for each; the file is not run",
+    )
     for action in (listing, show, check, test):
         action.add_argument("--json", action="store_true", help="print JSON")
         action.add_argument(
@@ -64,7 +72,7 @@ def _kind(typed: str) -> str:
 def execute(arguments: argparse.Namespace) -> int:
     """Runs `mm plugins list`, `show`, `check`, `test` or `new` and returns its exit code."""
     if arguments.action == "new":
-        return _new(arguments.name, arguments.kind, arguments.from_diffusers)
+        return _new(arguments.name, arguments.kind, arguments.from_diffusers, arguments.from_class)
     registry = survey(tuple(arguments.path))
     if arguments.action == "list":
         return _list(registry, arguments.kind, arguments.json)
@@ -228,17 +236,24 @@ def _component_json(registered: Registered) -> dict[str, object]:
     }
 
 
-def _new(name: str, kinds: Sequence[str] | None, library_class: str | None) -> int:
+def _new(
+    name: str, kinds: Sequence[str] | None, library_class: str | None, own_classes: Sequence[str]
+) -> int:
     from pathlib import Path
 
     from mm_core.plugin.scaffold.new_plugin import new_plugin
 
-    wanted = ("predictor", *(kinds or ())) if library_class else kinds or ("predictor",)
-    records = {kind: COMPONENT_KINDS[kind] for kind in wanted}
+    records: dict[str, ComponentKind] = {}
     if library_class is not None:
         from mm_core.plugin.scaffold.diffusers_frame import frame
 
         records["predictor"] = frame(library_class)
+    if own_classes:
+        from mm_core.plugin.scaffold.from_class import components
+
+        records |= components(own_classes, name.replace("-", "_"), records)
+    for kind in kinds or (() if records else ("predictor",)):
+        records.setdefault(kind, COMPONENT_KINDS[kind])
     made = new_plugin(name, records, survey(), Path())
     config = next(path for path in made if path.suffix == ".yaml").relative_to(name)
     print(f"{name}: {plural(len(made), 'file')}")
@@ -247,5 +262,11 @@ def _new(name: str, kinds: Sequence[str] | None, library_class: str | None) -> i
     if library_class is not None:
         module = next(path for path in made if path.name == "predictor.py")
         print(f"first follow the lines with TODO in {module}: until then `pytest` shows what is missing")
+    if own_classes:
+        from mm_core.plugin.scaffold.own_class import marked
+
+        print("first look at what the source of your class does not show:")
+        for line in marked(made):
+            print(f"  {line}")
     print(f"next:\n  cd {name} && pip install -e '.[dev]'\n  pytest\n  mm-train --config {config}")
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mm_core.config.former import FORMER_WRITERS
+from mm_core.config.load import INCLUDING
 from mm_core.config.sections import CheckpointSection, RunConfig
 from mm_core.errors import MMError
 from mm_core.plugin.registry import Registry
@@ -24,8 +25,9 @@ def run_schema(registry: Registry) -> tuple[dict[str, Any], list[MMError]]:
     """Writes the JSON Schema (draft 2020-12) of a run's YAML.
 
     It refuses nothing that `mm validate` accepts. A file with `include` or `plugins.path` gets keys and
-    components from other files: there, no key is required, and a `type` may be any name. Former values, which
-    only the config of a stored run may have, are accepted and marked as deprecated.
+    components from other files: there, no key is required, and a `type` may be any name. A section with
+    `include` may have any keys. Former values, which only the config of a stored run may have, are accepted
+    and marked as deprecated.
 
     Args:
         registry: the plugins that provide components.
@@ -37,6 +39,9 @@ def run_schema(registry: Registry) -> tuple[dict[str, Any], list[MMError]]:
     whole, partial = SchemaWriter(registry, definitions), SchemaWriter(registry, definitions, partial=True)
     definitions["run"] = whole.mapping(RunConfig)
     definitions["partial.run"] = partial.mapping(RunConfig, {"include": _INCLUDE})
+    of_section = {"type": "object", "required": ["include"], "properties": {"include": _INCLUDE}}
+    sections = definitions["partial.run"]["properties"]
+    sections |= {name: {"anyOf": [sections[name], of_section]} for name in INCLUDING}
     for prefix in ("", "partial."):
         section = definitions[f"{prefix}{CheckpointSection.__module__}.{CheckpointSection.__name__}"]
         former = {"enum": list(FORMER_WRITERS), "deprecated": True}
@@ -50,6 +55,7 @@ def run_schema(registry: Registry) -> tuple[dict[str, Any], list[MMError]]:
         "if": {
             "anyOf": [
                 {"required": ["include"]},
+                *({"required": [name], "properties": {name: of_section}} for name in INCLUDING),
                 {"required": ["plugins"], "properties": {"plugins": _ONE_FILE_PLUGINS}},
             ]
         },

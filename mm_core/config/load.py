@@ -32,6 +32,8 @@ MAX_INCLUDES = 200
 Fetch = bool | Literal["anew", "configs"] | Path
 _INCLUDE = "include"
 _SECTIONS = tuple(keys_of(RunConfig))
+INCLUDING = tuple(name for name in _SECTIONS if name != "init_from")
+"""Sections with the key `include`; that of `init_from` names parameters."""
 
 
 def load_config(
@@ -46,7 +48,8 @@ def load_config(
     """Reads, merges, resolves and checks the config of a run, without importing torch.
 
     Args:
-        path: the YAML file. Its `include:` names files, relative to it, that are merged first.
+        path: the YAML file. Its `include:`, and that of a section, names files, relative to it, that are
+            merged first.
         overrides: `key.path=value` texts that override keys of the file.
         spare_environment: accept unset environment variables wherever the unresolved text is a valid value.
             For a run that has trained, of which not everything is needed any more.
@@ -146,12 +149,18 @@ class _ConfigReader:
         self.sources = sources
         self.faults: list[MMError] = []
         self.lost = False
-        self._read: dict[Path, Node] = {}
+        self._read: dict[tuple[Path, str], Node] = {}
         self._spent = Spent()
         self._included = 0  # number of included names so far
 
-    def read(self, path: Path, above: tuple[Path, ...]) -> Node:
-        """The tree of a file merged over the files that it includes, without the key `include`."""
+    def read(self, path: Path, above: tuple[Path, ...], section: str = "") -> Node:
+        """The tree of a file merged over the files that it includes, without the keys `include`.
+
+        Args:
+            path: the file.
+            above: the files that include it, with links resolved.
+            section: the section whose keys the file has; empty: those of a run.
+        """
         try:
             real = path.resolve()
         except (OSError, ValueError, RuntimeError) as error:  # links in a circle, a NUL character
@@ -162,17 +171,28 @@ class _ConfigReader:
             chain = " -> ".join(p.name for p in (*above[above.index(real) :], real))
             what = f"files include each other: {chain}"
             raise ConfigError(what, where=str(path), hint="remove one of these includes")
-        if real not in self._read:  # a file that is included several times is read once
-            self._read[real] = self._merged(path, (*above, real))
-        return self._read[real]
+        if (real, section) not in self._read:  # a file that is included several times is read once
+            self._read[real, section] = self._merged(path, (*above, real), section)
+        return self._read[real, section]
 
-    def _merged(self, path: Path, above: tuple[Path, ...]) -> Node:
+    def _merged(self, path: Path, above: tuple[Path, ...], section: str) -> Node:
         self.sources.note(path, above)
         node = read_file(path, self.faults, self._spent)
         if not isinstance(node.value, dict):
             what = f"the file is not a mapping: found {show(node)}"
-            raise ConfigError(what, where=node.where, accepted=", ".join(_SECTIONS))
-        included = node.at(_INCLUDE)
+            accepted = f"the keys of {section}" if section else ", ".join(_SECTIONS)
+            raise ConfigError(what, where=node.where, accepted=accepted)
+        if section:
+            node = _moved(node, section)
+        else:
+            node = node.mapped(lambda each: self._over_included(each, path, above))
+        return self._over_included(node, path, above)
+
+    def _over_included(self, node: Node, path: Path, above: tuple[Path, ...]) -> Node:
+        """A run's or a section's mapping over the files that its `include` names."""
+        included = node.at(_INCLUDE) if node.path in ("", *INCLUDING) else None
+        if included is None:
+            return node
         node = node.holding({k: v for k, v in node.value.items() if k != _INCLUDE})
         base: Node | None = None
         for name in self._names(included):
@@ -181,7 +201,7 @@ class _ConfigReader:
                 what = f"the config's files include more than {MAX_INCLUDES} others"
                 raise ConfigError(what, where=name.place(), hint="include fewer files")
             try:
-                other = self.read(path.parent / name.value, above)
+                other = self.read(path.parent / name.value, above, node.path)
             except ConfigError as fault:
                 self.lost = True
                 hint = "; ".join(filter(None, [fault.hint, f"included at {name.where}"]))
@@ -191,9 +211,7 @@ class _ConfigReader:
             base = other if base is None else merge(base, other, self.faults)
         return node if base is None else merge(base, node, self.faults)
 
-    def _names(self, included: Node | None) -> list[Node]:
-        if included is None:
-            return []
+    def _names(self, included: Node) -> list[Node]:
         names = included.value if isinstance(included.value, list) else [included]
         accepted = "the path of a YAML file, or a list of them"
         for name in names:
@@ -202,6 +220,13 @@ class _ConfigReader:
             elif not isinstance(name.value, str):
                 self.faults.append(ConfigError(f"found {show(name)}", where=name.place(), accepted=accepted))
         return [name for name in names if isinstance(name.value, str)]
+
+
+def _moved(node: Node, section: str) -> Node:
+    """The tree of a section's file at the section's key path."""
+    return replace(
+        node.mapped(lambda child: _moved(child, section)), path=f"{section}.{node.path}".rstrip(".")
+    )
 
 
 def _anchor_plugins(root: Node) -> Node:

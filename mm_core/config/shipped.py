@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from mm_core.config.load import INCLUDING
 from mm_core.config.yaml_nodes import read_file
 from mm_core.errors import ConfigError, did_you_mean, plain_reason, some
 from mm_core.files import replacing
@@ -102,8 +103,9 @@ def copy_shipped(config: ShippedConfig, destination: Path | None = None) -> Path
 def relative_references(config: ShippedConfig) -> tuple[str, ...]:
     """The files that a YAML names relative to itself (`include`, `plugins.path`): a copy needs them too."""
     root = read_file(config.file, [])
-    included = root.at("include")
-    named = [included] if included is not None and isinstance(included.value, str) else root.items("include")
+    places = [root, *(section for section in root.children if section.path in INCLUDING)]
+    included = [found for place in places if (found := place.at("include"))]
+    named = [name for found in included for name in found.children or [found]]
     nodes = [*named, *root.items("plugins", "path")]
     return tuple(n.value for n in nodes if isinstance(n.value, str) and not Path(n.value).is_absolute())
 

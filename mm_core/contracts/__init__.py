@@ -6,7 +6,7 @@ the least to write.
 """
 
 from mm_core.contracts.bases.dataset_base import DatasetBase, DictBatch
-from mm_core.contracts.bases.predictor_module import PredictorModule, reset_parameters
+from mm_core.contracts.bases.predictor_module import PredictorModule, fill_as_built, reset_parameters
 from mm_core.contracts.bases.task_module import TaskInputs, TaskModule
 from mm_core.contracts.batch import (
     IGNORED_LABEL,
@@ -260,6 +260,7 @@ __all__ = [
     "WeightsFrom",
     "attention_flops",
     "empty_parameters",
+    "fill_as_built",
     "generators_kept",
     "linear_flops",
     "reset_parameters",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mm_core.data.media.images import read_image
     from mm_core.data.media.limits import decoding
     from mm_core.data.media.readers import PyAVReader
-    from mm_core.data.media.transforms import ResizeCrop
+    from mm_core.data.media.transforms import ResizeCrop, clip_pixels
     from mm_core.data.media.video_files import write_clips
     from mm_core.data.rows.annotations import inside
     from mm_core.data.rows.json_rows import RowFile, checkable, kind_of
@@ -44,6 +44,7 @@ __all__ = [
     "check_folder",
     "check_stop",
     "checkable",
+    "clip_pixels",
     "collate_clips",
     "decoding",
     "inside",

@@ -45,6 +45,7 @@ class ComponentKind(Contract):
         leading: arguments that the core passes to targets by position, before the fields.
         target: name of the class in the example.
         text: of the example's module; empty: the template's.
+        modules: further modules of the example's package: file name -> text.
         words: what the example contains, for the README; empty: the kind's name.
         tiny: fields of the small instance for tests.
         declaration: further arguments of its Component, as Python.
@@ -59,6 +60,7 @@ class ComponentKind(Contract):
     leading: int = 0
     target: str
     text: str = ""
+    modules: Mapping[str, str] = field(default_factory=dict)
     words: str = ""
     tiny: Mapping[str, object] = field(default_factory=dict)
     declaration: str = ""

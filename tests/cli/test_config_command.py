@@ -13,6 +13,7 @@ from mm_core.cli.main import main
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs/custom_dit/quickstart.yaml"
 YAML = "# Trains a small one of 1.5 layers, on\n# clips. More about it.\ninclude: [base.yaml]\n"
+YAML += "log: {include: log.yaml}\n"
 
 
 @pytest.fixture
@@ -186,7 +187,7 @@ def test_copy_writes_the_same_bytes_and_names_what_it_left(
     assert main(["config", "copy", "alpha/small"]) == 0
     assert capsys.readouterr().out == (
         "small.yaml: copied from mm-alpha 1.0; check it: mm validate small.yaml\n"
-        "It names files relative to itself, which were not copied: base.yaml\n"
+        "It names files relative to itself, which were not copied: base.yaml, log.yaml\n"
     )
     assert (tmp_path / "small.yaml").read_bytes() == source.read_bytes()
     (tmp_path / "folder").mkdir()
@@ -194,7 +195,7 @@ def test_copy_writes_the_same_bytes_and_names_what_it_left(
     assert (tmp_path / "folder/small.yaml").read_bytes() == source.read_bytes()
     capsys.readouterr()
     assert main(["config", "copy", "alpha/small", "mine.yaml", "--json"]) == 0
-    copied = {"name": "alpha/small", "file": "mine.yaml", "relative": ["base.yaml"]}
+    copied = {"name": "alpha/small", "file": "mine.yaml", "relative": ["base.yaml", "log.yaml"]}
     assert json.loads(capsys.readouterr().out) == copied
 
 

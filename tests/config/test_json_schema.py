@@ -151,6 +151,14 @@ def test_a_former_name_and_the_new_one_together_are_refused(validator):
     assert not validator.is_valid(with_value("validation", both))
 
 
+def test_a_section_with_a_file_of_its_own_may_have_any_keys(validator):
+    part: dict[str, Any] = {"engine": {"include": "fsdp2.yaml"}, "train": {"steps": 3}}
+    assert validator.is_valid(part)
+    assert not validator.is_valid(part | {"train": {"stps": 3}})
+    assert not validator.is_valid(part | {"engine": {"include": 3}})
+    assert not validator.is_valid(part | {"engine": {"sharding_size": 2}})  # nothing else names a file
+
+
 @pytest.mark.parametrize("further", [{"include": "base.yaml"}, {"plugins": {"path": ["mine.py"]}}])
 def test_a_part_of_a_config_needs_no_key_but_misspells_none(validator, further):
     """Other files give the rest: keys, types, and components that are not installed."""

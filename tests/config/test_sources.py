@@ -208,6 +208,56 @@ def test_every_include_that_cannot_be_read_is_reported_and_nothing_that_it_may_h
     )
 
 
+def test_a_section_takes_a_file_of_its_own_keys_and_its_own_keys_win(place):
+    place.write("shared/fsdp2.yaml", "include: more.yaml\nsharding_size: 2\nparam_dtype: bf16\n")
+    place.write("shared/more.yaml", "sharding_size: 4\nreduce_dtype: ${.param_dtype}\n")
+    place.write("shared/run.yaml", "engine: {include: fsdp2.yaml}\nrun: {dir: shared_runs}\n")
+    place.edit(
+        (
+            "run: {name: small}",
+            "include: shared/run.yaml\nrun: {name: small}\nengine: {param_dtype: fp32}",
+        ),
+    )
+    config = place.load()
+    given = config.engine.options
+    assert (given["sharding_size"], given["param_dtype"], given["reduce_dtype"]) == (2, "fp32", "fp32")
+    assert (config.engine.type, config.run.dir) == ("core/fsdp2", "shared_runs")
+
+
+def test_a_section_s_file_and_an_override_of_its_keys(place):
+    place.write("engine.yaml", "type: fsdp2\nsharding_size: 2\n")
+    place.edit(("run: {name: small}", "run: {name: small}\nengine: {include: [engine.yaml]}"))
+    assert place.load("engine.sharding_size=4").engine.options["sharding_size"] == 4
+
+
+def test_another_tool_s_keys_in_a_section_s_file_are_faults_with_their_file_and_line(place):
+    place.write(
+        "fsdp2.yaml", "sharding_size: auto\nreshard_after_forward: true\nsubmodules_to_wrap:\n  - x\n"
+    )
+    place.edit(("run: {name: small}", "run: {name: small}\nengine:\n  include: fsdp2.yaml"))
+    wrapped, *rest = sorted(place.faults())
+    assert wrapped.startswith("fsdp2.yaml:3: engine.submodules_to_wrap: engine 'core/fsdp2' has no key")
+    assert "sub_modules_to_wrap" in wrapped and rest == []
+
+
+def test_what_a_section_cannot_include_is_a_fault_with_its_place(place):
+    place.write("list.yaml", "- 1\n")
+    place.write("a.yaml", "include: a.yaml\n")
+    named = {"engine": 3, "optimizer": "list.yaml", "log": "gone.yaml", "ema": "a.yaml"}
+    text = "".join(f"{section}: {{include: {name}}}\n" for section, name in named.items())
+    place.edit(("run: {name: small}", f"{text}run: {{name: small}}"))
+    circle, gone, listed, number = sorted(place.faults())
+    assert circle.startswith("a.yaml: files include each other: a.yaml -> a.yaml")
+    assert gone.startswith("gone.yaml: there is no such file") and "included at run.yaml:" in gone
+    assert listed.startswith("list.yaml:1: the file is not a mapping") and "the keys of optimizer" in listed
+    assert ": engine.include: found 3, an integer\n  accepted: the path of a YAML file" in number
+
+
+def test_the_include_of_init_from_names_parameters_and_no_files(place):
+    place.edit(("run: {name: small}", "run: {name: small}\ninit_from: {path: x, include: [predictor.head]}"))
+    assert place.load().init_from.include == ("predictor.head",)
+
+
 def test_one_file_plugins_are_found_relative_to_the_file_that_names_them(place, monkeypatch):
     place.write("shared/more.yaml", "plugins: {path: [../toy.py]}\n")
     place.edit(("plugins: {path: [toy.py]}", "include: shared/more.yaml"))

@@ -252,6 +252,7 @@ ELSEWHERE = {
     "docs/vlm.md": "tests/tasks/test_vlm_page.py",
     "docs/wan.md": "plugins/mm_wan/tests/test_docs.py",
     "docs/wrapping-diffusers.md": "tests/repo/test_diffusers_models.py",
+    "docs/writing-a-dit.md": "tests/plugin/test_from_class.py",
     "docs/writing-a-task.md": "tests/contracts/test_task_page.py",
     "docs/your-own-dit.md": "tests/repo/test_scaffold_installed.py",
     "examples/text_classification/README.md": "tests/repo/test_text_classification.py",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from mm_core.contracts.frames import PredictorInputs
@@ -78,3 +79,21 @@ def reset_parameters(module: nn.Module) -> None:
         if callable(own):
             own()
             return
+
+
+@torch.no_grad()
+def fill_as_built(module: nn.Module, build: Callable[[], nn.Module]) -> None:
+    """Fills a module with what its constructor computes, for a class whose constructor sets its weights.
+
+    Args:
+        module: its parameters and buffers are filled in place; plain tensors that it keeps are replaced.
+        build: builds one like it, complete, in the memory of the host.
+    """
+    with torch.device("cpu"):
+        built = build()
+    values = dict([*built.named_parameters(), *built.named_buffers()])
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        tensor.copy_(values[name])
+    for path, layer in built.named_modules():
+        kept = {name: value for name, value in vars(layer).items() if isinstance(value, Tensor)}
+        vars(module.get_submodule(path)).update(kept)

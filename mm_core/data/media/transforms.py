@@ -253,3 +253,33 @@ def _resize(frame: Tensor, size: tuple[int, int], interpolation: Interpolation) 
     if interpolation == "area":
         return F.interpolate(frame[None].float(), size=size, mode="area")[0].round().byte()
     return F.interpolate(frame[None], size=size, mode=interpolation, antialias=True)[0]
+
+
+def clip_pixels(clip: Any, layout: str, values: tuple[float, float]) -> Tensor:
+    """The pixels of a clip of another code's, float32 [3,F,Y,X] in [-1, 1].
+
+    Args:
+        clip: a tensor or array.
+        layout: the order of its axes: `f c y x`, `c f y x` or `f y x c`.
+        values: those of black and of white.
+
+    Raises:
+        ContractError: the clip has another layout, or values outside these.
+    """
+    found, axes = torch.as_tensor(clip), layout.split()
+    if found.ndim != len(axes) or found.shape[axes.index("c")] != 3:
+        raise ContractError(
+            f"a clip is {list(found.shape)}: in the layout {layout!r}, no 3 colours along c",
+            accepted="the letters of its axes in their order: f frames, c colours, y rows, x columns",
+            hint="correct the layout where the dataset calls clip_pixels",
+        )
+    low, high = values
+    pixels = found.permute([axes.index(axis) for axis in "cfyx"]).float()
+    least, most = (float(value) for value in pixels.aminmax())
+    if not low - 0.01 * (high - low) <= least <= most <= high + 0.01 * (high - low):
+        raise ContractError(
+            f"a clip has values from {least:.4g} to {most:.4g}, where black is {low:g} and white {high:g}",
+            accepted="(0.0, 255.0) for bytes, (0.0, 1.0) or (-1.0, 1.0)",
+            hint="correct the range where the dataset calls clip_pixels",
+        )
+    return (pixels - low) * (2 / (high - low)) - 1

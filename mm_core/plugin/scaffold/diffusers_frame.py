@@ -19,7 +19,7 @@ from mm_core.plugin.hookspecs import COMPONENT_KINDS
 from mm_core.plugin.kinds import ComponentKind
 from mm_core.plugin.scaffold.runs import SHAPES
 
-_TEXT = (
+TEXT_WIDTHS = (
     *("text_embed_dim", "joint_attention_dim", "caption_channels", "text_dim", "cap_feat_dim"),
     "cross_attention_dim",
 )
@@ -38,7 +38,7 @@ _GIVEN: Mapping[str, str] = MappingProxyType(
 )
 """Argument of the library's forward -> what the frame passes."""
 
-_SMALL: Mapping[str, object] = MappingProxyType(
+SMALL: Mapping[str, object] = MappingProxyType(
     {
         "num_layers": 1,
         "num_single_layers": 1,
@@ -85,7 +85,7 @@ def frame(name: str) -> ComponentKind:
     """
     cls = _class(name)
     fields = {n: p for n, p in inspect.signature(cls.__init__).parameters.items() if n != "self"}
-    text = next((field for field in _TEXT if field in fields), None)
+    text = next((field for field in TEXT_WIDTHS if field in fields), None)
     tiny = _tiny(cls, fields, {text: 12} if text else {})
     small = tiny | {field: value for field, value in _RUN.items() if field in fields}
     small |= {text: 64} if text else {}
@@ -109,12 +109,12 @@ def frame(name: str) -> ComponentKind:
 def _tiny(
     cls: Any, fields: Mapping[str, inspect.Parameter], given: Mapping[str, object]
 ) -> dict[str, object]:
-    """Fields of a small instance of a class: those of `_SMALL` with which it can be built.
+    """Fields of a small instance of a class: those of `SMALL` with which it can be built.
 
     Where none is small, a field that the class lacks: the check of its config names it, before anything
     large is built.
     """
-    known = {field: value for field, value in _SMALL.items() if field in fields} | dict(given)
+    known = {field: value for field, value in SMALL.items() if field in fields} | dict(given)
     # Some families give these fields another meaning.
     for left_out in ((), ("rope_axes_dim", "axes_dims_rope", "axes_dim_rope", "axes_dims"), ("hidden_size",)):
         tiny = {field: value for field, value in known.items() if field not in left_out}

@@ -63,6 +63,7 @@ def new_plugin(name: str, kinds: Mapping[str, ComponentKind], registry: Registry
     for kind, record in kinds.items():
         made[f"{package}/{kind}.py"] = record.text or Template(template_of(kind)).substitute(words)
         made[f"{package}/configs/{kind}.yaml"] = config_of(kind, package, kinds)
+        made |= {f"{package}/{name}": text for name, text in record.modules.items()}
     with staged_folder(parent / name) as stage:
         for path, text in made.items():
             file = stage / path
@@ -114,6 +115,9 @@ def _words(kinds: Mapping[str, ComponentKind], package: str) -> dict[str, str]:
     rows = [
         (f"{package}/plugin.py", "the components, by name"),
         *((f"{package}/{kind}.py", what) for kind, what in described.items()),
+        *dict.fromkeys(
+            (f"{package}/{name}", "your file") for each in kinds.values() for name in each.modules
+        ),
         *((f"{package}/configs/{kind}.yaml", "a run with it, in the wheel") for kind in kinds),
         ("tests/test_conformance.py", "the tests"),
     ]
