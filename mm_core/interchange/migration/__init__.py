@@ -1,0 +1,40 @@
+"""Runs of other tools as configs of ours: readers of their files, tables of their keys, what is left over."""
+
+from mm_core.interchange.migration.migrated import Left, Line, Migrated, Migration, to_yaml
+from mm_core.interchange.migration.shell import Program, Script, Unrun, Word, read_script
+from mm_core.interchange.migration.sources import read_source
+from mm_core.interchange.migration.table import (
+    Default,
+    Differs,
+    Drop,
+    Key,
+    Row,
+    apply,
+    is_loose,
+    place_of,
+)
+from mm_core.interchange.migration.tools import foreign, migration_of
+
+__all__ = [
+    "Default",
+    "Differs",
+    "Drop",
+    "Key",
+    "Left",
+    "Line",
+    "Migrated",
+    "Migration",
+    "Program",
+    "Row",
+    "Script",
+    "Unrun",
+    "Word",
+    "apply",
+    "foreign",
+    "is_loose",
+    "migration_of",
+    "place_of",
+    "read_script",
+    "read_source",
+    "to_yaml",
+]

@@ -1,0 +1,231 @@
+"""Wan and HunyuanVideo 1.5: model.json and data.json as a task of clips."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mm_core.interchange.migration import Left, Migrated, apply, place_of, read_source
+from mm_core.schema.nodes import Node
+from mm_mindspeed.files import Files, resolve, value_at
+from mm_mindspeed.tables.data import DATA
+from mm_mindspeed.tables.video import HUNYUAN, SIZES, VIDEO
+
+_PRESETS = {
+    (1536, 30, 8960, 16, 16): "wan2.1-t2v-1.3b",
+    (5120, 40, 13824, 16, 16): "wan2.1-t2v-14b",
+    (5120, 40, 13824, 36, 16): "wan2.1-i2v-14b-480p",
+    (3072, 30, 14336, 48, 48): "wan2.2-ti2v-5b",
+}
+"""Width, blocks, inner width, channels in and out -> the published model."""
+_A14B = {"t2v": "wan2.2-t2v-a14b", "i2v": "wan2.2-i2v-a14b"}
+_BOUNDARY = {"t2v": 0.875, "i2v": 0.9}
+_FRAMES: dict[str, list[str]] = {"t2v": [], "i2v": ["first"], "ti2v": ["first"], "flf2v": ["first", "last"]}
+_ENCODERS = "features that were extracted before; the encoders are those of the pipeline"
+
+
+def migrate_wan(files: Files, model: Node, run: Migrated) -> None:
+    """A run of Wan 2.1 or 2.2."""
+    where = f"{Path(model.where).name} predictor"
+    run.set("task.type", "text_to_video", where)
+    cached = bool(value_at(model, "load_video_features") or value_at(model, "load_text_features"))
+    apply(VIDEO, model, run)
+    encoders = _encoders(files, model, run) if cached else model
+    _pixel_tiles(model if model.at("ae") is not None else encoders, run)
+    _predictor(files, model, _pipeline(files, encoders), run)
+    _clips(files, run, cached)
+    for place in ("height", "width"):
+        run.lines.pop(f"data.train.max_{place}_given", None)
+    kind = str(value_at(model, "task", "t2v"))
+    if kind in _FRAMES and value_at(model, "predictor.in_dim") != 16:
+        run.set("task.frames", _FRAMES[kind], _place(model, "task"))
+    _image_encoder(kind, _pipeline(files, encoders), model, run)
+
+
+def _place(node: Node, path: str) -> str:
+    found = node.at(*path.split("."))
+    return place_of(found if found is not None else node)
+
+
+def _pipeline(files: Files, encoders: Node | None) -> str:
+    """The folder of the pipeline: that of the autoencoder, else of the weights to begin with."""
+    load = str(value_at(files.flags, "--load", "") or "").rstrip("/")
+    own = str(value_at(encoders, "ae.from_pretrained", "") or "").rstrip("/")
+    if load.endswith("/transformer"):
+        return load.removesuffix("/transformer")
+    return own.removesuffix("/vae") if own.endswith("/vae") else load
+
+
+def _encoders(files: Files, model: Node, run: Migrated) -> Node | None:
+    """The files that features were extracted with, whose encoders are run here; they lie beside the example."""
+    kind = str(value_at(model, "task", "t2v"))
+    folder = resolve("feature_extract", files.main)
+    place = _place(model, "load_video_features")
+    run.set("data.cache.dir", "cache", place, "each clip is encoded once: their .pt files are not read")
+    found = folder / f"model_{kind}.json" if folder is not None else None
+    if found is not None and found.is_file():
+        encoders = read_source(found)
+        apply([row for row in VIDEO if row.theirs.startswith(("ae.", "text_encoder."))], encoders, run)
+        run.lines.pop("task.image_encoder.from_pretrained", None)
+        data = folder / "data.json" if folder is not None else None
+        files.data = read_source(data) if data is not None and data.is_file() else files.data
+    else:
+        encoders = None
+        run.todo.append(f"data.train.sources: the clips that the features were extracted from ({place})")
+        run.set("task.autoencoder.type", "wan/vae", place, _ENCODERS)
+        run.set("task.text_encoder.type", "wan/umt5", place, _ENCODERS)
+    pipeline = _pipeline(files, encoders)
+    for part, folder_name in (("autoencoder", "vae"), ("text_encoder", "text_encoder")):
+        run.set(f"task.{part}.from_pretrained", f"{pipeline}/{folder_name}", place, _ENCODERS)
+    run.set("task.text_encoder.tokenizer", f"{pipeline}/tokenizer", place, _ENCODERS)
+    return encoders
+
+
+def _pixel_tiles(model: Node | None, run: Migrated) -> None:
+    """Tiles in latents as tiles in pixels."""
+    for theirs, ours in (("tile_size", "min"), ("tile_stride", "stride")):
+        sizes = value_at(model, f"ae.tiling_param.{theirs}")
+        for size, side in zip(sizes or (), ("height", "width"), strict=False):
+            assert model is not None
+            key = f"task.autoencoder.tiling_param.tile_sample_{ours}_{side}"
+            run.set(key, 8 * int(size), _place(model, f"ae.tiling_param.{theirs}"), "pixels, 8 to a latent")
+
+
+def _predictor(files: Files, model: Node, pipeline: str, run: Migrated) -> None:
+    sizes = value_at(model, "predictor", {})
+    low, high = (value_at(model, f"diffusion.{end}_timestep_boundary") for end in ("min", "max"))
+    kind = "i2v" if sizes.get("in_dim") == 36 else "t2v"
+    place = place_of(model.at("predictor") or model)
+    expert = None
+    if (low, high) not in ((None, None), (0.0, 1.0)) and kind in _A14B:
+        expert = "high" if not low else "low"
+    run.set("task.predictor.type", "wan/two_expert" if expert else "wan/transformer", place)
+    preset = _A14B[kind] if expert else _preset(sizes)
+    if expert:
+        run.set("task.predictor.train", expert, place_of(model.at("diffusion") or model))
+        run.set("task.predictor.boundary", _BOUNDARY[kind], "the published pair's")
+        for end in ("min", "max"):
+            line = run.lines.pop(f"task.scheduler.{end}_timestep_boundary", None)
+            if line is not None:
+                why = "the expert's own share of the timesteps, by task.predictor.boundary"
+                run.dropped.append(Left(line.place, f"diffusion.{end}_timestep_boundary", line.value, why))
+    if preset:
+        run.set("task.predictor.preset", preset, place, "has all of its sizes")
+    else:
+        _sizes(model, sizes, run)
+    load = model.at("predictor", "from_pretrained") or files.flags.at("--load")
+    if pipeline and load is not None:
+        note = f"the weights in MindSpeed-MM's names are at {value_at(load, '') if False else load.value}"
+        run.set("task.predictor.from_pretrained", pipeline, place_of(load), note)
+    elif load is not None:
+        run.set("task.predictor.from_pretrained", str(load.value), place_of(load))
+
+
+def _preset(sizes: dict[str, Any]) -> str | None:
+    key = tuple(sizes.get(name) for name in ("hidden_size", "num_layers", "ffn_dim", "in_dim", "out_dim"))
+    return _PRESETS.get(key)
+
+
+def _sizes(model: Node, sizes: dict[str, Any], run: Migrated) -> None:
+    for theirs, ours in SIZES.items():
+        if theirs not in sizes or (theirs == "img_dim" and sizes.get("model_type") != "i2v"):
+            continue
+        value = sizes[theirs]
+        if theirs == "hidden_size":
+            value = value // sizes["num_heads"]
+        run.set(f"task.predictor.{ours}", value, _place(model, f"predictor.{theirs}"))
+        if theirs == "img_dim":
+            width = sizes["hidden_size"]
+            run.set("task.predictor.added_kv_proj_dim", width, _place(model, "predictor.hidden_size"))
+
+
+def _image_encoder(kind: str, pipeline: str, model: Node, run: Migrated) -> None:
+    """Wan 2.1's models of a first frame look at it through CLIP."""
+    if value_at(model, "predictor.model_type") not in ("i2v", "flf2v"):
+        run.lines.pop("task.image_encoder.from_pretrained", None)
+        return
+    place = _place(model, "predictor.model_type")
+    run.set("task.image_encoder.type", "wan/clip_vision", place)
+    if "task.image_encoder.from_pretrained" not in run.lines:
+        run.set("task.image_encoder.from_pretrained", f"{pipeline}/image_encoder", place, _ENCODERS)
+
+
+def _clips(files: Files, run: Migrated, cached: bool = False) -> None:
+    """data.json as a dataset of clips, and its loader."""
+    run.set("data.train.type", "media_text", "clips with captions")
+    data = files.data
+    if data is None:
+        run.todo.append("data.train.sources: the clips; the run's data.json is not there")
+        data = Node({}, str(files.main), "")
+    features = value_at(data, "dataset_param.dataset_type") == "feature"
+    apply(DATA, data, run)
+    if features:  # captions were encoded before: none is dropped
+        place = _place(data, "dataset_param.dataset_type")
+        run.set("task.caption_dropout", 0.0, place, "features of captions are never dropped")
+        kept = ("task.text_encoder.tokenizer", "task.text_encoder.max_length")
+        run.lines = {key: line for key, line in run.lines.items() if key != kept[1]}
+    _sources(files, data, run, features)
+    forced = value_at(data, "dataset_param.preprocess_parameters.force_resolution", True)
+    for side in ("height", "width"):
+        path = f"dataset_param.preprocess_parameters.max_{side}"
+        found = data.at(*path.split("."))
+        value = value_at(data, path, 480 if side == "height" else 640)
+        name = f"data.train.{'' if forced else 'max_'}{side}"
+        run.set(name, value, place_of(found) if found is not None else f"default of the tool for max_{side}")
+    if not forced:
+        place = _place(data, "dataset_param.preprocess_parameters.force_resolution")
+        run.set("data.loader.mode", "variable", place, "buckets keep the aspect of clips, nearly")
+    set_sampler(data, run)
+
+
+def _sources(files: Files, data: Node, run: Migrated, features: bool) -> None:
+    listed = str(value_at(data, "dataset_param.basic_parameters.data_path", "") or "")
+    place = _place(data, "dataset_param.basic_parameters.data_path")
+    found = resolve(listed, files.main) if listed else None
+    rows: list[tuple[str, str | None]] = []
+    if features or not listed:
+        rows = [("data/annotation.json", None)]
+    elif listed.endswith(".txt") and found is not None and found.is_file():
+        lines = [line.strip() for line in found.read_text(errors="replace").splitlines() if line.strip()]
+        pairs = [[part.strip() for part in line.split(",")] for line in lines]
+        rows = [(pair[-1], pair[0] if len(pair) > 1 else None) for pair in pairs]
+        place = f"{found.name}:1, by {place}"
+    else:
+        rows = [(listed, value_at(data, "dataset_param.basic_parameters.data_folder"))]
+    for number, (annotations, folder) in enumerate(rows):
+        run.set(f"data.train.sources.{number}.annotations", annotations, place)
+        if folder:
+            run.set(f"data.train.sources.{number}.folder", folder, place)
+
+
+def set_sampler(data: Node, run: Migrated) -> None:
+    """The order of samples: theirs is at random where the sampler shuffles."""
+    kind = value_at(data, "dataloader_param.sampler_type", "BaseRandomBatchSampler")
+    shuffled = value_at(data, "dataloader_param.shuffle", True)
+    order = "sequential" if kind == "SequentialSampler" or shuffled is False else "random"
+    run.set("data.loader.sampler", order, _place(data, "dataloader_param.sampler_type"))
+
+
+def migrate_hunyuan(files: Files, model: Node, run: Migrated) -> None:
+    """A run of HunyuanVideo 1.5, by the pipeline's folder of Diffusers."""
+    place = _place(model, "predictor.model_id")
+    run.set("task.type", "diffusers/pipeline", place)
+    apply(HUNYUAN, model, run)
+    kind = value_at(model, "task", "t2v")
+    folder = f"HunyuanVideo-1.5-Diffusers-720p_{kind}"
+    run.set(
+        "task.pipeline", folder, _place(model, "task"), "the pipeline of Diffusers, with the same weights"
+    )
+    run.todo.append(
+        f"task.pipeline: the folder of a pipeline of Diffusers, such as "
+        f"hub:hunyuanvideo-community/{folder}; MindSpeed-MM reads the original files"
+    )
+    for part in ("autoencoder", "text_encoder", "scheduler"):
+        if any(key.startswith(f"task.{part}.") for key in run.lines):
+            name = {"autoencoder": "vae", "text_encoder": "text", "scheduler": "schedule"}[part]
+            run.set(f"task.{part}.type", f"diffusers/{name}", place)
+    _clips(files, run)
+    for name in ("tokenizer", "max_length"):
+        run.lines.pop(f"task.text_encoder.{name}", None)
+    if not any(key.startswith("task.text_encoder.") and key != "task.text_encoder.type" for key in run.lines):
+        run.lines.pop("task.text_encoder.type", None)
