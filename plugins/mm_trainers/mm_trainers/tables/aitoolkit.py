@@ -1,0 +1,286 @@
+"""ai-toolkit's YAML: the keys of a job, and of a process that trains."""
+
+from __future__ import annotations
+
+from mm_core.interchange.migration import Default, Differs, Drop, Key, Row
+from mm_trainers.common import (
+    CACHE,
+    DTYPE,
+    EXPORT,
+    FASTER,
+    LOGGING,
+    OFF,
+    SAMPLING,
+    drops,
+    model_name,
+    norm,
+    off,
+)
+
+_LOSS = "another loss than the squared error of the velocity"
+_NOISE = "another noise than that of flow matching"
+_PROMPT = "captions that change in a way that sources have no key for"
+_PAIRS = "a table names such files by row: columns.fields of a source"
+_ADAPTER = "adapters beside LoRA, LoKr and LoHa are predictors of a plugin"
+_TRICK = "there is no such regularisation"
+_MASKS = "the loss has no masks"
+
+OPTIMIZERS = {
+    **{"adam": "adam", "adamw": "adamw", "adamw8bit": "adamw_8bit", "adamw8": "adamw_8bit"},
+}
+SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "cosine": "cosine"}
+SCHEDULES |= {"cosine_with_restarts": "cosine"}  # theirs restarts after the whole run
+
+
+def _optimizer(value: object) -> str:
+    if str(value).lower() not in OPTIMIZERS:
+        raise ValueError(
+            f"{value!r} has no counterpart here; near: adamw, adamw_8bit, with a rate of its own"
+        )
+    return OPTIMIZERS[str(value).lower()]
+
+
+def _schedule(value: object) -> str:
+    if value not in SCHEDULES:
+        raise ValueError(f"{value!r} has no counterpart here; known: {', '.join(SCHEDULES)}")
+    return SCHEDULES[str(value)]
+
+
+JOB: tuple[Row, ...] = (
+    Key("job", note="extension, train: trainings"),
+    Key("config.name", "run.name", str),
+    Key("config.process", note="each process that trains becomes a config, by the table below"),
+    Drop("meta*", EXPORT),
+)
+
+_NETWORK: tuple[Row, ...] = (
+    Key("network.type", note="train.adapters: kind lora, or lokr"),
+    Key("network.linear", "train.adapters.0.rank"),
+    Key("network.rank", "train.adapters.0.rank"),
+    Key("network.linear_alpha", "train.adapters.0.alpha", float),
+    Key("network.alpha", "train.adapters.0.alpha", float),
+    Key("network.dropout", "train.adapters.0.dropout", float),
+    Key("network.lokr_factor", note="train.adapters: decompose_factor; -1 is null"),
+    Key("network.lokr_full_rank", note="train.adapters: a rank that no matrix has"),
+    Drop("network.conv*", "the blocks have no convolutions"),
+    Key("network.network_kwargs.only_if_contains", note="train.adapters: targets"),
+    Key("network.network_kwargs.ignore_if_contains", note="train.adapters: exclude"),
+    Key(
+        "network.pretrained_lora_path", "train.adapters.0.from", model_name, "its file sets targets and rank"
+    ),
+    Drop("network.split_multistage_loras", "`mm export` writes a file for each expert"),
+    Drop("network.layer_offloading", FASTER),
+    Drop("network.old_lokr_format", EXPORT),
+    *off("network.", {"all_layers": False}, "adapters are of linear layers"),
+    Drop("network.transformer_only", "adapters are in the repeated blocks", only=(True,)),
+    Differs("network.transformer_only", "adapters are in the repeated blocks: write train.adapters targets"),
+)
+
+_DATASETS: tuple[Row, ...] = (
+    Key("datasets.*.folder_path", "data.train.sources.*.annotations", str),
+    Key("datasets.*.dataset_path", "data.train.sources.*.annotations", str),
+    Key("datasets.*.num_repeats", "data.train.sources.*.weight", float),
+    Key("datasets.*.trigger_word", "data.train.sources.*.caption_prefix", note="see trigger_word"),
+    Drop("datasets.*.caption_ext", "a .txt file beside each", only=("txt", ".txt")),
+    Differs("datasets.*.caption_ext", "captions are .txt files beside pictures, or columns of a table"),
+    Differs("datasets.*.default_caption", "a file without a caption is left out, and counted"),
+    Key("datasets.*.caption_dropout_rate", note="task.caption_dropout: of the task here, for all datasets"),
+    Key("datasets.*.resolution", note="max_height and max_width of buckets: the area, as theirs"),
+    Drop("datasets.*.buckets", "buckets keep the aspect", only=(True,)),
+    Differs(
+        "datasets.*.buckets", "one size for all: write height and width in place of max_height, max_width"
+    ),
+    Drop("datasets.*.bucket_tolerance", "sizes of buckets are multiples of what the model takes"),
+    Key("datasets.*.num_frames", note="data.train.num_frames: the most of all datasets"),
+    Key("datasets.*.shrink_video_to_frames", note="see num_frames"),
+    Key("datasets.*.fps", note="data.train.fps, where shrink_video_to_frames is off"),
+    Differs("datasets.*.auto_frame_count", "clips go to buckets of num_frames, its half, its quarter"),
+    Key("datasets.*.do_i2v", note="task.frames: [first]"),
+    Drop("datasets.*.shuffle_tokens", OFF, only=(False,)),
+    Key("datasets.*.shuffle_tokens", "data.train.sources.*.tags.shuffle"),
+    Drop("datasets.*.token_dropout_rate", OFF, only=(0,)),
+    Key("datasets.*.token_dropout_rate", "data.train.sources.*.tags.drop", float),
+    Drop("datasets.*.keep_tokens", OFF, only=(0,)),
+    Key("datasets.*.keep_tokens", "data.train.sources.*.tags.keep"),
+    *(
+        Drop(f"datasets.*.{name}", CACHE if name.startswith("cache") else FASTER)
+        for name in (
+            *("cache_latents", "cache_latents_to_disk", "cache_text_embeddings", "cache_clip_vision_to_disk"),
+            *("cache_tensors_to_disk", "cache_latents_num_workers", "load_image_when_caching_latents"),
+            *("debug", "fast_image_size", "type", "full_size_control_images"),
+        )
+    ),
+    Key("datasets.*.num_workers", "data.loader.workers"),
+    Key("datasets.*.prefetch_factor", "data.loader.prefetch"),
+    *off("datasets.*.", {"is_reg": False, "prior_reg": False}, "pictures of regularisation count as others"),
+    *off("datasets.*.", {"random_triggers": [], "use_short_captions": False, "replacements": []}, _PROMPT),
+    *off("datasets.*.", {"flip_x": False, "flip_y": False}, "mirrored copies: data.train.transform has flip"),
+    *off(
+        "datasets.*.",
+        {"random_crop": False, "random_scale": False, "square_crop": False, "scale": 1.0, "augments": []}
+        | {"augmentations": None, "standardize_images": False, "extra_values": []},
+        "pictures are resized and cropped at the centre: data.train.transform has what there is",
+    ),
+    *off("datasets.*.", {f"control_path{end}": None for end in ("", "_1", "_2", "_3")}, _PAIRS),
+    *off("datasets.*.", {"inpaint_path": None, "unconditional_path": None, "clip_image_path": None}, _PAIRS),
+    *off("datasets.*.", {"controls": [], "control_from_same_folder": False}, _PAIRS),
+    *off("datasets.*.", {"mask_path": None, "alpha_mask": False, "invert_mask": False}, _MASKS),
+    *off("datasets.*.", {"mask_min_value": 0.0}, _MASKS),
+    *off("datasets.*.", {"network_weight": 1.0, "loss_multiplier": 1.0}, "all sources have one loss"),
+    *off("datasets.*.", {"batch_size": None}, "all sources share train.micro_batch_size"),
+    *off("datasets.*.", {"do_audio": False, "audio_normalize": False}, "clips are read without sound"),
+)
+
+_TRAIN: tuple[Row, ...] = (
+    Key("train.batch_size", "train.micro_batch_size", note="of full size; smaller buckets have more samples"),
+    Default("train.batch_size", "train.micro_batch_size", 1),
+    Key("train.steps", "train.steps"),
+    Default("train.steps", "train.steps", 1000),
+    Key("train.gradient_accumulation", note="with batch_size: train.global_batch_size"),
+    Key("train.gradient_accumulation_steps", note="the same; their steps count micro-batches"),
+    Key("train.lr", "optimizer.lr", float),
+    Default("train.lr", "optimizer.lr", 1e-6),
+    Key("train.unet_lr", "optimizer.lr", float),
+    Drop("train.*_lr", "of parts that are not trained"),
+    Key("train.optimizer", "optimizer.type", _optimizer),
+    Default("train.optimizer", "optimizer.type", "adamw"),
+    Key("train.optimizer_params.weight_decay", "optimizer.weight_decay", float),
+    Default("train.optimizer_params.weight_decay", "optimizer.weight_decay", 0.01),
+    Key("train.optimizer_params.betas", "optimizer.betas"),
+    Key("train.optimizer_params.eps", "optimizer.eps", float),
+    Default("train.optimizer_params.eps", "optimizer.eps", 1e-6, "ours is 1e-8"),
+    Key("train.lr_scheduler", "lr_schedule.type", _schedule),
+    Default("train.lr_scheduler", "lr_schedule.type", "constant"),
+    Key("train.lr_scheduler_params.num_warmup_steps", "lr_schedule.warmup_steps"),
+    Key("train.lr_scheduler_params.eta_min", "lr_schedule.min_lr", float),
+    Key("train.max_grad_norm", "train.clip_grad_norm", norm, "0 is off, which is null here"),
+    Default("train.max_grad_norm", "train.clip_grad_norm", 1.0),
+    Key("train.ema_config.use_ema", note="ema"),
+    Key("train.ema_config.ema_decay", note="ema.decay; their average has no ramp"),
+    *off(
+        "train.ema_config.", {"use_feedback": False, "param_multiplier": 1.0}, "the average changes no weight"
+    ),
+    Key("train.dtype", "engine.param_dtype", DTYPE),
+    Default("train.dtype", "engine.param_dtype", "fp32"),
+    Key("train.gradient_checkpointing", "engine.recompute_modules", lambda value: "auto" if value else None),
+    Default("train.gradient_checkpointing", "engine.recompute_modules", "auto"),
+    Drop("train.noise_scheduler", "flow matching, as here", only=("flowmatch", "flow_match")),
+    Differs("train.noise_scheduler", "models here are trained by flow matching"),
+    Key("train.timestep_type", note="task.scheduler: timesteps and shift"),
+    *off("train.", {"linear_timesteps": False, "linear_timesteps2": False}, "no weights by timestep"),
+    *off("train.", {"content_or_style": "balanced"}, "another density: task.scheduler has some of its own"),
+    *off("train.", {"content_or_style_reg": "balanced"}, "pictures of regularisation count as others"),
+    *off(
+        "train.",
+        {"min_denoising_steps": 0, "max_denoising_steps": (999, 1000, None)},
+        "bounds are task.scheduler.min_ and max_timestep_boundary of wan/flow_match, from noise as theirs",
+    ),
+    *off("train.", {"train_unet": True}, "the transformer is what is trained"),
+    *off(
+        "train.", {"train_text_encoder": False, "train_refiner": (True, False, None)}, "encoders stay frozen"
+    ),
+    Key("train.cache_text_embeddings", note="data.cache"),
+    Differs(
+        "train.unload_text_encoder", "theirs trains on the trigger word or no caption alone", only=(True,)
+    ),
+    Drop("train.unload_text_encoder", CACHE),
+    Key("train.switch_boundary_every", note="here each step trains the expert of the timestep that it draws"),
+    Key("train.disable_sampling", note="validation"),
+    Key("train.skip_first_sample", "validation.at_start", lambda value: not value),
+    *off("train.", {"loss_type": "mse", "snr_gamma": None, "min_snr_gamma": None}, _LOSS),
+    *off("train.", {"learnable_snr_gos": False, "t0_loss_target": False, "do_fft_loss": False}, _LOSS),
+    *off("train.", {"do_guidance_loss": False, "do_differential_guidance": False, "max_loss": None}, _LOSS),
+    *off("train.", {"target_norm_std": None, "loss_target": "noise", "do_cfg": False}, _LOSS),
+    *off("train.", {"noise_offset": 0.0, "noise_multiplier": 1.0, "random_noise_shift": 0.0}, _NOISE),
+    *off("train.", {"dynamic_noise_offset": False, "force_consistent_noise": False}, _NOISE),
+    *off("train.", {"optimal_noise_pairing_samples": 1, "random_noise_multiplier": 0.0}, _NOISE),
+    *off("train.", {"diff_output_preservation": False, "blank_prompt_preservation": False}, _TRICK),
+    *off(
+        "train.", {"inverted_mask_prior": False, "weight_jitter": 0.0, "do_prior_divergence": False}, _TRICK
+    ),
+    *drops(
+        "train.",
+        ("diff_output_preservation_*", "blank_prompt_preservation_*", "reg_weight", "inverted_mask_prior_*"),
+        "of a regularisation that is off",
+    ),
+    *off("train.", {"prompt_dropout_prob": 0.0, "short_and_long_captions": False}, _PROMPT),
+    *off("train.", {"bypass_guidance_embedding": False}, "distilled guidance is task.train_guidance"),
+    *off("train.", {"start_step": None, "merge_network_on_save": False}, "a run begins at 0, or resumes"),
+    *drops(
+        "train.", ("xformers", "sdp", "attention_backend", "force_first_sample", "max_loss_debug"), FASTER
+    ),
+)
+
+_MODEL: tuple[Row, ...] = (
+    Key("model.name_or_path", note="task.pipeline, or from_pretrained of Wan's parts; a name gets `hub:`"),
+    Key("model.arch", note="which model"),
+    Key("model.is_*", note="an older way to say which model"),
+    Key("model.quantize", note="train.base_dtype"),
+    Key("model.qtype", note="train.base_dtype"),
+    *drops("model.", ("quantize_te", "qtype_te"), "text encoders are in bf16, and run once with data.cache"),
+    Key("model.layer_offloading", note="engine.base.stream"),
+    Key("model.auto_memory", note="engine.base.stream"),
+    *drops(
+        "model.", ("low_vram", "layer_offloading_*", "dtype", "vae_dtype", "te_dtype", "attn_masking"), FASTER
+    ),
+    *drops("model.", ("compile*", "block_compile", "cache_size_limit", "split_model_*", "*_device"), FASTER),
+    Key("model.model_kwargs.train_high_noise", note="task.predictor.train"),
+    Key("model.model_kwargs.train_low_noise", note="task.predictor.train"),
+    *off(
+        "model.",
+        {"assistant_lora_path": None},
+        "an adapter of training alone, not of sampling",
+    ),
+    *off("model.", {"lora_path": None}, "add it to train.adapters as {from: FILE, train: false}"),
+    *drops("model.", ("inference_lora_path", "refiner_*"), SAMPLING),
+    *off(
+        "model.",
+        {"vae_path": None, "unet_path": None, "te_name_or_path": None},
+        "set from_pretrained of the part",
+    ),
+    *off("model.", {"extras_name_or_path": None}, "set from_pretrained of the encoders"),
+    *off("model.", {"only_if_contains": None, "ignore_if_contains": None}, "write train.freeze"),
+    *off("model.", {"accuracy_recovery_adapter": None}, "an adapter that takes quantisation back"),
+    Drop("model.use_flux_cfg", OFF, only=(False,)),
+)
+
+_SAMPLE: tuple[Row, ...] = (
+    Key("sample.sample_every", "validation.every"),
+    Key("sample.prompts", note="validation.samples.prompts"),
+    Key("sample.samples", note="validation.samples.prompts, images"),
+    Key("sample.neg", note="validation.samples.negative_prompt"),
+    Key("sample.seed", "validation.samples.seed"),
+    Key("sample.guidance_scale", "validation.samples.guidance", float),
+    Key("sample.sample_steps", "validation.samples.steps"),
+    Key("sample.width", "task.sample.width"),
+    Key("sample.height", "task.sample.height"),
+    Key("sample.num_frames", "task.sample.num_frames"),
+    Key("sample.fps", "task.sample.fps", float),
+    Drop("sample.*", SAMPLING),
+    Drop("first_sample*", SAMPLING),
+)
+
+PROCESS: tuple[Row, ...] = (
+    Key("type", note="sd_trainer, ui_trainer, diffusion_trainer: trainings"),
+    Key("name", "run.name", str),
+    Key("training_folder", "run.dir", str),
+    Key("training_seed", "run.seed", note="other random numbers than theirs"),
+    Key("trigger_word", note="caption_prefix of the sources: theirs adds it only where a caption lacks it"),
+    Drop("device", "one rank, or those of `mm-train --nproc`"),
+    *drops("", ("performance_log_every", "torch_profiler", "sqlite_db_path", "log_dir"), LOGGING),
+    *_NETWORK,
+    Key("save.save_every", "checkpoint.every"),
+    Default("save.save_every", "checkpoint.every", 1000),
+    Key("save.max_step_saves_to_keep", "checkpoint.keep"),
+    Default("save.max_step_saves_to_keep", "checkpoint.keep", 5),
+    Drop("save.*", EXPORT),
+    Key("logging.log_every", "log.every"),
+    Key("logging.use_wandb", note="log.trackers: [wandb]"),
+    Drop("logging.*", LOGGING),
+    *_DATASETS,
+    *_TRAIN,
+    *_MODEL,
+    *_SAMPLE,
+    *off("", {"adapter": None, "embedding": None, "decorator": None, "slider": None}, _ADAPTER),
+    *off("", {"guidance": None, "do_lorm": False}, _ADAPTER),
+)
