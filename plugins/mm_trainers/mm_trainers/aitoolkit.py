@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from mm_core.errors import ConfigError
 from mm_core.interchange.migration import Migrated, apply
 from mm_core.schema.nodes import Node
 from mm_trainers import models
-from mm_trainers.common import at, differ, files_of, model_name, place, rooted, take_off, value_at
+from mm_trainers.common import Source, files_of, model_name, rooted, settle
 from mm_trainers.tables.aitoolkit import JOB, PROCESS
 
 _TRAINS = ("sd_trainer", "ui_trainer", "diffusion_trainer")
@@ -36,6 +35,7 @@ _EVENLY = (
     "theirs takes frames evenly spaced over the whole clip, here they follow each other: set data.train.fps"
 )
 _SWITCH = "theirs trains the experts by turns; here each step draws a timestep, and high has the fewer ones"
+_OLD = {"flux": "flux", "v3": "sd3", "xl": "sdxl", "v2": "sd2", "lumina2": "lumina2"}
 
 
 class AiToolkit:
@@ -45,7 +45,7 @@ class AiToolkit:
 
     def recognise(self, paths: Sequence[Path]) -> bool:
         """Whether one of these files, or of the files in these folders, is a job of ai-toolkit."""
-        return any(True for _ in files_of(paths, _SUFFIXES, _is_job))
+        return bool(files_of(paths, _SUFFIXES, _is_job))
 
     def migrate(self, paths: Sequence[Path]) -> Sequence[Migrated]:
         """A run for each process of the jobs.
@@ -53,11 +53,8 @@ class AiToolkit:
         Raises:
             ConfigError: a process is no training, or its model has no counterpart.
         """
-        return [
-            _run(root, process)
-            for root in files_of(paths, _SUFFIXES, _is_job)
-            for process in root.items("config", "process")
-        ]
+        jobs = files_of(paths, _SUFFIXES, _is_job)
+        return [_run(root, process) for root in jobs for process in root.items("config", "process")]
 
 
 _SUFFIXES = (".yaml", ".yml", ".json")
@@ -68,304 +65,216 @@ def _is_job(root: Node) -> bool:
 
 
 def _run(root: Node, process: Node) -> Migrated:
-    process = rooted(process, f"{process.path}.")
-    kind = value_at(process, "type")
+    name = root.at("config", "name")
+    run = Migrated(str(name.value) if name is not None else Path(root.where).stem)
+    source = Source(rooted(process, f"{process.path}."), run)
+    kind, where = source.get("type"), source.place("type")
     if kind not in _TRAINS:
-        raise ConfigError(
-            f"a process of the type {kind!r} is no training that is known here",
-            where=place(process, "type"),
-            accepted=", ".join(_TRAINS),
-        )
-    run = Migrated(str(value_at(root, "config.name", Path(root.where).stem)))
-    run.set("run.name", run.name, place(root, "config.name"))
-    run.set("engine.type", "fsdp2", place(process, "type"))
-    arch, name = _model(process, run)
+        what = f"a process of the type {kind!r} is no training that is known here"
+        raise ConfigError(what, where=where, accepted=", ".join(_TRAINS))
+    run.set("run.name", run.name, where)
+    run.set("engine.type", "fsdp2", where)
+    arch = _model(source)
     apply(JOB, root, run)
-    apply(PROCESS, process, run)
-    run.set("run.name", _file_name(str(run.lines["run.name"].value)), run.lines["run.name"].place)
-    _density(process, run, arch)
-    _batch(process, run)
-    if value_at(process, "network") is not None:
-        _adapter(process, run, _PIPELINES.get(arch))
-        _base(process, run)
-    elif value_at(process, "model.quantize", False):
-        differ(run, process, "model.quantize", "all weights are trained, so none is quantised")
-    _datasets(process, run, arch)
-    _samples(process, run)
-    _settle(process, run, name)
+    apply(PROCESS, source.node, run)
+    _density(source, arch)
+    _steps(source)
+    if source.get("network") is not None:
+        _adapter(source, _PIPELINES.get(arch))
+        _base(source)
+    elif source.get("model.quantize", False):
+        source.differ("model.quantize", "all weights are trained, so none is quantised")
+    _datasets(source, arch)
+    _samples(source)
+    settle(run)
     return run
 
 
-def _file_name(name: str) -> str:
-    return re.sub(r"[^\w.-]+", "_", name).strip("._") or "run"
-
-
-def _model(process: Node, run: Migrated) -> tuple[str, str]:
-    """Sets the parts of the model; its architecture, and its name."""
-    name = value_at(process, "model.name_or_path", "")
-    arch, _, tag = str(value_at(process, "model.arch", "")).partition(":")
-    where = place(process, "model.arch" if arch else "model")
+def _model(source: Source) -> str:
+    """Sets the parts of the model; its architecture."""
+    name = str(source.get("model.name_or_path", ""))
+    arch, _, tag = str(source.get("model.arch", "")).partition(":")
+    where = source.place("model.arch" if arch else "model")
     if not arch:
-        flags = [key for key, node in (process.at("model") or process).value.items() if node.value is True]
-        arch = next((key.removeprefix("is_") for key in flags if key.startswith("is_")), "sd1")
-        arch = {"v3": "sd3", "xl": "sdxl", "v2": "sd2"}.get(arch, arch)
-    folder, where_name = model_name(name), place(process, "model.name_or_path")
+        flags = source.node_at("model") or source.node
+        found = [key.removeprefix("is_") for key, node in flags.value.items() if node.value is True]
+        arch = next((_OLD[key] for key in found if key in _OLD), "sd1")
     if arch in _WAN:
-        preset = _WAN[arch]
+        preset, text = _WAN[arch], f"{name} {tag}".lower()
         if arch == "wan21":
-            size = (
-                "1.3b"
-                if "1.3b" in str(name).lower() or "1b" in tag
-                else "14b"
-                if "14b" in f"{name}{tag}".lower()
-                else None
-            )
-            preset = f"wan2.1-t2v-{size}" if size else None
-        elif arch == "wan21_i2v" and "720" in f"{name}{tag}":
+            preset = next((f"wan2.1-t2v-{size}" for size in ("1.3b", "14b") if size in text), None)
+        elif arch == "wan21_i2v" and "720" in text:
             preset = "wan2.1-i2v-14b-720p"
-        models.set_wan(run, preset, folder, where_name, _experts(process))
+        high, low = (source.get(f"model.model_kwargs.train_{end}_noise", True) for end in ("high", "low"))
+        experts = "both" if high and low else "high" if high else "low"
+        models.set_wan(source.run, preset, model_name(name), source.place("model.name_or_path"), experts)
+        if preset in models.PAIRS and experts == "both":
+            source.differ("train.switch_boundary_every", _SWITCH)
     elif arch in _PIPELINES:
-        models.set_pipeline(run, folder, where_name)
+        models.set_pipeline(source.run, model_name(name), source.place("model.name_or_path"))
     else:
-        known = sorted({*_WAN, *_PIPELINES})
-        raise ConfigError(
-            f"the architecture {arch!r} has no counterpart here",
-            where=where,
-            accepted=", ".join(known),
-            hint="other pipelines of flow matching are added by a recipe: docs/diffusers-family.md",
-        )
-    run.set("task.latents", "sample", "default of the tool", "a draw of the autoencoder's posterior")
-    return arch, str(name)
+        what, accepted = f"the architecture {arch!r} has no counterpart here", ", ".join([*_WAN, *_PIPELINES])
+        hint = "other pipelines of flow matching are added by a recipe: docs/diffusers-family.md"
+        raise ConfigError(what, where=where, accepted=accepted, hint=hint)
+    source.run.set("task.latents", "sample", "default of the tool", "a draw of the autoencoder's posterior")
+    return arch
 
 
-def _experts(process: Node) -> str:
-    high, low = (value_at(process, f"model.model_kwargs.train_{end}_noise", True) for end in ("high", "low"))
-    return "both" if high and low else "high" if high else "low"
+def _density(source: Source, arch: str) -> None:
+    path = "train.timestep_type"
+    kind = source.get(path, "sigmoid")
+    shift: float | str = 1.0
+    if kind in _SHIFTED:
+        wan = 3.0 if arch.startswith("wan21") else 5.0
+        shift = wan if models.is_wan(source.run) else "sampling"
+    elif kind not in _DENSITIES:
+        source.differ(path, "no such density or weight; linear without weights is written in its place")
+    models.set_density(source.run, _DENSITIES.get(kind, "uniform"), shift, source.place(path))
 
 
-def _density(process: Node, run: Migrated, arch: str) -> None:
-    kind, where = value_at(process, "train.timestep_type", "sigmoid"), place(process, "train.timestep_type")
-    if kind in _DENSITIES:
-        models.set_density(run, _DENSITIES[kind], 1.0, where)
+def _steps(source: Source) -> None:
+    """Samples of a step, warm-up and the average."""
+    path, run = "train.gradient_accumulation", source.run
+    if (legacy := source.get(f"{path}_steps", 1)) > 1:
+        path = f"{path}_steps"
+        note = f"theirs counts the {legacy} micro-batches of a step"
+        run.set("train.steps", run.lines["train.steps"].value // legacy, source.place(path), note)
+    count = source.get("train.batch_size", 1) * source.get(path, 1)
+    source.set("train.global_batch_size", count, path, "of one rank, as theirs")
+    if source.get("train.lr_scheduler") == "constant_with_warmup":
+        source.take("lr_schedule.warmup_steps", "train.lr_scheduler_params.num_warmup_steps", 1000)
+    if source.get("train.ema_config.use_ema", False):
+        source.take("ema.decay", "train.ema_config.ema_decay", 0.999)
+        source.set("ema.ramp", False, "train.ema_config.use_ema", "their average has no ramp")
+    if source.get("logging.use_wandb", False):
+        source.set("log.trackers", ["wandb"], "logging.use_wandb")
+
+
+def _adapter(source: Source, pipeline: str | None) -> None:
+    kind, start = str(source.get("network.type", "lora")).lower(), "train.adapters.0"
+    if kind not in ("lora", "locon", "lokr"):
+        source.differ("network.type", "known: lora, lokr; lora is written in its place")
+    source.set(f"{start}.kind", "lokr" if kind == "lokr" else "lora", "network.type")
+    if f"{start}.from" in source.run.lines:
+        source.take_off("the file of the adapter decides", f"{start}.rank", f"{start}.alpha")
         return
-    shift: float | str = "sampling"
-    if models.is_wan(run):
-        shift = 3.0 if arch.startswith("wan21") else 5.0
-    if kind not in _SHIFTED:
-        why = "a density that task.scheduler.timesteps does not have; linear is written in its place"
-        if kind == "weighted":
-            why = "weights by timestep, of a table of theirs; linear without weights is written in its place"
-        differ(run, process, "train.timestep_type", why)
-        shift = 1.0
-    models.set_density(run, "uniform", shift, where)
-
-
-def _batch(process: Node, run: Migrated) -> None:
-    size = value_at(process, "train.batch_size", 1)
-    legacy = value_at(process, "train.gradient_accumulation_steps", 1)
-    count = value_at(process, "train.gradient_accumulation", 1)
-    where = place(process, "train.gradient_accumulation")
-    if legacy > 1:
-        where, count = place(process, "train.gradient_accumulation_steps"), legacy
-        steps = run.lines["train.steps"]
-        run.set(
-            "train.steps", steps.value // legacy, steps.place, f"theirs counts {legacy} micro-batches a step"
-        )
-    run.set("train.global_batch_size", size * count, where, "of one rank, as theirs")
-
-
-def _adapter(process: Node, run: Migrated, pipeline: str | None) -> None:
-    kind, start = value_at(process, "network.type", "lora"), "train.adapters.0"
-    if str(kind).lower() not in ("lora", "locon", "lokr"):
-        differ(run, process, "network.type", "known: lora, lokr; lora is written in its place")
-    lokr = str(kind).lower() == "lokr"
-    run.set(f"{start}.kind", "lokr" if lokr else "lora", place(process, "network.type"))
-    only = value_at(process, "network.network_kwargs.only_if_contains")
-    if f"{start}.from" in run.lines:
-        for key in ("rank", "alpha"):
-            take_off(run, f"{start}.{key}", "the file of the adapter decides")
-        return
-    path = "network.network_kwargs.only_if_contains" if only else "network.type"
-    targets = [_module(each) for each in only or ()] or models.block_targets(run, pipeline)
-    run.set(
-        f"{start}.targets",
-        targets,
-        place(process, path),
-        "" if only else "as theirs: linear layers of blocks",
-    )
-    if skipped := value_at(process, "network.network_kwargs.ignore_if_contains"):
-        run.set(
-            f"{start}.exclude", [_module(each) for each in skipped], place(process, "network.network_kwargs")
-        )
-    for key, theirs, default in (("rank", "linear", 4), ("alpha", "linear_alpha", 1.0)):
-        if f"{start}.{key}" not in run.lines:
-            run.set(f"{start}.{key}", default, f"default of the tool for network.{theirs}")
-    if lokr:
-        if value_at(process, "network.lokr_full_rank", True):
-            where = place(process, "network.lokr_full_rank")
+    only, skip = (f"network.network_kwargs.{name}_if_contains" for name in ("only", "ignore"))
+    targets = [_module(each) for each in source.get(only, [])] or models.block_targets(source.run, pipeline)
+    source.set(f"{start}.targets", targets, only, "as theirs: linear layers of blocks")
+    if skipped := source.get(skip):
+        source.set(f"{start}.exclude", [_module(each) for each in skipped], skip)
+    source.fill(f"{start}.rank", 4, "network.linear")
+    source.fill(f"{start}.alpha", 1.0, "network.linear_alpha")
+    if kind == "lokr":
+        if source.get("network.lokr_full_rank", True):
             for key in ("rank", "alpha"):
-                run.set(f"{start}.{key}", _NO_RANK, where, "whole factors")
-        factor = value_at(process, "network.lokr_factor", -1)
-        if factor > 0:
-            run.set(f"{start}.decompose_factor", factor, place(process, "network.lokr_factor"))
+                source.set(f"{start}.{key}", _NO_RANK, "network.lokr_full_rank", "whole factors")
+        if (factor := source.get("network.lokr_factor", -1)) > 0:
+            source.set(f"{start}.decompose_factor", factor, "network.lokr_factor")
 
 
 def _module(text: str) -> str:
     """The path of a module here, from a part of its name there."""
     name = str(text).replace("$$", ".").strip(".").removeprefix("transformer.")
-    return f"predictor.{name}" if re.search(r"blocks\.\d+|layers\.\d+", name) else name
+    return f"predictor.{name}" if re.search(r"(blocks|layers)\.\d+", name) else name
 
 
-def _base(process: Node, run: Migrated) -> None:
+def _base(source: Source) -> None:
     """The form of the frozen weights, and where they wait."""
-    dtype = run.lines["engine.param_dtype"]
-    if not value_at(process, "model.quantize", False):
-        if dtype.value == "bf16":
-            run.set("train.base_dtype", "bf16", dtype.place, "theirs keeps the base in train.dtype")
-    else:
-        form, _, recovery = str(value_at(process, "model.qtype", "qfloat8")).partition("|")
-        path = "model.qtype" if at(process, "model.qtype") is not None else "model.quantize"
-        ours = _FORMS.get(form)
-        run.set("train.base_dtype", ours or "nf4", place(process, path), "rounded in another way than theirs")
-        if ours is None:
-            differ(run, process, "model.qtype", f"{form} is no form here; nf4 is written in its place")
+    dtype = source.run.lines["engine.param_dtype"]
+    if source.get("model.quantize", False):
+        path = "model.qtype"
+        form, _, recovery = str(source.get(path, "qfloat8")).partition("|")
+        source.set("train.base_dtype", _FORMS.get(form, "nf4"), path, "rounded in another way than theirs")
+        if form not in _FORMS:
+            source.differ(path, f"{form} is no form here; nf4 is written in its place")
         if recovery:
-            differ(run, process, "model.qtype", "the adapter that takes quantisation back is not applied")
+            source.differ(path, "the adapter that takes quantisation back is not applied")
+    elif dtype.value == "bf16":
+        source.run.set("train.base_dtype", "bf16", dtype.place, "theirs keeps the base in train.dtype")
     for key in ("model.layer_offloading", "model.auto_memory"):
-        if value_at(process, key, False):
-            run.set("engine.base.stream", True, place(process, key))
+        if source.get(key, False):
+            source.set("engine.base.stream", True, key)
 
 
-def _datasets(process: Node, run: Migrated, arch: str) -> None:
-    run.set("data.train.type", "media_text", place(process, "datasets"))
-    count = len(process.items("datasets"))
+def _datasets(source: Source, arch: str) -> None:
+    run, count = source.run, len(source.node.items("datasets"))
+    source.set("data.train.type", "media_text", "datasets")
     if not count:
         run.set("data.train.sources.0.annotations", "data/photos", "nowhere")
         run.todo.append("data.train.sources: the pictures or clips, which no key names")
-    rates = [value_at(process, f"datasets.{i}.caption_dropout_rate", 0.0) for i in range(count)] or [0.0]
-    where = place(process, "datasets.0.caption_dropout_rate")
-    run.set("task.caption_dropout", max(rates), where, "of the task here, for all sources")
+    every = [f"datasets.{number}" for number in range(max(count, 1))]
+    rates = [source.get(f"{each}.caption_dropout_rate", 0.0) for each in every]
+    path = f"{every[rates.index(max(rates))]}.caption_dropout_rate"
+    source.set("task.caption_dropout", max(rates), path, "of the task here, for all sources")
     if len(set(rates)) > 1:
-        why = "one share for all sources here: the largest is written"
-        differ(run, process, f"datasets.{rates.index(min(rates))}.caption_dropout_rate", why)
-    _sizes(process, run, count)
-    _frames(process, run, count, arch)
-    word = value_at(process, "trigger_word", "")
-    for number in range(max(count, 1)):
+        source.differ(path, "one share for all sources here: the largest is written")
+    _sizes(source, every)
+    _frames(source, every, arch)
+    for number in range(len(every)):
         key = f"data.train.sources.{number}.caption_prefix"
-        if key in run.lines:
-            own = run.lines[key]
-            run.set(key, f"{own.value} ", own.place, own.note)
-        elif word:
-            run.set(key, f"{word} ", place(process, "trigger_word"), "before every caption")
-    if word or any(key.endswith("caption_prefix") for key in run.lines):
-        run.todo.append(
-            "captions: take the trigger word and [trigger] out of them, since here each one gets it"
-        )
-    cached = ("cache_latents", "cache_latents_to_disk", "cache_text_embeddings")
-    paths = [f"datasets.{i}.{name}" for i in range(count) for name in cached] + [
-        "train.cache_text_embeddings"
-    ]
-    if found := next((path for path in paths if value_at(process, path, False)), None):
-        run.set("data.cache.dir", "cache", place(process, found), "`mm cache build` fills it before the run")
+        word = run.lines[key].value if key in run.lines else source.get("trigger_word", "")
+        path = f"datasets.{number}.trigger_word" if key in run.lines else "trigger_word"
+        if word:
+            source.set(key, f"{word} ", path, "before every caption")
+    if any(key.endswith(".caption_prefix") for key in run.lines):
+        run.todo.append("captions: take the trigger word and [trigger] out of them; here each one gets it")
+    names = ("cache_latents", "cache_latents_to_disk", "cache_text_embeddings")
+    paths = [f"{each}.{name}" for each in every for name in names] + ["train.cache_text_embeddings"]
+    if found := next((path for path in paths if source.get(path, False)), None):
+        source.set("data.cache.dir", "cache", found, "`mm cache build` fills it before the run")
 
 
-def _sizes(process: Node, run: Migrated, count: int) -> None:
+def _sizes(source: Source, every: Sequence[str]) -> None:
     """Buckets of one area: the largest resolution."""
-    found: list[tuple[int, str]] = []
-    for path in [f"datasets.{i}.resolution" for i in range(count)] or ["datasets.0.resolution"]:
-        value = value_at(process, path, 512)
-        found += [(int(side), path) for side in (value if isinstance(value, list) else [value])]
+    values = {f"{each}.resolution": source.get(f"{each}.resolution", 512) for each in every}
+    found = [(int(side), path) for path, value in values.items() for side in models.listed(value)]
     side, path = max(found, key=lambda item: item[0])
     for key in ("max_height", "max_width"):
-        run.set(f"data.train.{key}", side, place(process, path), "the area of a square of this side")
-    run.set(
-        "data.loader.mode", "variable", place(process, path), "buckets keep the aspect; nothing is enlarged"
-    )
+        source.set(f"data.train.{key}", side, path, "the area of a square of this side")
+    source.set("data.loader.mode", "variable", path, "buckets keep the aspect; nothing is enlarged")
     if len({each for each, _ in found}) > 1:
-        why = "theirs trains each picture at each size; here at the largest that it fills"
-        differ(run, process, path, why)
+        source.differ(path, "theirs trains each picture at each size; here at the largest that it fills")
 
 
-def _frames(process: Node, run: Migrated, count: int, arch: str) -> None:
-    frames = [value_at(process, f"datasets.{i}.num_frames", 1) for i in range(count)] or [1]
-    most = frames.index(max(frames))
-    run.set("data.train.num_frames", frames[most], place(process, f"datasets.{most}.num_frames"))
-    clips = [number for number, each in enumerate(frames) if each > 1]
-    for number in clips:
-        if value_at(process, f"datasets.{number}.shrink_video_to_frames", True):
-            differ(run, process, f"datasets.{number}.num_frames", _EVENLY)
-        else:
-            path = f"datasets.{number}.fps"
-            run.set("data.train.fps", float(value_at(process, path, 24)), place(process, path))
-            run.set("data.train.random_start", True, place(process, path), "theirs begins at a random frame")
-    if models.is_wan(run):
-        _whole_latents(run)
+def _frames(source: Source, every: Sequence[str], arch: str) -> None:
+    frames = [source.get(f"{each}.num_frames", 1) for each in every]
+    most = every[frames.index(max(frames))]
+    source.set("data.train.num_frames", max(frames), f"{most}.num_frames")
+    for each, count in zip(every, frames, strict=True):
+        if count > 1 and source.get(f"{each}.shrink_video_to_frames", True):
+            source.differ(f"{each}.num_frames", _EVENLY)
+        elif count > 1:
+            source.take("data.train.fps", f"{each}.fps", 24)
+            source.set("data.train.random_start", True, f"{each}.fps", "theirs begins at a random frame")
+    if models.is_wan(source.run):
+        for key, more in (("data.train.num_frames", -1), ("task.sample.num_frames", 0)):
+            line = source.run.lines.get(key)
+            if line and (whole := max(line.value + more, 0) // 4 * 4 + 1) != line.value and line.value > 1:
+                source.run.set(key, whole, line.place, f"of {line.value}: what Wan's latents hold")
     if arch == "wan22_5b":
-        first = [number for number in range(count) if value_at(process, f"datasets.{number}.do_i2v", False)]
-        path = f"datasets.{first[0] if first else 0}.do_i2v"
-        run.set("task.frames", ["first"] if first else [], place(process, path))
+        first = [f"{each}.do_i2v" for each in every if source.get(f"{each}.do_i2v", False)]
+        source.set("task.frames", ["first"] if first else [], first[0] if first else f"{most}.do_i2v")
 
 
-def _whole_latents(run: Migrated) -> None:
-    """Frames that Wan's latents hold: theirs leaves out the last ones of a clip, and samples a few more."""
-    for key, more in (("data.train.num_frames", -1), ("task.sample.num_frames", 0)):
-        line = run.lines.get(key)
-        if line and (whole := max(line.value + more, 0) // 4 * 4 + 1) != line.value and line.value > 1:
-            run.set(key, whole, line.place, f"of {line.value}: what Wan's latents hold")
-
-
-def _samples(process: Node, run: Migrated) -> None:
-    items: list[Any] = value_at(process, "sample.samples") or []
-    items = items or [{"prompt": text} for text in value_at(process, "sample.prompts", [])]
-    word = str(value_at(process, "trigger_word", ""))
+def _samples(source: Source) -> None:
+    items = source.get("sample.samples") or [{"prompt": text} for text in source.get("sample.prompts", [])]
+    word = str(source.get("trigger_word", ""))
     prompts = [str(each["prompt"]).replace("[trigger]", word) for each in items if each.get("prompt")]
-    if not prompts or value_at(process, "train.disable_sampling", False):
-        for key in [key for key in run.lines if key.startswith(("validation.", "task.sample."))]:
-            take_off(run, key, "no sample is made")
+    if not prompts or source.get("train.disable_sampling", False):
+        keys = [key for key in source.run.lines if key.startswith(("validation.", "task.sample."))]
+        source.take_off("no sample is made", *keys)
         return
-    path = "sample.samples" if value_at(process, "sample.samples") else "sample.prompts"
-    run.set("validation.samples.prompts", prompts, place(process, path))
-    images = [each.get("ctrl_img") for each in items]
-    if all(images):
-        run.set("validation.samples.images", images, place(process, path))
-    if negative := value_at(process, "sample.neg"):
-        run.set("validation.samples.negative_prompt", str(negative), place(process, "sample.neg"))
+    path = "sample.samples" if source.get("sample.samples") else "sample.prompts"
+    source.set("validation.samples.prompts", prompts, path)
+    if all(images := [each.get("ctrl_img") for each in items]):
+        source.set("validation.samples.images", images, path)
+    if negative := source.get("sample.neg"):
+        source.set("validation.samples.negative_prompt", str(negative), "sample.neg")
     for key, theirs, default in (
-        *(("validation.every", "sample_every", 100), ("task.sample.width", "width", 512)),
-        *(("task.sample.height", "height", 512), ("validation.samples.steps", "sample_steps", 20)),
-        *(("validation.samples.guidance", "guidance_scale", 7.0), ("validation.samples.seed", "seed", 0)),
+        *(("validation.every", "sample_every", 100), ("validation.samples.steps", "sample_steps", 20)),
+        *(("task.sample.height", "height", 512), ("task.sample.width", "width", 512)),
+        ("validation.samples.guidance", "guidance_scale", 7.0),
     ):
-        if key not in run.lines:
-            run.set(key, default, f"default of the tool for sample.{theirs}")
-    if "validation.at_start" not in run.lines:
-        run.set("validation.at_start", True, "default of the tool for train.skip_first_sample")
-
-
-def _settle(process: Node, run: Migrated, name: str) -> None:
-    """Lines that only hold together with others."""
-    if value_at(process, "train.ema_config.use_ema", False):
-        path = "train.ema_config.ema_decay"
-        run.set("ema.decay", float(value_at(process, path, 0.999)), place(process, path))
-        run.set("ema.ramp", False, place(process, path), "their average has no ramp")
-    if value_at(process, "train.lr_scheduler") == "constant_with_warmup":
-        path = "train.lr_scheduler_params.num_warmup_steps"
-        run.set("lr_schedule.warmup_steps", value_at(process, path, 1000), place(process, path))
-    optimizer = run.lines.setdefault("optimizer.type", run.lines["engine.type"])
-    if optimizer is run.lines["engine.type"]:
-        run.set("optimizer.type", "adamw", place(process, "train.optimizer"), "in the place of theirs")
-    if optimizer.value == "adamw_8bit":
-        run.todo.append(
-            'optimizer adamw_8bit: pip install "mm-core[low-bit]"; blocks of torchao, not bitsandbytes'
-        )
-    run.lines.setdefault("lr_schedule.type", run.lines["engine.type"])
-    if run.lines["lr_schedule.type"].value == "fsdp2":
-        run.set(
-            "lr_schedule.type", "constant", place(process, "train.lr_scheduler"), "in the place of theirs"
-        )
-    if value_at(process, "logging.use_wandb", False):
-        run.set("log.trackers", ["wandb"], place(process, "logging.use_wandb"))
-    if run.lines.get("task.predictor.train") and run.lines["task.predictor.train"].value == "both":
-        differ(run, process, "train.switch_boundary_every", _SWITCH)
-    if not name:
-        run.todo.append("task: the folder of the model, which no key names")
+        source.fill(key, default, f"sample.{theirs}")
+    source.fill("validation.at_start", True, "train.skip_first_sample")

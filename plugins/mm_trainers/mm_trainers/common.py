@@ -1,4 +1,4 @@
-"""What the migrations share: names of models, conversions of values, rows for what is off by default."""
+"""What the migrations share: what files say, conversions of values, rows for what is off."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ LOGGING = "of logs and displays alone"
 EXPORT = "of the files that are written: `mm export --dtype, --push`"
 OFF = "off here too"
 CACHE = "latents and states of captions are encoded once, into data.cache"
+_8BIT = "optimizer adamw_8bit: pip install \"mm-core[low-bit]\"; its blocks are torchao's, not bitsandbytes'"
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -26,13 +27,80 @@ class NoOptions:
     """Config of a migration: it has no keys."""
 
 
-def one_of(known: Mapping[Any, Any]) -> Callable[[Any], Any]:
-    """A conversion of known values; another is an error that lists them."""
+@dataclass
+class Source:
+    """A file, or a line of flags, and the run that is made of it."""
+
+    node: Node
+    run: Migrated
+
+    def node_at(self, path: str) -> Node | None:
+        """The node at a dotted path, of mappings and lists."""
+        found: Node | None = self.node
+        for key in path.split("."):
+            if found is not None and isinstance(found.value, list):
+                found = dict(enumerate(found.value)).get(int(key)) if key.isdigit() else None
+            elif found is not None:
+                found = found.at(key)
+        return found
+
+    def get(self, path: str, default: Any = None) -> Any:
+        """The plain value at a path; a null counts as absent."""
+        found = self.node_at(path)
+        value = None if found is None else to_python(found)
+        return default if value is None else value
+
+    def place(self, path: str) -> str:
+        """Where a value was written; for one that is absent, that it is the tool's default."""
+        found = self.node_at(path)
+        return place_of(found) if found is not None else f"default of the tool for {path}"
+
+    def set(self, ours: str, value: Any, path: str, note: str = "") -> None:
+        """Sets a key of ours, from a path."""
+        self.run.set(ours, value, self.place(path), note)
+
+    def take(self, ours: str, path: str, default: Any, note: str = "") -> Any:
+        """Sets a key of ours to the value at a path, or to the tool's default; that value."""
+        value = self.get(path, default)
+        self.set(ours, value, path, note)
+        return value
+
+    def fill(self, ours: str, value: Any, path: str, note: str = "") -> None:
+        """Sets a key of ours that no row has set."""
+        if ours not in self.run.lines:
+            self.set(ours, value, path, note)
+
+    def differ(self, path: str, why: str) -> None:
+        """Lists what has no counterpart."""
+        self.run.differs.append(Left(self.place(path), path, self.get(path, ""), why))
+
+    def take_off(self, why: str, *keys: str) -> None:
+        """Moves lines of ours to what does nothing here."""
+        for key in keys:
+            if line := self.run.lines.pop(key, None):
+                self.run.dropped.append(Left(line.place, key, line.value, why))
+
+
+def settle(run: Migrated) -> None:
+    """A name that is a folder's; an optimizer and a schedule where theirs have no counterpart."""
+    name = run.lines["run.name"]
+    run.set("run.name", re.sub(r"[^\w.-]+", "_", str(name.value)).strip("._") or "run", name.place)
+    for key, value in (("optimizer.type", "adamw"), ("lr_schedule.type", "constant")):
+        if key not in run.lines:
+            run.set(key, value, "in the place of theirs")
+    if run.lines["optimizer.type"].value == "adamw_8bit":
+        run.todo.append(_8BIT)
+
+
+def one_of(known: Mapping[Any, Any], instead: str = "") -> Callable[[Any], Any]:
+    """A conversion of known values, in any case; another is an error that lists them."""
 
     def convert(value: Any) -> Any:
-        if value not in known:
-            raise ValueError(f"{value!r} has no counterpart here; known: {', '.join(map(str, known))}")
-        return known[value]
+        key = value.lower() if isinstance(value, str) else value
+        if key not in known:
+            rest = f"{instead} is written in its place" if instead else f"known: {', '.join(map(str, known))}"
+            raise ValueError(f"{value!r} has no counterpart here; {rest}")
+        return known[key]
 
     return convert
 
@@ -46,6 +114,11 @@ def words(value: Any) -> list[str]:
     """A list of words, from one or from a text with commas."""
     parts = value if isinstance(value, list) else str(value).split(",")
     return [str(part).strip() for part in parts if str(part).strip()]
+
+
+def recompute(value: Any) -> str | None:
+    """Which modules are recomputed."""
+    return "auto" if value else None
 
 
 DTYPE = one_of(
@@ -79,60 +152,26 @@ def model_name(value: Any) -> str:
     return f"hub:{name}" if _HUB.fullmatch(name) and not Path(name).exists() else name
 
 
-def value_at(node: Node, path: str, default: Any = None) -> Any:
-    """The plain value at a dotted path; a null counts as absent."""
-    found = at(node, path)
-    value = None if found is None else to_python(found)
-    return default if value is None else value
-
-
-def at(node: Node, path: str) -> Node | None:
-    """The node at a dotted path, of mappings and lists."""
-    found: Node | None = node
-    for key in path.split("."):
-        if found is None:
-            return None
-        if isinstance(found.value, list):
-            found = found.value[int(key)] if key.isdigit() and int(key) < len(found.value) else None
-        else:
-            found = found.at(key)
-    return found
-
-
-def place(node: Node, path: str) -> str:
-    """Where a value was written; for one that is absent, that it is the tool's default."""
-    found = at(node, path)
-    return place_of(found) if found is not None else f"default of the tool for {path}"
-
-
 def rooted(node: Node, start: str) -> Node:
     """A tree whose paths begin below `start`."""
     return replace(node, path=node.path.removeprefix(start)).mapped(lambda child: rooted(child, start))
 
 
-def differ(run: Migrated, node: Node, path: str, why: str) -> None:
-    """Lists what has no counterpart."""
-    run.differs.append(Left(place(node, path), path, value_at(node, path, ""), why))
-
-
-def take_off(run: Migrated, key: str, why: str) -> None:
-    """Moves a line of ours to what does nothing here."""
-    if line := run.lines.pop(key, None):
-        run.dropped.append(Left(line.place, key, line.value, why))
-
-
-def files_of(
-    paths: Sequence[Path], suffixes: tuple[str, ...], is_one: Callable[[Node], bool]
-) -> Iterator[Node]:
-    """The files, also in folders, whose keys are of a tool; raises nothing."""
+def inside(paths: Sequence[Path], *suffixes: str) -> Iterator[Path]:
+    """The files with one of the suffixes, also those in folders."""
     for path in paths:
-        inside = sorted(path.iterdir()) if path.is_dir() else [path]
-        for file in inside:
-            if file.suffix not in suffixes or not file.is_file():
-                continue
-            try:
-                root = read_source(file)
-            except MMError:
-                continue
-            if is_one(root):
-                yield root
+        for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+            if file.suffix in suffixes and file.is_file():
+                yield file
+
+
+def files_of(paths: Sequence[Path], suffixes: tuple[str, ...], is_one: Callable[[Node], bool]) -> list[Node]:
+    """The files, also in folders, whose keys are of a tool; raises nothing."""
+    found = []
+    for file in inside(paths, *suffixes):
+        try:
+            root = read_source(file)
+        except MMError:
+            continue
+        found += [root] if is_one(root) else []
+    return found

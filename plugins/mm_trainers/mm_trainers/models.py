@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mm_core.interchange.migration import Migrated
 
@@ -74,3 +75,8 @@ def block_targets(run: Migrated, pipeline: str | None) -> list[str]:
         return [*BLOCKS[pipeline or ""]]
     pair = run.lines["task.predictor.type"].value == "wan/two_expert"
     return ["predictor.{*}.blocks.{*}" if pair else "predictor.blocks.{*}"]
+
+
+def listed(value: Any) -> list[Any]:
+    """A value as a list of one, and a list as it is."""
+    return value if isinstance(value, list) else [value]

@@ -2,7 +2,10 @@
 
 from mm_core import Component, hookimpl
 
-_TOOLS = (("ai_toolkit", "AiToolkit", "aitoolkit", "ai-toolkit: one YAML"),)
+_TOOLS = (
+    ("ai_toolkit", "AiToolkit", "aitoolkit", "ai-toolkit: one YAML"),
+    ("musubi_tuner", "MusubiTuner", "musubi", "musubi-tuner: a script, and the TOML of datasets"),
+)
 
 
 @hookimpl

@@ -15,6 +15,8 @@ from mm_trainers.common import (
     model_name,
     norm,
     off,
+    one_of,
+    recompute,
 )
 
 _LOSS = "another loss than the squared error of the velocity"
@@ -30,20 +32,6 @@ OPTIMIZERS = {
 }
 SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "cosine": "cosine"}
 SCHEDULES |= {"cosine_with_restarts": "cosine"}  # theirs restarts after the whole run
-
-
-def _optimizer(value: object) -> str:
-    if str(value).lower() not in OPTIMIZERS:
-        raise ValueError(
-            f"{value!r} has no counterpart here; near: adamw, adamw_8bit, with a rate of its own"
-        )
-    return OPTIMIZERS[str(value).lower()]
-
-
-def _schedule(value: object) -> str:
-    if value not in SCHEDULES:
-        raise ValueError(f"{value!r} has no counterpart here; known: {', '.join(SCHEDULES)}")
-    return SCHEDULES[str(value)]
 
 
 JOB: tuple[Row, ...] = (
@@ -142,14 +130,14 @@ _TRAIN: tuple[Row, ...] = (
     Default("train.lr", "optimizer.lr", 1e-6),
     Key("train.unet_lr", "optimizer.lr", float),
     Drop("train.*_lr", "of parts that are not trained"),
-    Key("train.optimizer", "optimizer.type", _optimizer),
+    Key("train.optimizer", "optimizer.type", one_of(OPTIMIZERS, "adamw")),
     Default("train.optimizer", "optimizer.type", "adamw"),
     Key("train.optimizer_params.weight_decay", "optimizer.weight_decay", float),
     Default("train.optimizer_params.weight_decay", "optimizer.weight_decay", 0.01),
     Key("train.optimizer_params.betas", "optimizer.betas"),
     Key("train.optimizer_params.eps", "optimizer.eps", float),
     Default("train.optimizer_params.eps", "optimizer.eps", 1e-6, "ours is 1e-8"),
-    Key("train.lr_scheduler", "lr_schedule.type", _schedule),
+    Key("train.lr_scheduler", "lr_schedule.type", one_of(SCHEDULES, "constant")),
     Default("train.lr_scheduler", "lr_schedule.type", "constant"),
     Key("train.lr_scheduler_params.num_warmup_steps", "lr_schedule.warmup_steps"),
     Key("train.lr_scheduler_params.eta_min", "lr_schedule.min_lr", float),
@@ -162,7 +150,7 @@ _TRAIN: tuple[Row, ...] = (
     ),
     Key("train.dtype", "engine.param_dtype", DTYPE),
     Default("train.dtype", "engine.param_dtype", "fp32"),
-    Key("train.gradient_checkpointing", "engine.recompute_modules", lambda value: "auto" if value else None),
+    Key("train.gradient_checkpointing", "engine.recompute_modules", recompute),
     Default("train.gradient_checkpointing", "engine.recompute_modules", "auto"),
     Drop("train.noise_scheduler", "flow matching, as here", only=("flowmatch", "flow_match")),
     Differs("train.noise_scheduler", "models here are trained by flow matching"),
