@@ -239,7 +239,7 @@ def _optimizer(flags: Source) -> None:
             flags.set(f"optimizer.{key}", found if key == "betas" else found[0], "--optimizer_args")
         else:
             why = "an argument of the optimizer without a counterpart"
-            run.differs.append(Left(flags.place("--optimizer_args"), text, "", why))
+            run.differs.append(Left(flags.place("--optimizer_args"), key, text, why))
     if warmup := flags.get("--lr_warmup_steps"):
         flags.set(f"lr_schedule.warmup_{'fraction' if warmup < 1 else 'steps'}", warmup, "--lr_warmup_steps")
     if ratio := flags.get("--lr_scheduler_min_lr_ratio"):
@@ -266,7 +266,7 @@ def _adapter(flags: Source, pipeline: str | None) -> None:
             flags.set(f"{start}.{name}", number, "--network_args")
         else:
             why = "an argument of the adapter without a counterpart"
-            run.differs.append(Left(flags.place("--network_args"), text, "", why))
+            run.differs.append(Left(flags.place("--network_args"), key, text, why))
     if f"{start}.from" in run.lines:
         flags.take_off("the file of the adapter decides", f"{start}.rank", f"{start}.alpha")
         return

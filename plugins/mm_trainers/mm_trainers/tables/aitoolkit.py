@@ -192,7 +192,11 @@ _TRAIN: tuple[Row, ...] = (
         "of a regularisation that is off",
     ),
     *off("train.", {"prompt_dropout_prob": 0.0, "short_and_long_captions": False}, _PROMPT),
-    *off("train.", {"bypass_guidance_embedding": False}, "distilled guidance is task.train_guidance"),
+    *off(
+        "train.",
+        {"bypass_guidance_embedding": False, "cfg_scale": 1.0},
+        "distilled guidance is task.train_guidance",
+    ),
     *off("train.", {"start_step": None, "merge_network_on_save": False}, "a run begins at 0, or resumes"),
     *drops(
         "train.", ("xformers", "sdp", "attention_backend", "force_first_sample", "max_loss_debug"), FASTER

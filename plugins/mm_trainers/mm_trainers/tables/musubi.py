@@ -91,7 +91,7 @@ FLAGS: tuple[Row, ...] = (
     ),
     Key("--preserve_distribution_shape", note="the density is cut at the bounds, as here"),
     *off("--", {"num_timestep_buckets": (None, 0, 1)}, "timesteps of one step are drawn independently here"),
-    Key("--guidance_scale", "task.train_guidance", float, "distilled guidance of the model"),
+    *off("--", {"guidance_scale": 1.0}, "distilled guidance is task.train_guidance"),
     Key("--network_module", note="train.adapters: kind"),
     Key("--network_dim", "train.adapters.0.rank"),
     Key("--network_alpha", "train.adapters.0.alpha", float),
