@@ -1,7 +1,8 @@
 """Runs of other tools as configs of ours: readers of their files, tables of their keys, what is left over."""
 
 from mm_core.interchange.migration.migrated import Left, Line, Migrated, Migration, to_yaml
-from mm_core.interchange.migration.shell import Program, Script, Unrun, Word, read_script
+from mm_core.interchange.migration.scripts import Program, Script, Unrun, Word
+from mm_core.interchange.migration.shell import read_script
 from mm_core.interchange.migration.sources import read_source
 from mm_core.interchange.migration.table import (
     Default,

@@ -63,10 +63,10 @@ def _run(files: Files) -> Migrated:
 def _model(files: Files, run: Migrated) -> None:
     model = files.model or Node({}, str(files.main), "")
     name = value_at(model, "predictor.model_id")
-    if name == "wandit":
-        migrate_wan(files, model, run)
-    elif name == "hunyuanvideo15dit":
+    if name == "hunyuanvideo15dit":
         migrate_hunyuan(files, model, run)
+    elif name in ("wandit", "vacedit", "vace"):
+        migrate_wan(files, model, run)
     else:
         migrate_language(files, model, run)
 
