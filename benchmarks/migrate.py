@@ -102,12 +102,13 @@ def _published(run: Migrated, model: str) -> list[str]:
     from test_configs import published_folder  # of plugins/mm_diffusers/tests
     from transformers import AutoConfig
 
+    for folder in ("model", "pipeline"):
+        shutil.rmtree(folder, ignore_errors=True)
     if model in SIZES and "task.from_pretrained" in run.lines:
         AutoConfig.for_model(SIZES[model]).save_pretrained("model")
         return ["task.from_pretrained=model"]
     if "task.pipeline" in run.lines:
         name = "hunyuan_video_1_5" + ("_i2v" if "i2v" in run.lines["task.pipeline"].value else "")
-        shutil.rmtree("pipeline", ignore_errors=True)
         return [f"task.pipeline={published_folder(name, Path('pipeline'))}"]
     return []
 

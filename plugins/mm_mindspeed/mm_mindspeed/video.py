@@ -64,7 +64,8 @@ def _encoders(files: Files, model: Node, run: Migrated) -> Node | None:
     found = folder / f"model_{kind}.json" if folder is not None else None
     if found is not None and found.is_file():
         encoders = read_source(found)
-        apply([row for row in VIDEO if row.theirs.startswith(("ae.", "text_encoder."))], encoders, run)
+        parts = ("task", "ae.", "text_encoder.", "load_")
+        apply([row for row in VIDEO if row.theirs.startswith(parts)], encoders, run)
         run.lines.pop("task.image_encoder.from_pretrained", None)
         data = folder / "data.json" if folder is not None else None
         files.data = read_source(data) if data is not None and data.is_file() else files.data
@@ -135,7 +136,9 @@ def _weights(files: Files, model: Node, pipeline: str, run: Migrated) -> None:
     if text.endswith("/transformer") or (pipeline and f"{text}/".startswith(f"{pipeline}/")):
         folder = text.removesuffix("/transformer") if text.endswith("/transformer") else pipeline
         note = f"its weights are those that were converted to {text}"
-        run.set("task.predictor.from_pretrained", folder, place_of(load), note)
+        whole = "task.predictor.preset" in run.lines
+        key = "task.predictor.from_pretrained" if whole else "init_from.path"
+        run.set(key, folder if whole else f"{folder}/transformer", place_of(load), note)
     else:
         run.set("init_from.path", text, place_of(load), "weights to begin with, in MindSpeed-MM's names")
 

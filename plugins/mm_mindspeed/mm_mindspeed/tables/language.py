@@ -21,7 +21,7 @@ LOSS: tuple[Row, ...] = (
         "as here: each token of the global batch counts the same",
         only=("per_token_loss",),
     ),
-    Differs("loss_cfg.loss_type", _TOKENS),
+    Differs("loss_cfg.loss_type", TOKENS),
     Drop("loss_cfg.router_aux_loss_coef", "the router has no loss of its own here either", only=(0, 0.0)),
     Differs("loss_cfg.router_aux_loss_coef", "the router has no loss of its own here"),
     Key(
@@ -41,6 +41,10 @@ LANGUAGE: tuple[Row, ...] = (
     Key("vision_encoder.freeze", note="train.freeze"),
     Key("vision_projector.freeze", note="train.freeze"),
     Key("text_decoder.freeze", note="train.freeze"),
+    *(
+        Key(f"freeze_{each}", note="train.freeze")
+        for each in ("vision_model", "vision_projection", "language_model")
+    ),
     *LOSS,
     Drop("image_encoder.vision_encoder.*", CHECK),
     Drop("image_encoder.vision_projector.*", CHECK),
@@ -145,6 +149,7 @@ LANGUAGE_DATA: tuple[Row, ...] = (
     Key("dataloader_param.num_workers", "data.loader.workers"),
     Key("dataloader_param.prefetch_factor", "data.loader.prefetch"),
     Drop("dataloader_param.enable_preload", _FASTER),
+    Drop("val_dataset_param*", "held-out rows do not train: set data.validation and validation.every"),
     Drop("dataloader_param.collate_param.*", "rows are padded as the model needs it"),
 )
 """Keys of a vision-language model's data.json; YAML files have them under `data`."""
