@@ -75,7 +75,7 @@ class Script:
                 values.append(word)
                 continue
             if current:
-                plain = [read_plain(each.text) for each in values]
+                plain = [_number_or_text(each.text) for each in values]
                 value = plain if len(plain) > 1 else plain[0] if plain else True
                 loose = any(each.unknown for each in values)
                 where = f"{self.path}:{start}"
@@ -100,3 +100,8 @@ class Program:
     launcher: Node
     arguments: Sequence[Word]
     flags: Node
+
+
+def _number_or_text(text: str) -> float | int | str:
+    value = read_plain(text)
+    return value if type(value) in (int, float) else text

@@ -141,9 +141,10 @@ class _Reader:
 
     def _word(self) -> None:
         assigned = _ASSIGNED.match(self.text, self.at)
-        names = all(_is_assignment(word) for word in self.words[1:])
-        first = _shown(self.words[:1])
-        if assigned and names and (not self.words or first in _EXPORTS or _is_assignment(self.words[0])):
+        before = _begun(self.words)
+        first = _shown(before[:1])
+        names = all(map(_is_assignment, before[1:]))
+        if assigned and names and (not before or first in _EXPORTS or _is_assignment(before[0])):
             line = self.line
             self._skip(len(assigned[0]))
             items = self._array() if self.text.startswith("(", self.at) else [self._pieces()]
@@ -323,11 +324,10 @@ class _Reader:
 
     def _ended(self) -> None:
         """Evaluates the statement whose words were read."""
-        words, self.words = self.words, []
-        while words and (first := _shown(words[:1])) in _BEFORE:
-            words = words[1:]
+        words, self.words = _begun(self.words), []
         if not words:
             return
+        first = _shown(words[:1])
         if self.open:
             if first == self.open[-1]:
                 self.open.pop()
@@ -359,6 +359,13 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Div: _quotient,
     ast.Mod: mod,
 }
+
+
+def _begun(words: list[list[_Piece]]) -> list[list[_Piece]]:
+    """A statement from its command on, without `then`, `nohup` and the like."""
+    while words and _shown(words[:1]) in _BEFORE:
+        words = words[1:]
+    return words
 
 
 def _is_assignment(word: list[_Piece]) -> bool:

@@ -78,7 +78,15 @@ def find_runs(paths: Sequence[Path]) -> list[Files]:
     """
     found = []
     for path in paths:
-        inside = sorted(path.iterdir()) if path.is_dir() else [path]
+        part = path.is_file() and path.suffix != ".sh" and not _starts(path)
+        folder = path if path.is_dir() else path.parent
+        inside = sorted(folder.iterdir()) if path.is_dir() or part else [path]
+        if part:  # the scripts that name it
+            inside = [
+                file
+                for file in inside
+                if file.suffix == ".sh" and path.name in file.read_text(errors="replace")
+            ]
         scripts = [file for file in inside if file.suffix == ".sh" and _MARKS.search(file.read_bytes())]
         runs = [run for file in scripts for run in _of_script(file)]
         named = {run.main.name for run in runs} | {p.name for run in runs for p in _yaml_of(run)}
@@ -91,6 +99,11 @@ def find_runs(paths: Sequence[Path]) -> list[Files]:
         where = ", ".join(map(str, paths))
         raise MMError("there is no launch script or YAML of a training here", where=where, accepted=accepted)
     return sorted(found, key=lambda run: not run.main.stem.startswith("pretrain"))
+
+
+def _starts(file: Path) -> bool:
+    keys = read_source(file).value.keys()
+    return "gpt_args" in keys or {"parallel", "training"} <= keys
 
 
 def resolve(text: str, near: Path) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ def _predictor(files: Files, model: Node, pipeline: str, run: Migrated) -> None:
     preset = _A14B[kind] if expert else _preset(sizes)
     if expert:
         run.set("task.predictor.train", expert, place_of(model.at("diffusion") or model))
-        run.set("task.predictor.boundary", _BOUNDARY[kind], "the published pair's")
+        run.set("task.predictor.boundary", *_boundary(kind, float(low or high), model))
         for key in ("engine.sub_modules_to_wrap", "engine.recompute_modules"):
             if (line := run.lines.get(key)) is not None and line.value != "auto":
                 of_experts = [name.replace("predictor.", "predictor.{*}.", 1) for name in line.value]
@@ -126,6 +127,16 @@ def _predictor(files: Files, model: Node, pipeline: str, run: Migrated) -> None:
     _weights(files, model, pipeline, run)
 
 
+def _boundary(kind: str, share: float, model: Node) -> tuple[float, str]:
+    """Where the high-noise expert ends: their share of the levels, counted from noise, as a share of the
+    timesteps; the published pair's, where that is meant."""
+    place = _place(model, "diffusion")
+    shift = float(value_at(model, "diffusion.shift", 3.0))
+    sigma = shift * (1 - share) / (1 + (shift - 1) * (1 - share))
+    published = _BOUNDARY[kind]
+    return (published if abs(sigma - published) < 1e-3 else round(sigma, 6)), place
+
+
 def _weights(files: Files, model: Node, pipeline: str, run: Migrated) -> None:
     """Where training begins: at the pipeline's transformer, or at weights of their own."""
     load = model.at("predictor", "from_pretrained")
@@ -133,8 +144,9 @@ def _weights(files: Files, model: Node, pipeline: str, run: Migrated) -> None:
     if load is None:
         return
     text = path(load.value)
-    if text.endswith("/transformer") or (pipeline and f"{text}/".startswith(f"{pipeline}/")):
-        folder = text.removesuffix("/transformer") if text.endswith("/transformer") else pipeline
+    own = re.sub(r"/transformer(_2)?\Z", "", text)
+    if own != text or (pipeline and f"{text}/".startswith(f"{pipeline}/")):
+        folder = own if own != text else pipeline
         note = f"its weights are those that were converted to {text}"
         whole = "task.predictor.preset" in run.lines
         key = "task.predictor.from_pretrained" if whole else "init_from.path"
@@ -176,8 +188,10 @@ def _image_encoder(kind: str, pipeline: str, model: Node, run: Migrated) -> None
 
 def _clips(files: Files, run: Migrated, cached: bool = False) -> None:
     """data.json as a dataset of clips, and its loader."""
-    run.set("data.train.type", "media_text", "clips with captions")
     data = files.data
+    where = files.main.name if data is None else Path(data.where).name.partition(":")[0]
+    note = "a clip that cannot be read is left out and counted; theirs takes another one at random"
+    run.set("data.train.type", "media_text", where, note)
     if data is None:
         run.todo.append("data.train.sources: the clips; the run's data.json is not there")
         data = Node({}, str(files.main), "")
