@@ -2,7 +2,7 @@
 
     python benchmarks/migrate.py PATH_OF_A_CLONE
 
-Each run is read, its config checked and planned, with models of Transformers at their library's default sizes.
+Each run is read, its config checked and planned; models of Transformers with their library's default sizes.
 """
 
 import argparse
@@ -13,12 +13,13 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+from mm_mindspeed.files import find_runs, is_of_tool, value_at
+from mm_mindspeed.migration import MindSpeedMM
+
 from mm_core.config.load import load_config
 from mm_core.errors import MMError, first_line
 from mm_core.interchange.migration import Migrated, to_yaml
 from mm_core.plan import build_task, plan_shown
-from mm_mindspeed.files import find_runs, is_of_tool, value_at
-from mm_mindspeed.migration import MindSpeedMM
 
 _ROOT = Path(__file__).parents[1]
 sys.path += [str(_ROOT / "tests"), str(_ROOT / "plugins/mm_diffusers/tests")]

@@ -15,6 +15,7 @@ from mm_core.interchange.migration.table import (
     place_of,
 )
 from mm_core.interchange.migration.tools import foreign, migration_of
+from mm_core.schema.nodes import Node, to_python
 
 __all__ = [
     "Default",
@@ -25,6 +26,7 @@ __all__ = [
     "Line",
     "Migrated",
     "Migration",
+    "Node",
     "Program",
     "Row",
     "Script",
@@ -37,5 +39,6 @@ __all__ = [
     "place_of",
     "read_script",
     "read_source",
+    "to_python",
     "to_yaml",
 ]

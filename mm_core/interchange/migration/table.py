@@ -125,16 +125,17 @@ def _take(row: Key, match: re.Match[str] | None, node: Node, into: Migrated) -> 
 
 
 def _keys(rows: Sequence[Row], node: Node) -> Iterator[Node]:
-    """The values that rows are about. Mappings, and lists of them, are taken apart, unless a row is about one as
-    a whole and none about a key in it."""
+    """The values that rows are about. Mappings, and lists of them, are taken apart, unless a row is about one
+    as a whole and none about a key in it."""
     inner = node.value if isinstance(node.value, list) else [node]
-    if not inner or not all(isinstance(each.value, dict) for each in inner):
+    apart = bool(inner) and all(isinstance(each.value, dict) for each in inner)
+    if apart and node.path and _row_of(rows, node.path, to_python(node))[0] is not None:
+        apart = _below(rows, node)
+    if not apart:
         yield node
-    elif node.path and _row_of(rows, node.path, to_python(node))[0] is not None and not _below(rows, node):
-        yield node
-    else:
-        for child in node.children:
-            yield from _keys(rows, child)
+        return
+    for child in node.children:
+        yield from _keys(rows, child)
 
 
 def _below(rows: Sequence[Row], node: Node) -> bool:

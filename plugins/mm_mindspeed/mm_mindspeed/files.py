@@ -9,18 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from mm_core.errors import MMError
-from mm_core.interchange.migration import Program, Script, read_script, read_source
-from mm_core.schema.nodes import Node, to_python
+from mm_core.interchange.migration import Node, Program, Script, read_script, read_source, to_python
 
 _TRAINS = re.compile(r"(?:.*/)?(?:pretrain_\w+|posttrain_\w+|trainer|train)\.py\Z")
 _MARKS = re.compile(rb"--mm-model|mindspeed_mm/fsdp|pretrain_transformers\.py")
 _KEYS: tuple[set[str], ...] = (
-    {"dataset_param", "dataloader_param"},
+    {"dataset_param"},
     {"predictor", "diffusion"},
     {"model_id", "text_decoder"},
     {"gpt_args"},
     {"parallel", "training", "model"},
-    {"sharding_size", "param_dtype", "reshard_after_forward"},
+    {"sharding_size", "param_dtype"},
     {"zero3_size", "transformer_layers"},
 )
 """Keys of the tool's files; a file with all of one set is one of them."""

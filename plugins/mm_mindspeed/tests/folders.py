@@ -52,13 +52,20 @@ CHATS: dict[str, Any] = {
 }
 ENGINE: dict[str, Any] = {"sharding_size": "auto", "param_dtype": "bf16", "reduce_dtype": "fp32"}
 ONE_FILE: dict[str, Any] = {
-    "parallel": {"fully_shard_parallel_size": "auto", "fsdp_plan": {"param_dtype": "bf16", "reduce_dtype": "fp32"}},
-    "model": {"model_id": "qwen3_vl", "model_name_or_path": "Qwen3-VL", "loss_cfg": {"loss_type": "per_token_loss"}},
+    "parallel": {
+        "fully_shard_parallel_size": "auto",
+        "fsdp_plan": {"param_dtype": "bf16", "reduce_dtype": "fp32"},
+    },
+    "model": {
+        "model_id": "qwen3_vl",
+        "model_name_or_path": "Qwen3-VL",
+        "loss_cfg": {"loss_type": "per_token_loss"},
+    },
     "data": CHATS,
     "features": {},
     "training": {"micro_batch_size": 1, "gradient_accumulation_steps": 2, "lr": 1e-5, "train_iters": 10},
     "tools": {},
-}  # fmt: skip
+}
 
 
 def changed(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -91,7 +98,8 @@ def write(
     (folder / "fsdp2.yaml").write_text(yaml.safe_dump(engine or ENGINE), encoding="utf-8")
     words = [f"--{name}" if value is True else f"--{name} {value}" for name, value in given.items()]
     block = " \\\n    ".join(words)
-    script = f'export HCCL_CONNECT_TIMEOUT=1200\nARGS="\n    {block} \\\n"\ntorchrun --nproc_per_node 2 pretrain_x.py $ARGS\n'
+    launch = "torchrun --nproc_per_node 2 pretrain_x.py $ARGS"
+    script = f'export HCCL_CONNECT_TIMEOUT=1200\nARGS="\n    {block} \\\n"\n{launch}\n'
     (folder / "pretrain.sh").write_text(script, encoding="utf-8")
     return folder
 

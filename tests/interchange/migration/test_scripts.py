@@ -40,7 +40,10 @@ SAID = [
     ("export LR=3\npython train.py --lr $LR", {"--lr": 3}),
     ("A=2 B=4\npython train.py --b $(($A*B))", {"--b": 8}),
     ("W=8; TP=2; PP=2; CP=1\nDP=$(($W/$TP/$PP/$CP))\npython train.py --n $((DP * 3))", {"--n": 6}),
-    ("python train.py --n $((7/2)) --m $((-7/2)) --r $((7%4)) --s $((2+3*4))", {"--n": 3, "--m": -3, "--r": 3, "--s": 14}),
+    (
+        "python train.py --n $((7/2)) --m $((-7/2)) --r $((7%4)) --s $((2+3*4))",
+        {"--n": 3, "--m": -3, "--r": 3, "--s": 14},
+    ),
     ("STEPS=5\n" + BLOCK.format(lr="1e-5"), {"--lr": 1e-5, "--steps": 5}),
     ("STEPS=5\n" + BLOCK.format(lr="$RATE").replace("ARGS=", "RATE=2\nARGS="), {"--lr": 2, "--steps": 5}),
     ("A=' --a 1 '\nB=\" --b 2 \"\npython train.py $A $B --c 3", {"--a": 1, "--b": 2, "--c": 3}),
@@ -49,7 +52,10 @@ SAID = [
     ("A=(--a 1 --b)\nA+=(2)\npython train.py ${A[@]}", {"--a": 1, "--b": 2}),
     ('A=(\n  --a "x y"  # why\n  --b 2\n)\npython train.py "${A[@]}"', {"--a": "x y", "--b": 2}),
     ("A=(1 2 3)\npython train.py --a ${A[1]}", {"--a": 2}),
-    ('P="my folder"\npython train.py --save "$P" --load $P', {"--save": "my folder", "--load": ["my", "folder"]}),
+    (
+        'P="my folder"\npython train.py --save "$P" --load $P',
+        {"--save": "my folder", "--load": ["my", "folder"]},
+    ),
     ("python train.py --save 'a $B c'", {"--save": "a $B c"}),
     ('python train.py --save "a \\"b\\" \\$c"', {"--save": 'a "b" $c'}),
     ("python train.py --save a\\ b", {"--save": "a b"}),
@@ -67,12 +73,12 @@ SAID = [
     ("python train.py --x a#b", {"--x": "a#b"}),
     ("python train.py --x ''", {"--x": ""}),
     ("A=1\r\npython train.py --a $A\r\n", {"--a": 1}),
-    ("if [ -z \"$X\" ]; then\n  echo no\nfi\npython train.py --a 1", {"--a": 1}),
+    ('if [ -z "$X" ]; then\n  echo no\nfi\npython train.py --a 1', {"--a": 1}),
     ("for i in 1 2; do echo $i; done\npython train.py --a 1", {"--a": 1}),
     ("f() {\n  A=2\n}\nA=1\npython train.py --a $A", {"--a": 1}),
     ("case $1 in\n  x) A=2;;\nesac\nA=1; python train.py --a $A", {"--a": 1}),
     ("python train.py --neg -1 --lr 2", {"--neg": -1, "--lr": 2}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("text", "flags"), SAID)

@@ -66,7 +66,7 @@ def test_each_key_goes_where_its_first_fitting_row_says_and_the_rest_is_unknown(
     ]
 
 
-def test_a_row_with_a_star_takes_a_mapping_as_a_whole_unless_another_row_is_about_a_key_in_it(tmp_path):
+def test_a_row_with_a_star_takes_a_whole_mapping_unless_another_row_is_about_a_key_in_it(tmp_path):
     rows = (Key("a.one.x", "run.name"), Drop("a.*", "rest"))
     run = Migrated("x")
     apply(rows, source(tmp_path, "a: {one: {x: 1, y: 2}, two: {x: 3, y: 4}}\n"), run)
@@ -87,14 +87,19 @@ def test_a_value_that_cannot_be_converted_has_no_counterpart(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "value", "line"),
     [
-        ("a.json", '{\n\t"a": {\n\t\t"b":1e-5,\n\t\t"c":[1,\t2]\n\t}\n}\n', {"a": {"b": 1e-5, "c": [1, 2]}}, 3),
+        (
+            "a.json",
+            '{\n\t"a": {\n\t\t"b":1e-5,\n\t\t"c":[1,\t2]\n\t}\n}\n',
+            {"a": {"b": 1e-5, "c": [1, 2]}},
+            3,
+        ),
         ("a.yaml", "a:\n\tb:\t1e-5\n", {"a": {"b": 1e-5}}, 2),
         ("a.yaml", "x: &p 1\na:\n  b: &p 2\n  c: *p\n", {"x": 1, "a": {"b": 2, "c": 2}}, 3),
         ("a.yaml", "a:\n  b: 1\n  b: 2\n", {"a": {"b": 2}}, 3),
         ("a.yaml", "\ufeffa: {b: 1}\n", {"a": {"b": 1}}, 1),
         ("a.toml", "x = 1\n\n[a]\nb = 2  # why\n", {"x": 1, "a": {"b": 2}}, 4),
     ],
-)  # fmt: skip
+)
 def test_files_are_read_as_other_tools_take_them_with_the_line_of_every_value(
     name, text, value, line, tmp_path
 ):

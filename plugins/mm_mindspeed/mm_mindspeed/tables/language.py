@@ -9,7 +9,9 @@ CHECK = "Megatron checks it; the model comes from its own folder"
 _FASTER = "it changes speed or memory, not what is computed"
 _TEMPLATE = "the chat template of the model's folder decides"
 _CACHE = "rows are read and tokenized as they are trained on"
-TOKENS = "the loss of a micro-batch is its mean over tokens there; here each token of the global batch counts the same"
+TOKENS = (
+    "theirs is the mean over the tokens of a micro-batch; here each token of the global batch counts the same"
+)
 _PIXELS = (
     "set the limits in the model's preprocessor_config.json: they are resized by the processor alone here"
 )
