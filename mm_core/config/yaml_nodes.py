@@ -71,10 +71,10 @@ class Spent:
 
 
 class _ForeignLoader(_Loader):
-    """Takes what other readers of YAML take: an anchor that is defined again, of which the last one counts."""
+    """Takes what other readers take: an anchor that is defined again, of which the last one counts."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event = self.peek_event()
+        event = self.peek_event()  # type: ignore[no-untyped-call]
         if not isinstance(event, yaml.AliasEvent) and event.anchor in self.anchors:
             del self.anchors[event.anchor]
         return super().compose_node(parent, index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,7 @@ _STRANGERS = {
 
 def strangers(probe: Probe) -> None:
     """Files and folders of no tool are not recognised, and raise no error."""
-    folder = probe.folder / "strangers"
-    folder.mkdir()
+    folder = Path(tempfile.mkdtemp(dir=probe.folder))
     (folder / "empty").mkdir()
     for name, text in _STRANGERS.items():
         (folder / name).write_bytes(text.encode(errors="surrogateescape"))

@@ -1,7 +1,8 @@
 """Runs of other tools as configs of ours: readers of their files, tables of their keys, what is left over."""
 
 from mm_core.interchange.migration.migrated import Left, Line, Migrated, Migration, to_yaml
-from mm_core.interchange.migration.shell import Program, Script, Unrun, Word, read_script
+from mm_core.interchange.migration.scripts import Program, Script, Unrun, Word
+from mm_core.interchange.migration.shell import read_script
 from mm_core.interchange.migration.sources import read_source
 from mm_core.interchange.migration.table import (
     Default,
@@ -14,6 +15,7 @@ from mm_core.interchange.migration.table import (
     place_of,
 )
 from mm_core.interchange.migration.tools import foreign, migration_of
+from mm_core.schema.nodes import Node, to_python
 
 __all__ = [
     "Default",
@@ -24,6 +26,7 @@ __all__ = [
     "Line",
     "Migrated",
     "Migration",
+    "Node",
     "Program",
     "Row",
     "Script",
@@ -36,5 +39,6 @@ __all__ = [
     "place_of",
     "read_script",
     "read_source",
+    "to_python",
     "to_yaml",
 ]

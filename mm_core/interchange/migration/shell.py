@@ -5,14 +5,13 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from operator import add, mod, mul, sub
 from pathlib import Path
 
-from mm_core.config.yaml_nodes import read_plain
 from mm_core.errors import ConfigError
-from mm_core.files import read_plain as read_bytes
-from mm_core.schema.nodes import Node, from_python
+from mm_core.files import read_plain
+from mm_core.interchange.migration.scripts import Script, Unrun, Word
 
 MOST, MOST_EXPANDED = 256 * 1024, 4_000_000
 """Most characters in a script, and in all that its variables expand to: `A=$A$A` doubles in every line."""
@@ -23,7 +22,6 @@ _BRACED = re.compile(r"([A-Za-z_]\w*)(?:\[([@*]|\d+)\]|:?-(.*))?\Z", re.DOTALL)
 _REDIRECT = re.compile(r"(?:\d+|&)?(<<<|<<-?|[<>]&|>>|>\||[<>])")
 _PLAIN, _IN_SINGLE = re.compile(r"""[^\s\\;&|<>()$`'"]+"""), re.compile(r"[^'\n]+|\n")
 _IN_DOUBLE = re.compile(r'[^"$`\\\n]+|\n')
-_FLAG = re.compile(r"--?[A-Za-z][\w.-]*")
 _EXPORTS = frozenset({"export", "declare", "local", "readonly", "typeset"})
 _MAY_SET = frozenset({"eval", "source", ".", "let", "read", "unset", "shift", "mapfile", "readarray"})
 _BEFORE = frozenset({"then", "else", "elif", "do", "!", "time", "nohup", "exec"})
@@ -46,95 +44,6 @@ class _Piece:
     unknown: bool = False
 
 
-@dataclass(frozen=True)
-class Word:
-    """A word of a command, after expansion; `line` is where its text was written."""
-
-    text: str
-    line: int
-    unknown: bool = False
-
-
-@dataclass(frozen=True)
-class Unrun:
-    """A part of a script that only running it could evaluate; `sets`: it may set variables."""
-
-    line: int
-    text: str
-    why: str
-    sets: bool = False
-
-
-@dataclass
-class Script:
-    """What a script says without being run.
-
-    Attributes:
-        path: its file.
-        commands: every simple command outside of conditions, loops and functions, expanded.
-        exports: variables of the environment that it sets, in order.
-        unrun: what was not evaluated.
-        expanded: characters that variables have expanded to.
-    """
-
-    path: Path
-    commands: list[tuple[Word, ...]] = field(default_factory=list)
-    exports: dict[str, str] = field(default_factory=dict)
-    unrun: list[Unrun] = field(default_factory=list)
-    expanded: int = 0
-
-    def programs(self) -> list[Program]:
-        """The programs of Python that it starts, directly or by a launcher."""
-        found = []
-        for words in self.commands:
-            texts = [word.text for word in words]
-            named = [i for i, text in enumerate(texts) if text.endswith(".py") or texts[i - 1 : i] == ["-m"]]
-            if named:
-                after = words[named[0] + 1 :]
-                flag = next((i for i, word in enumerate(after) if _FLAG.match(word.text)), len(after))
-                launcher = self.flags(words[: named[0]])
-                found.append(Program(words[named[0]], launcher, after[:flag], self.flags(after[flag:])))
-        return found
-
-    def flags(self, words: Sequence[Word]) -> Node:
-        """The flags in the words of a command, as a mapping of `--name` to its value: true, one or a list.
-
-        The value of a flag that only a shell knows is marked `loose`.
-        """
-        found: dict[str, Node] = {}
-        current, start, values = "", 0, list[Word]()
-        for word in [*words, Word("--end", 0)]:
-            if not _FLAG.match(word.text):
-                values.append(word)
-                continue
-            if current:
-                plain = [read_plain(each.text) for each in values]
-                value = plain if len(plain) > 1 else plain[0] if plain else True
-                loose = any(each.unknown for each in values)
-                where = f"{self.path}:{start}"
-                found[current] = from_python(value, where, current, loose)
-            current, equals, rest = word.text.partition("=")
-            values, start = [replace(word, text=rest)] if equals else [], word.line
-        return Node(found, str(self.path), "")
-
-
-@dataclass(frozen=True)
-class Program:
-    """A program of Python that a script starts.
-
-    Attributes:
-        name: its file or module.
-        launcher: flags before it, of torchrun or the like.
-        arguments: words after it that belong to no flag.
-        flags: its own.
-    """
-
-    name: Word
-    launcher: Node
-    arguments: Sequence[Word]
-    flags: Node
-
-
 def read_script(path: Path) -> Script:
     """Reads a script.
 
@@ -142,7 +51,7 @@ def read_script(path: Path) -> Script:
         MMError: it cannot be read, is too long, or has a quote or bracket that is not closed.
     """
     try:
-        text = read_bytes(path).decode(errors="replace")
+        text = read_plain(path).decode(errors="replace")
     except OSError as error:
         raise ConfigError(f"the script cannot be read: {error.strerror}", where=str(path)) from None
     if len(text) > MOST:
@@ -232,9 +141,10 @@ class _Reader:
 
     def _word(self) -> None:
         assigned = _ASSIGNED.match(self.text, self.at)
-        names = all(_is_assignment(word) for word in self.words[1:])
-        first = _shown(self.words[:1])
-        if assigned and names and (not self.words or first in _EXPORTS or _is_assignment(self.words[0])):
+        before = _begun(self.words)
+        first = _shown(before[:1])
+        names = all(map(_is_assignment, before[1:]))
+        if assigned and names and (not before or first in _EXPORTS or _is_assignment(before[0])):
             line = self.line
             self._skip(len(assigned[0]))
             items = self._array() if self.text.startswith("(", self.at) else [self._pieces()]
@@ -414,11 +324,10 @@ class _Reader:
 
     def _ended(self) -> None:
         """Evaluates the statement whose words were read."""
-        words, self.words = self.words, []
-        while words and (first := _shown(words[:1])) in _BEFORE:
-            words = words[1:]
+        words, self.words = _begun(self.words), []
         if not words:
             return
+        first = _shown(words[:1])
         if self.open:
             if first == self.open[-1]:
                 self.open.pop()
@@ -450,6 +359,13 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Div: _quotient,
     ast.Mod: mod,
 }
+
+
+def _begun(words: list[list[_Piece]]) -> list[list[_Piece]]:
+    """A statement from its command on, without `then`, `nohup` and the like."""
+    while words and _shown(words[:1]) in _BEFORE:
+        words = words[1:]
+    return words
 
 
 def _is_assignment(word: list[_Piece]) -> bool:

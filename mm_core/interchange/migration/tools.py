@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from mm_core.errors import ConfigError, MMError
@@ -41,9 +42,11 @@ def migration_of(registry: Registry, paths: Sequence[Path], name: str | None = N
 
 def foreign(registry: Registry, path: Path) -> ConfigError | None:
     """The error for a config that is a file of another tool; None if no migration recognises it."""
-    for each in registry.components("migration"):
-        migration = _built(registry, each.qualified)
-        if path.is_file() and migration.recognise([path]):
+    for each in registry.components("migration") if path.is_file() else ():
+        with suppress(MMError):  # a broken migration hides no error of the config
+            migration = _built(registry, each.qualified)
+            if not migration.recognise([path]):
+                continue
             command = f"`mm migrate {path} --out run.yaml` makes a config of it, or give its folder"
             return ConfigError(f"this is a file of {migration.tool}", where=str(path), hint=command)
     return None

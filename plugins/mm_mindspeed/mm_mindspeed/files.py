@@ -9,18 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from mm_core.errors import MMError
-from mm_core.interchange.migration import Program, Script, read_script, read_source
-from mm_core.schema.nodes import Node, to_python
+from mm_core.interchange.migration import Node, Program, Script, read_script, read_source, to_python
 
 _TRAINS = re.compile(r"(?:.*/)?(?:pretrain_\w+|posttrain_\w+|trainer|train)\.py\Z")
 _MARKS = re.compile(rb"--mm-model|mindspeed_mm/fsdp|pretrain_transformers\.py")
 _KEYS: tuple[set[str], ...] = (
-    {"dataset_param", "dataloader_param"},
+    {"dataset_param"},
     {"predictor", "diffusion"},
     {"model_id", "text_decoder"},
     {"gpt_args"},
     {"parallel", "training", "model"},
-    {"sharding_size", "param_dtype", "reshard_after_forward"},
+    {"sharding_size", "param_dtype"},
     {"zero3_size", "transformer_layers"},
 )
 """Keys of the tool's files; a file with all of one set is one of them."""
@@ -78,7 +77,15 @@ def find_runs(paths: Sequence[Path]) -> list[Files]:
     """
     found = []
     for path in paths:
-        inside = sorted(path.iterdir()) if path.is_dir() else [path]
+        part = path.is_file() and path.suffix != ".sh" and not _starts(path)
+        folder = path if path.is_dir() else path.parent
+        inside = sorted(folder.iterdir()) if path.is_dir() or part else [path]
+        if part:  # the scripts that name it
+            inside = [
+                file
+                for file in inside
+                if file.suffix == ".sh" and path.name in file.read_text(errors="replace")
+            ]
         scripts = [file for file in inside if file.suffix == ".sh" and _MARKS.search(file.read_bytes())]
         runs = [run for file in scripts for run in _of_script(file)]
         named = {run.main.name for run in runs} | {p.name for run in runs for p in _yaml_of(run)}
@@ -91,6 +98,11 @@ def find_runs(paths: Sequence[Path]) -> list[Files]:
         where = ", ".join(map(str, paths))
         raise MMError("there is no launch script or YAML of a training here", where=where, accepted=accepted)
     return sorted(found, key=lambda run: not run.main.stem.startswith("pretrain"))
+
+
+def _starts(file: Path) -> bool:
+    keys = read_source(file).value.keys()
+    return "gpt_args" in keys or {"parallel", "training"} <= keys
 
 
 def resolve(text: str, near: Path) -> Path | None:

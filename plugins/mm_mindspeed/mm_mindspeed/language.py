@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from mm_core.interchange.migration import Left, Migrated, apply, place_of
-from mm_core.schema.nodes import Node
+from collections.abc import Sequence
+from pathlib import Path
+
+from mm_core.interchange.migration import Left, Migrated, Node, apply, place_of
 from mm_mindspeed.files import Files, value_at
-from mm_mindspeed.tables.language import LANGUAGE, LANGUAGE_DATA
+from mm_mindspeed.tables.language import LANGUAGE, LANGUAGE_DATA, TOKENS
 from mm_mindspeed.tables.one_file import ONE_FILE
 from mm_mindspeed.video import set_sampler
 
@@ -31,6 +33,7 @@ def migrate_language(files: Files, model: Node, run: Migrated) -> None:
     apply(LANGUAGE, model, run)
     if "task.from_pretrained" not in run.lines:
         _folder(files, run)
+    _tokens([model], run)
     _freeze(model, run)
     _data(files, run)
     _no_engine_patterns(run)
@@ -45,7 +48,7 @@ def migrate_one_file(files: Files, root: Node, run: Migrated) -> None:
         if key not in _SECTIONS and key != "data":
             why = "an anchor of the file, which other keys repeat"
             run.dropped.append(Left(place_of(node), key, "...", why))
-    run.lines.setdefault("optimizer.type", run.lines["engine.type"])
+    _tokens([root.at("model"), root.at("features")], run)
     steps, ranks = value_at(root, "training.gradient_accumulation_steps") or 1, run.world
     micro = value_at(root, "training.micro_batch_size", 1)
     place = place_of(root.at("training", "gradient_accumulation_steps") or root)
@@ -61,13 +64,19 @@ _SECTIONS = ("parallel", "model", "features", "training", "tools")
 
 def _task(model: Node, run: Migrated, name: object) -> None:
     found = model.at("model_id")
-    place = place_of(found if found is not None else model)
+    place = place_of(found) if found is not None else f"{Path(model.where).name.partition(':')[0]} model_id"
     run.set("task.type", "pretrained", place)
     auto_class = _MODELS.get(str(name), ("AutoModelForCausalLM", "", ""))[0]
     run.set("task.auto_class", auto_class, place)
     if str(name) not in _MODELS:
         why = "no model of this name is known here: any model that Transformers opens can be trained"
         run.differs.append(Left(place, "model_id", name, why))
+
+
+def _tokens(places: Sequence[Node | None], run: Migrated) -> None:
+    """Their default loss, where no file names one."""
+    if all(node is None or node.at("loss_cfg", "loss_type") is None for node in places):
+        run.differs.append(Left("default of the tool for loss_type", "loss_type", "default", TOKENS))
 
 
 def _folder(files: Files, run: Migrated) -> None:
@@ -90,7 +99,8 @@ def _freeze(model: Node, run: Migrated) -> None:
     tower, projector = _MODELS.get(name, ("", "", ""))[1:]
     encoder = model.at("image_encoder") or model
     frozen = {
-        part: value_at(encoder, f"{part}.freeze", False) for part in ("vision_encoder", "vision_projector")
+        part: value_at(encoder, f"{part}.freeze", False) or value_at(model, f"freeze_{other}", False)
+        for part, other in (("vision_encoder", "vision_model"), ("vision_projector", "vision_projection"))
     }
     place = place_of(encoder.at("vision_encoder", "freeze") or encoder)
     paths: list[str] = []
@@ -98,7 +108,7 @@ def _freeze(model: Node, run: Migrated) -> None:
         paths.append(tower)
     if frozen["vision_projector"] and projector:
         paths.append(projector)
-    if value_at(model, "text_decoder.freeze", False):
+    if value_at(model, "text_decoder.freeze", False) or value_at(model, "freeze_language_model", False):
         paths.append("model.model.language_model")
     if paths and "train.adapters.0.rank" not in run.lines:
         run.set("train.freeze", paths, place)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from mm_core.interchange.migration import Left, Migrated, apply
-from mm_core.schema.nodes import Node
+from mm_core.interchange.migration import Left, Line, Migrated, Node, apply
 from mm_mindspeed.files import Files, find_runs, is_of_tool, value_at
 from mm_mindspeed.language import migrate_language, migrate_one_file
 from mm_mindspeed.tables.engine import ENGINE
@@ -63,10 +63,10 @@ def _run(files: Files) -> Migrated:
 def _model(files: Files, run: Migrated) -> None:
     model = files.model or Node({}, str(files.main), "")
     name = value_at(model, "predictor.model_id")
-    if name == "wandit":
-        migrate_wan(files, model, run)
-    elif name == "hunyuanvideo15dit":
+    if name == "hunyuanvideo15dit":
         migrate_hunyuan(files, model, run)
+    elif name in ("wandit", "vacedit", "vace"):
+        migrate_wan(files, model, run)
     else:
         migrate_language(files, model, run)
 
@@ -89,8 +89,8 @@ def _launch(files: Files, run: Migrated) -> None:
         for each in files.script.unrun:
             if each.line >= files.program.name.line:
                 continue
-            left = Left(f"{files.main.name}:{each.line}", each.text, "", each.why)
-            if each.text.endswith("set_env.sh"):
+            left = Left(f"{files.script.path.name}:{each.line}", each.text, each.text, each.why)
+            if each.text.startswith("source ") and "set_env.sh" in each.text:
                 lines.insert(0, each.text)
             elif each.sets or each.text.startswith("<<"):
                 run.differs.append(left)
@@ -109,15 +109,19 @@ def _recompute(files: Files, run: Migrated) -> None:
     count = files.flags.at("--recompute-num-layers")
     if count is None or "engine.recompute_modules" in run.lines:
         return
-    wan = run.lines["task.type"].value == "text_to_video"
-    blocks = [f"predictor.blocks.{{0-{int(count.value) - 1}}}"] if wan else "auto"
+    blocks: Any = "auto"
+    if run.lines["task.type"].value == "text_to_video":
+        last = min(int(count.value), value_at(files.model, "predictor.num_layers", 10**6)) - 1
+        blocks = [f"predictor.blocks.{{0-{last}}}"]
     run.set("engine.recompute_modules", blocks, f"{files.main.name} --recompute-num-layers")
 
 
 def _settle(run: Migrated) -> None:
     """Lines that only hold together with others."""
     lines = run.lines
-    if lines["lr_schedule.type"].value == "constant" and (line := lines.pop("lr_schedule.min_lr", None)):
+    style = lines.get("lr_schedule.type")
+    constant = style is None or style.value == "constant"
+    if constant and (line := lines.pop("lr_schedule.min_lr", None)):
         run.dropped.append(Left(line.place, "min_lr", line.value, "a constant rate has no lowest one"))
     if "lr_schedule.warmup_fraction" in lines and (line := lines.pop("lr_schedule.warmup_steps", None)):
         run.dropped.append(Left(line.place, "warmup_steps", line.value, "the fraction counts"))
@@ -127,3 +131,5 @@ def _settle(run: Migrated) -> None:
             run.dropped.append(Left(line.place, "context_parallel", line.value, "of one rank"))
     if "train.adapters.0.rank" in lines:
         lines.pop("train.freeze", None)
+        place = lines["train.adapters.0.rank"].place
+        lines.setdefault("train.adapters.0.targets", Line("auto", place, "in the place of theirs"))

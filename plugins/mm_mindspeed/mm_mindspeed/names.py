@@ -23,7 +23,7 @@ _WAN: Mapping[str, str] = {
     "predictor.text_embedding": "predictor.condition_embedder.text_embedder",
     "predictor.time_embedding": "predictor.condition_embedder.time_embedder",
     "predictor.img_emb": "predictor.condition_embedder.image_embedder",
-    "predictor.": "predictor.",
+    "predictor.blocks": "predictor.blocks",
 }
 """Beginnings of paths in Wan's task -> those of ours; the first that fits counts."""
 

@@ -11,7 +11,7 @@ def mm_migrations() -> list[Component]:
             target="mm_mindspeed.migration:MindSpeedMM",
             config="mm_mindspeed.migration:NoOptions",
             examples="mm_mindspeed.testing:examples",
-            summary="runs of MindSpeed-MM: launch scripts with JSON or YAML files, and its YAML of FSDP2 runs",
+            summary="runs of MindSpeed-MM: scripts with model.json and data.json, and the YAML of newer runs",
             licence="Apache-2.0",
         )
     ]

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
-from mm_core.interchange.migration import Left, Migrated, apply, place_of, read_source
-from mm_core.schema.nodes import Node
+from mm_core.interchange.migration import Left, Migrated, Node, apply, place_of, read_source
 from mm_mindspeed.files import Files, resolve, value_at
+from mm_mindspeed.tables.converts import path
 from mm_mindspeed.tables.data import DATA
 from mm_mindspeed.tables.video import HUNYUAN, SIZES, VIDEO
 
 _PRESETS = {
-    (1536, 30, 8960, 16, 16): "wan2.1-t2v-1.3b",
-    (5120, 40, 13824, 16, 16): "wan2.1-t2v-14b",
-    (5120, 40, 13824, 36, 16): "wan2.1-i2v-14b-480p",
-    (3072, 30, 14336, 48, 48): "wan2.2-ti2v-5b",
+    (1536, 30, 8960, 16, 16, ""): "wan2.1-t2v-1.3b",
+    (5120, 40, 13824, 16, 16, ""): "wan2.1-t2v-14b",
+    (5120, 40, 13824, 36, 16, "i2v"): "wan2.1-i2v-14b-480p",
+    (5120, 40, 13824, 36, 16, "flf2v"): "wan2.1-flf2v-14b-720p",
+    (5120, 40, 13824, 36, 16, "wan2.2-i2v"): "wan2.2-i2v-a14b",
+    (3072, 30, 14336, 48, 48, ""): "wan2.2-ti2v-5b",
 }
-"""Width, blocks, inner width, channels in and out -> the published model."""
+"""Width, blocks, inner width, channels in and out, model_type -> the published model."""
 _A14B = {"t2v": "wan2.2-t2v-a14b", "i2v": "wan2.2-i2v-a14b"}
 _BOUNDARY = {"t2v": 0.875, "i2v": 0.9}
 _FRAMES: dict[str, list[str]] = {"t2v": [], "i2v": ["first"], "ti2v": ["first"], "flf2v": ["first", "last"]}
@@ -34,16 +37,14 @@ def migrate_wan(files: Files, model: Node, run: Migrated) -> None:
     _pixel_tiles(model if model.at("ae") is not None else encoders, run)
     _predictor(files, model, _pipeline(files, encoders), run)
     _clips(files, run, cached)
-    for place in ("height", "width"):
-        run.lines.pop(f"data.train.max_{place}_given", None)
     kind = str(value_at(model, "task", "t2v"))
     if kind in _FRAMES and value_at(model, "predictor.in_dim") != 16:
         run.set("task.frames", _FRAMES[kind], _place(model, "task"))
     _image_encoder(kind, _pipeline(files, encoders), model, run)
 
 
-def _place(node: Node, path: str) -> str:
-    found = node.at(*path.split("."))
+def _place(node: Node, key: str) -> str:
+    found = node.at(*key.split("."))
     return place_of(found if found is not None else node)
 
 
@@ -57,7 +58,7 @@ def _pipeline(files: Files, encoders: Node | None) -> str:
 
 
 def _encoders(files: Files, model: Node, run: Migrated) -> Node | None:
-    """The files that features were extracted with, whose encoders are run here; they lie beside the example."""
+    """The file that features were extracted with, beside the example: its encoders are run here."""
     kind = str(value_at(model, "task", "t2v"))
     folder = resolve("feature_extract", files.main)
     place = _place(model, "load_video_features")
@@ -65,7 +66,8 @@ def _encoders(files: Files, model: Node, run: Migrated) -> Node | None:
     found = folder / f"model_{kind}.json" if folder is not None else None
     if found is not None and found.is_file():
         encoders = read_source(found)
-        apply([row for row in VIDEO if row.theirs.startswith(("ae.", "text_encoder."))], encoders, run)
+        parts = ("task", "ae.", "text_encoder.", "load_")
+        apply([row for row in VIDEO if row.theirs.startswith(parts)], encoders, run)
         run.lines.pop("task.image_encoder.from_pretrained", None)
         data = folder / "data.json" if folder is not None else None
         files.data = read_source(data) if data is not None and data.is_file() else files.data
@@ -100,10 +102,21 @@ def _predictor(files: Files, model: Node, pipeline: str, run: Migrated) -> None:
     if (low, high) not in ((None, None), (0.0, 1.0)) and kind in _A14B:
         expert = "high" if not low else "low"
     run.set("task.predictor.type", "wan/two_expert" if expert else "wan/transformer", place)
+    if sizes.get("model_id") != "wandit":
+        why = "no predictor of this name is here: Wan's transformer stands in its place"
+        run.differs.append(
+            Left(_place(model, "predictor.model_id"), "predictor.model_id", sizes.get("model_id"), why)
+        )
     preset = _A14B[kind] if expert else _preset(sizes)
+    if expert and _boundary(kind, float(low or high), model)[0] != _BOUNDARY[kind]:
+        preset = None  # a preset has its boundary too
     if expert:
         run.set("task.predictor.train", expert, place_of(model.at("diffusion") or model))
-        run.set("task.predictor.boundary", _BOUNDARY[kind], "the published pair's")
+        run.set("task.predictor.boundary", *_boundary(kind, float(low or high), model))
+        for key in ("engine.sub_modules_to_wrap", "engine.recompute_modules"):
+            if (line := run.lines.get(key)) is not None and line.value != "auto":
+                of_experts = [name.replace("predictor.", "predictor.{*}.", 1) for name in line.value]
+                run.set(key, of_experts, line.place, "of the expert")
         for end in ("min", "max"):
             line = run.lines.pop(f"task.scheduler.{end}_timestep_boundary", None)
             if line is not None:
@@ -113,17 +126,45 @@ def _predictor(files: Files, model: Node, pipeline: str, run: Migrated) -> None:
         run.set("task.predictor.preset", preset, place, "has all of its sizes")
     else:
         _sizes(model, sizes, run)
-    load = model.at("predictor", "from_pretrained") or files.flags.at("--load")
-    if pipeline and load is not None:
-        note = f"the weights in MindSpeed-MM's names are at {value_at(load, '') if False else load.value}"
-        run.set("task.predictor.from_pretrained", pipeline, place_of(load), note)
-    elif load is not None:
-        run.set("task.predictor.from_pretrained", str(load.value), place_of(load))
+    run.set("task.autoencoder.latent_channels", sizes.get("out_dim", 16), place)
+    _weights(files, model, pipeline, run)
+
+
+def _boundary(kind: str, share: float, model: Node) -> tuple[float, str]:
+    """Where the high-noise expert ends: their share of the levels, counted from noise, as a share of the
+    timesteps; the published pair's, where that is meant."""
+    place = _place(model, "diffusion")
+    shift = float(value_at(model, "diffusion.shift", 3.0))
+    sigma = shift * (1 - share) / (1 + (shift - 1) * (1 - share))
+    published = _BOUNDARY[kind]
+    return (published if abs(sigma - published) < 1e-3 else round(sigma, 6)), place
+
+
+def _weights(files: Files, model: Node, pipeline: str, run: Migrated) -> None:
+    """Where training begins: at the pipeline's transformer, or at weights of their own."""
+    load = model.at("predictor", "from_pretrained")
+    load = load if load is not None and load.value else files.flags.at("--load")
+    if load is None:
+        return
+    text = path(load.value)
+    own = re.sub(r"/transformer(_2)?\Z", "", text)
+    if own != text or (pipeline and f"{text}/".startswith(f"{pipeline}/")):
+        folder = own if own != text else pipeline
+        note = f"its weights are those that were converted to {text}"
+        whole = "task.predictor.preset" in run.lines
+        key = "task.predictor.from_pretrained" if whole else "init_from.path"
+        run.set(key, folder if whole else f"{folder}/transformer", place_of(load), note)
+    else:
+        run.set("init_from.path", text, place_of(load), "weights to begin with, in MindSpeed-MM's names")
 
 
 def _preset(sizes: dict[str, Any]) -> str | None:
-    key = tuple(sizes.get(name) for name in ("hidden_size", "num_layers", "ffn_dim", "in_dim", "out_dim"))
-    return _PRESETS.get(key)
+    """The published model that has these sizes; those of a first frame differ in how they look at it."""
+    key: Any = tuple(
+        sizes.get(name) for name in ("hidden_size", "num_layers", "ffn_dim", "in_dim", "out_dim")
+    )
+    kind = sizes.get("model_type", "i2v" if sizes.get("in_dim") == 36 else "")
+    return _PRESETS.get((*key, kind)) or _PRESETS.get((*key, ""))
 
 
 def _sizes(model: Node, sizes: dict[str, Any], run: Migrated) -> None:
@@ -152,8 +193,10 @@ def _image_encoder(kind: str, pipeline: str, model: Node, run: Migrated) -> None
 
 def _clips(files: Files, run: Migrated, cached: bool = False) -> None:
     """data.json as a dataset of clips, and its loader."""
-    run.set("data.train.type", "media_text", "clips with captions")
     data = files.data
+    where = files.main.name if data is None else Path(data.where).name.partition(":")[0]
+    note = "a clip that cannot be read is left out and counted; theirs takes another one at random"
+    run.set("data.train.type", "media_text", where, note)
     if data is None:
         run.todo.append("data.train.sources: the clips; the run's data.json is not there")
         data = Node({}, str(files.main), "")
@@ -167,9 +210,9 @@ def _clips(files: Files, run: Migrated, cached: bool = False) -> None:
     _sources(files, data, run, features)
     forced = value_at(data, "dataset_param.preprocess_parameters.force_resolution", True)
     for side in ("height", "width"):
-        path = f"dataset_param.preprocess_parameters.max_{side}"
-        found = data.at(*path.split("."))
-        value = value_at(data, path, 480 if side == "height" else 640)
+        found = data.at("dataset_param", "preprocess_parameters", f"max_{side}")
+        value = 480 if side == "height" else 640
+        value = value if found is None else found.value
         name = f"data.train.{'' if forced else 'max_'}{side}"
         run.set(name, value, place_of(found) if found is not None else f"default of the tool for max_{side}")
     if not forced:
@@ -192,8 +235,8 @@ def _sources(files: Files, data: Node, run: Migrated, features: bool) -> None:
         place = f"{found.name}:1, by {place}"
     else:
         rows = [(listed, value_at(data, "dataset_param.basic_parameters.data_folder"))]
-    for number, (annotations, folder) in enumerate(rows):
-        run.set(f"data.train.sources.{number}.annotations", annotations, place)
+    for number, (table, folder) in enumerate(rows):
+        run.set(f"data.train.sources.{number}.annotations", table, place)
         if folder:
             run.set(f"data.train.sources.{number}.folder", folder, place)
 

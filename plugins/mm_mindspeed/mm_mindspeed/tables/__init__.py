@@ -1,4 +1,4 @@
-"""The keys of MindSpeed-MM's files, and what each becomes; docs/coming-from-mindspeed-mm.md is made of them."""
+"""The keys of MindSpeed-MM's files, and what each becomes; a page of the docs is made of them."""
 
 from mm_mindspeed.tables.data import DATA
 from mm_mindspeed.tables.engine import ENGINE

@@ -88,7 +88,7 @@ DATA: tuple[Row, ...] = (
     Key("dataset_param.tokenizer_config.from_pretrained", "task.text_encoder.tokenizer", path),
     Key("dataset_param.tokenizer_config.0.from_pretrained", "task.text_encoder.tokenizer", path),
     Key("dataset_param.tokenizer_config*.model_max_length", "task.text_encoder.max_length"),
-    Drop("dataset_param.tokenizer_config*", "the text encoder's tokenizer"),
+    Drop("dataset_param.tokenizer_config.*", "the text encoder's tokenizer"),
     Drop("dataloader_param.dataloader_mode", "batches of one size", only=("sampler",)),
     Key("dataloader_param.dataloader_mode", "data.loader.mode", one_of({"variable": "variable"})),
     Key("dataloader_param.sampler_type", note="with shuffle: data.loader.sampler"),

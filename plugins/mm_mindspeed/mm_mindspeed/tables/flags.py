@@ -97,7 +97,7 @@ FLAGS: tuple[Row, ...] = (
                 "no-gradient-accumulation-fusion",
             ),
             *("no-masked-softmax-fusion", "swap-attention", "moe-grouped-gemm", "optimization-level"),
-            *("moe-permutation-async-comm", "moe-token-dispatcher-type", "recompute-skip-core-attention"),
+            *("moe-perm*", "moe-token-dispatcher-type", "recompute-skip-core-attention"),
             *("recompute-num-layers-skip-core-attention", "recompute-in-*", "reuse-fp32-param"),
         )
     ),

@@ -9,7 +9,9 @@ CHECK = "Megatron checks it; the model comes from its own folder"
 _FASTER = "it changes speed or memory, not what is computed"
 _TEMPLATE = "the chat template of the model's folder decides"
 _CACHE = "rows are read and tokenized as they are trained on"
-_TOKENS = "the loss of a micro-batch is its mean over tokens there; here each token of the global batch counts the same"
+TOKENS = (
+    "theirs is the mean over the tokens of a micro-batch; here each token of the global batch counts the same"
+)
 _PIXELS = (
     "set the limits in the model's preprocessor_config.json: they are resized by the processor alone here"
 )
@@ -21,7 +23,7 @@ LOSS: tuple[Row, ...] = (
         "as here: each token of the global batch counts the same",
         only=("per_token_loss",),
     ),
-    Differs("loss_cfg.loss_type", _TOKENS),
+    Differs("loss_cfg.loss_type", TOKENS),
     Drop("loss_cfg.router_aux_loss_coef", "the router has no loss of its own here either", only=(0, 0.0)),
     Differs("loss_cfg.router_aux_loss_coef", "the router has no loss of its own here"),
     Key(
@@ -41,6 +43,10 @@ LANGUAGE: tuple[Row, ...] = (
     Key("vision_encoder.freeze", note="train.freeze"),
     Key("vision_projector.freeze", note="train.freeze"),
     Key("text_decoder.freeze", note="train.freeze"),
+    *(
+        Key(f"freeze_{each}", note="train.freeze")
+        for each in ("vision_model", "vision_projection", "language_model")
+    ),
     *LOSS,
     Drop("image_encoder.vision_encoder.*", CHECK),
     Drop("image_encoder.vision_projector.*", CHECK),
@@ -145,6 +151,7 @@ LANGUAGE_DATA: tuple[Row, ...] = (
     Key("dataloader_param.num_workers", "data.loader.workers"),
     Key("dataloader_param.prefetch_factor", "data.loader.prefetch"),
     Drop("dataloader_param.enable_preload", _FASTER),
+    Drop("val_dataset_param*", "held-out rows do not train: set data.validation and validation.every"),
     Drop("dataloader_param.collate_param.*", "rows are padded as the model needs it"),
 )
 """Keys of a vision-language model's data.json; YAML files have them under `data`."""
