@@ -10,7 +10,7 @@ from mm_core.errors import ConfigError
 from mm_core.interchange.migration import Migrated, apply
 from mm_core.schema.nodes import Node
 from mm_trainers import models
-from mm_trainers.common import Source, files_of, model_name, rooted, settle
+from mm_trainers.common import Source, file_of, files_of, model_name, rooted, settle
 from mm_trainers.tables.aitoolkit import JOB, PROCESS
 
 _TRAINS = ("sd_trainer", "ui_trainer", "diffusion_trainer")
@@ -66,7 +66,7 @@ def _is_job(root: Node) -> bool:
 
 def _run(root: Node, process: Node) -> Migrated:
     name = root.at("config", "name")
-    run = Migrated(str(name.value) if name is not None else Path(root.where).stem)
+    run = Migrated(str(name.value) if name is not None else file_of(root).stem)
     source = Source(rooted(process, f"{process.path}."), run)
     kind, where = source.get("type"), source.place("type")
     if kind not in _TRAINS:

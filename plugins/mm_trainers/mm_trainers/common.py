@@ -157,6 +157,11 @@ def rooted(node: Node, start: str) -> Node:
     return replace(node, path=node.path.removeprefix(start)).mapped(lambda child: rooted(child, start))
 
 
+def file_of(node: Node) -> Path:
+    """The file that a node is from."""
+    return Path(re.sub(r":\d+\Z", "", node.where))
+
+
 def inside(paths: Sequence[Path], *suffixes: str) -> Iterator[Path]:
     """The files with one of the suffixes, also those in folders."""
     for path in paths:

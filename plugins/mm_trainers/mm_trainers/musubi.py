@@ -12,7 +12,7 @@ from mm_core.errors import ConfigError, MMError
 from mm_core.interchange.migration import Left, Migrated, Program, Script, apply, read_script, read_source
 from mm_core.schema.nodes import Node
 from mm_trainers import models
-from mm_trainers.common import Source, files_of, inside, settle
+from mm_trainers.common import Source, file_of, files_of, inside, settle
 from mm_trainers.tables.musubi import DATASETS, FLAGS, LAUNCHER
 
 _TRAINS = re.compile(r"(?:.*[/\\])?(\w+?)_train(_network)?\.py")
@@ -302,7 +302,7 @@ def _base(flags: Source, adapted: bool) -> None:
 def _data(data: Source, flags: Source) -> None:
     run, every = data.run, [f"datasets.{number}" for number in range(len(data.node.items("datasets")))]
     apply(DATASETS, data.node, run)
-    run.set("data.train.type", "media_text", Path(data.node.where).name)
+    run.set("data.train.type", "media_text", file_of(data.node).name)
     run.set("task.caption_dropout", 0.0, "default of the tool", "it drops no captions")
     run.set("data.cache.dir", "cache", "theirs caches", "`mm cache build` fills it before the run")
     for number, each in enumerate(every):

@@ -5,6 +5,13 @@ from mm_core import Component, hookimpl
 _TOOLS = (
     ("ai_toolkit", "AiToolkit", "aitoolkit", "ai-toolkit: one YAML"),
     ("musubi_tuner", "MusubiTuner", "musubi", "musubi-tuner: a script, and the TOML of datasets"),
+    ("llama_factory", "LlamaFactory", "language", "LLaMA-Factory: one YAML"),
+    (
+        "training_arguments",
+        "TrainingArguments",
+        "language",
+        "Transformers: TrainingArguments as JSON",
+    ),
 )
 
 

@@ -34,6 +34,23 @@ enable_bucket = true
 video_directory = "clips"
 target_frames = [17]
 """
+_LLAMA_FACTORY = """\
+model_name_or_path: Qwen/Qwen3-VL-4B-Instruct
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 8
+dataset: chats
+template: qwen3_vl
+output_dir: saves/chats
+per_device_train_batch_size: 1
+learning_rate: 1.0e-4
+bf16: true
+"""
+_INFO = '{"chats": {"file_name": "chats.json", "formatting": "sharegpt"}}'
+_ARGUMENTS = (
+    '{"output_dir": "out/chats", "per_device_train_batch_size": 2, "learning_rate": 1e-05, "bf16": true}'
+)
 
 
 def ai_toolkit(folder: Path) -> list[Path]:
@@ -44,6 +61,19 @@ def ai_toolkit(folder: Path) -> list[Path]:
 def musubi_tuner(folder: Path) -> list[Path]:
     """Writes a run of musubi-tuner: a LoRA of Wan 2.1 1.3B on clips."""
     return [_written(folder / "data.toml", _DATASETS), _written(folder / "train.sh", _MUSUBI)]
+
+
+def llama_factory(folder: Path) -> list[Path]:
+    """Writes a run of LLaMA-Factory: a LoRA of Qwen3-VL 4B."""
+    (folder / "data").mkdir()
+    _written(folder / "data" / "dataset_info.json", _INFO)
+    return [_written(folder / "sft.yaml", _LLAMA_FACTORY)]
+
+
+def training_arguments(folder: Path) -> list[Path]:
+    """Writes TrainingArguments of Transformers, and a JSON of DeepSpeed."""
+    stage = '{"bf16": {"enabled": true}, "zero_optimization": {"stage": 2}}'
+    return [_written(folder / "arguments.json", _ARGUMENTS), _written(folder / "ds.json", stage)]
 
 
 def _written(file: Path, text: str) -> Path:

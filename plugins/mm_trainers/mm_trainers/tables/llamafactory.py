@@ -1,0 +1,116 @@
+"""LLaMA-Factory's YAML, beside the keys of TrainingArguments."""
+
+from __future__ import annotations
+
+from mm_core.interchange.migration import Default, Differs, Drop, Key, Row
+from mm_trainers.common import EXPORT, FASTER, LOGGING, OFF, drops, model_name, off, one_of
+from mm_trainers.tables.arguments import ARGUMENTS
+
+_OPTIMIZER = "an optimizer that is not here"
+_LOSS = "another loss than that of the model"
+_STAGE = "of another stage than sft"
+_VOCABULARY = "the tokenizer stays as the model has it"
+_VIDEO = "videos are shown as data.train.frames images; it does nothing where there is none"
+ATTENTION = {"auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2"}
+
+LLAMA_FACTORY: tuple[Row, ...] = (
+    Key("model_name_or_path", "task.from_pretrained", model_name),
+    *off("", {"model_revision": "main"}, "write it behind the name: hub:org/name@REVISION"),
+    Key("trust_remote_code", "task.trust_remote_code"),
+    Key("flash_attn", "task.attn_implementation", one_of(ATTENTION)),
+    Key("stage", note="sft; other stages are refused"),
+    Key("finetuning_type", note="lora, full"),
+    Key("lora_rank", "train.adapters.0.rank"),
+    Key("lora_alpha", note="train.adapters: alpha; absent, twice the rank"),
+    Key("lora_dropout", "train.adapters.0.dropout", float),
+    Key("lora_target", note="train.adapters: targets; all is auto"),
+    Key("loraplus_lr_ratio", "train.adapters.0.b_lr_scale", float),
+    Drop("loraplus_lr_embedding", "embeddings are not trained"),
+    Key("use_rslora", "train.adapters.0.rslora"),
+    Key("use_dora", "train.adapters.0.dora"),
+    Key("pissa_init", note="train.adapters: init"),
+    Key("pissa_iter", note="train.adapters: init pissa_niter_16, or pissa for -1"),
+    Drop("pissa_convert", "a file of the adapter is converted always"),
+    Key("adapter_name_or_path", "train.adapters.0.from", model_name, "its files set targets and rank"),
+    *off("", {"additional_target": None}, "write train.also_train"),
+    *off("", {"create_new_adapter": False}, "write two adapters: {from: FILE, train: false} and a new one"),
+    Key("quantization_bit", "train.base_dtype", one_of({4: "nf4", 8: "int8"}), "rounded by rows, or by 64"),
+    *off(
+        "",
+        {"quantization_method": ("bnb", "bitsandbytes"), "quantization_type": "nf4"},
+        "base_dtype has its own",
+    ),
+    Drop("double_quantization", FASTER),
+    Key("freeze_vision_tower", note="train.freeze, or exclude of the adapter"),
+    Key("freeze_multi_modal_projector", note="train.freeze, or exclude of the adapter"),
+    Key("freeze_language_model", note="train.freeze, or exclude of the adapter"),
+    *off("", {"freeze_trainable_layers": 2, "freeze_trainable_modules": "all"}, "write train.freeze"),
+    Key("dataset", note="data.train.sources, by dataset_info.json"),
+    Key("eval_dataset", note="data.validation, by dataset_info.json"),
+    Key("dataset_dir", note="where dataset_info.json is"),
+    Key("media_dir", note="folder of the sources"),
+    Key("template", note="here the chat template of the model's own folder"),
+    Key("default_system", "data.train.system"),
+    Key("cutoff_len", "data.train.max_length"),
+    Default("cutoff_len", "data.train.max_length", 2048, "ours is 16384"),
+    Key("packing", note="data.train.packing"),
+    Key("neat_packing", "data.train.packing", note="each conversation attends to itself"),
+    *off("", {"max_samples": None}, "all rows are used: shorten the files, or set weight of the sources"),
+    *off(
+        "",
+        {"train_on_prompt": False, "mask_history": False},
+        "answers are learnt: rows have `weight`",
+    ),
+    *off(
+        "",
+        {"enable_thinking": True, "preserve_thinking": False},
+        "as the model's template has it",
+    ),
+    *off("", {"mix_strategy": "concat", "interleave_probs": None}, "weight of the sources"),
+    *off("", {"val_size": 0.0}, "held-out rows are files of their own: data.validation"),
+    *off("", {"tool_format": None}, "the model's template writes tools"),
+    *off("", {"disable_shuffling": False}, "data.loader.sampler: sequential"),
+    Key("image_max_pixels", note="the model's own processor decides"),
+    Drop("image_min_pixels", "the model's own processor decides"),
+    *off("", {"image_do_pan_and_scan": False, "crop_to_patches": False}, "the model's own processor decides"),
+    *(Differs(f"video_{name}", _VIDEO) for name in ("max_pixels", "min_pixels", "fps", "maxlen")),
+    Differs("*audio*", "there is no sound"),
+    Drop("disable_gradient_checkpointing", OFF, only=(False,)),
+    Key("disable_gradient_checkpointing", "engine.recompute_modules", lambda _: None),
+    Default("disable_gradient_checkpointing", "engine.recompute_modules", "auto", "on by default, as theirs"),
+    *off("", {"pure_bf16": False}, "weights that are trained are float32"),
+    *off("", {"upcast_layernorm": False, "upcast_lmhead_output": False}, "engine.param_dtype is of all"),
+    *off(
+        "", {"use_galore": False, "use_apollo": False, "use_badam": False, "use_adam_mini": False}, _OPTIMIZER
+    ),
+    *off("", {"use_muon": False}, "write optimizer: {type: muon}"),
+    *off(
+        "",
+        {"use_llama_pro": False, "mixture_of_depths": None, "shift_attn": False},
+        "the model stays as it is",
+    ),
+    *off("", {"rope_scaling": None, "train_from_scratch": False}, "write task.overrides, task.weights"),
+    *off(
+        "",
+        {"use_dft_loss": False, "use_eaft_loss": False, "use_asft_loss": False, "moe_aux_loss_coef": None},
+        _LOSS,
+    ),
+    *off("", {"resize_vocab": False, "add_tokens": None, "add_special_tokens": None}, _VOCABULARY),
+    *off("", {"new_special_tokens_config": None, "split_special_tokens": False}, _VOCABULARY),
+    *off("", {"use_kt": False, "use_mca": False, "fp8": False, "early_stopping_steps": None}, "not here"),
+    *drops("", ("galore_*", "apollo_*", "badam_*", "asft_alpha", "eaft_alpha"), "of something that is off"),
+    *drops("", ("pref_*", "dpo_*", "kto_*", "ref_*", "reward_*", "ppo_*", "simpo_*"), _STAGE),
+    *drops("", ("streaming", "buffer_size", "overwrite_cache", "preprocessing_*", "tokenized_path"), FASTER),
+    *drops("", ("data_shared_file_system", "cache_dir", "low_cpu_mem_usage", "use_unsloth*"), FASTER),
+    *drops("", ("enable_liger_kernel", "use_reentrant_gc", "use_fast_tokenizer", "ray_*"), FASTER),
+    *drops(
+        "",
+        ("use_swanlab", "swanlab_*", "print_param_status", "compute_accuracy", "placement_strategy"),
+        LOGGING,
+    ),
+    *drops(
+        "", ("export_*", "infer_*", "vllm_*", "sglang_*", "model_revision", "resources_per_worker"), EXPORT
+    ),
+    *drops("", ("ignore_pad_token_for_loss", "predict_with_generate", "max_new_tokens"), OFF),
+    *ARGUMENTS,
+)
