@@ -159,10 +159,12 @@ def _adapter(source: Source, pipeline: str | None) -> None:
         source.take_off("the file of the adapter decides", f"{start}.rank", f"{start}.alpha")
         return
     only, skip = (f"network.network_kwargs.{name}_if_contains" for name in ("only", "ignore"))
-    targets = [_module(each) for each in source.get(only, [])] or models.block_targets(source.run, pipeline)
+    targets = _modules(source.get(only, []), models.is_wan(source.run)) or models.block_targets(
+        source.run, pipeline
+    )
     source.set(f"{start}.targets", targets, only, "as theirs: linear layers of blocks")
     if skipped := source.get(skip):
-        source.set(f"{start}.exclude", [_module(each) for each in skipped], skip)
+        source.set(f"{start}.exclude", _modules(skipped, models.is_wan(source.run)), skip)
     source.fill(f"{start}.rank", 4, "network.linear")
     source.fill(f"{start}.alpha", 1.0, "network.linear_alpha")
     if kind == "lokr":
@@ -173,10 +175,11 @@ def _adapter(source: Source, pipeline: str | None) -> None:
             source.set(f"{start}.decompose_factor", factor, "network.lokr_factor")
 
 
-def _module(text: str) -> str:
-    """The path of a module here, from a part of its name there."""
-    name = str(text).replace("$$", ".").strip(".").removeprefix("transformer.")
-    return f"predictor.{name}" if re.search(r"(blocks|layers)\.\d+", name) else name
+def _modules(names: Sequence[str], wan: bool) -> list[str]:
+    """The paths of modules here, from parts of their names there."""
+    found = [str(name).replace("$$", ".").strip(".").removeprefix("transformer.") for name in names]
+    start = "predictor" if wan else "predictor.transformer"
+    return [f"{start}.{name}" if re.match(r"\w*(blocks|layers)\.\d", name) else name for name in found]
 
 
 def _base(source: Source) -> None:

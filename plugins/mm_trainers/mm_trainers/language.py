@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from mm_core.errors import ConfigError
@@ -18,19 +18,9 @@ _SEES = re.compile(
     r"vl\b|vl[-_0-9]|vision|llava|gemma-?3|internvl|glm-?4\.?\d*v|paligemma|pixtral|mistral3|kimi", re.I
 )
 _VISUAL = re.compile(r"qwen|glm|moss|keye|dots", re.I)
-_PARTS: Mapping[bool, Mapping[str, Sequence[str]]] = {
-    True: {
-        "vision_tower": ("model.model.visual.patch_embed", "model.model.visual.blocks"),
-        "multi_modal_projector": ("model.model.visual.merger",),
-        "language_model": ("model.model.language_model",),
-    },
-    False: {
-        "vision_tower": ("model.model.vision_tower",),
-        "multi_modal_projector": ("model.model.multi_modal_projector",),
-        "language_model": ("model.model.language_model",),
-    },
-}
-"""Whether tower and projector are in `visual` -> the paths of a model's parts."""
+_TOWER = {True: "model.model.visual", False: "model.model.vision_tower"}
+_PROJECTOR = {True: "model.model.visual.merger", False: "model.model.multi_modal_projector"}
+"""Whether the tower holds the projector -> their paths."""
 _ROWS = "rows of instruction, input and output: write them as messages, or as query and response"
 _SHRINKS = "theirs shrinks larger images before the processor; here the processor alone decides"
 _RANKS = "train.global_batch_size: of one rank; theirs is that times the ranks"
@@ -136,7 +126,7 @@ def _of_factory(source: Source) -> Migrated:
     if source.get("adapter_name_or_path") is not None or kind == "lora":
         _adapter(source)
     if sees:
-        _freeze(source, kind == "lora", _PARTS[bool(_VISUAL.search(name))])
+        _freeze(source, kind == "lora", bool(_VISUAL.search(name)))
         source.differ("image_max_pixels", _SHRINKS)
     _data(source)
     if source.get("packing", False) and not source.get("neat_packing", False):
@@ -175,17 +165,25 @@ def _adapter(source: Source) -> None:
             source.differ("pissa_iter", "16 iterations, or the exact parts (-1)")
 
 
-def _freeze(source: Source, adapted: bool, parts: Mapping[str, Sequence[str]]) -> None:
+def _freeze(source: Source, adapted: bool, joined: bool) -> None:
     """Tower and projector are frozen unless the file says otherwise."""
-    frozen = [
-        path
-        for part, paths in parts.items()
-        if source.get(f"freeze_{part}", part != "language_model")
-        for path in paths
-    ]
-    key = "train.adapters.0.exclude" if adapted else "train.freeze"
-    if frozen and "train.adapters.0.from" not in source.run.lines:
-        source.set(key, frozen, "freeze_vision_tower", "frozen, as theirs")
+    keys = ("vision_tower", "multi_modal_projector", "language_model")
+    tower, projector, language = (source.get(f"freeze_{key}", key != keys[2]) for key in keys)
+    if adapted:
+        if tower and source.run.lines.get("train.adapters.0.targets"):
+            source.set(
+                "train.adapters.0.exclude", [_TOWER[joined]], "freeze_vision_tower", "frozen, as theirs"
+            )
+        if not projector or language:
+            path = "freeze_language_model" if language else "freeze_multi_modal_projector"
+            source.differ(path, "adapters are in the repeated blocks: write train.adapters targets")
+        return
+    inner = [f"{_TOWER[joined]}.{name}" for name in ("patch_embed", "blocks")]
+    paths = (inner if joined and not projector else [_TOWER[joined]]) if tower else []
+    paths += [_PROJECTOR[joined]] if projector and not (joined and tower) else []
+    paths += ["model.model.language_model"] if language else []
+    if paths:
+        source.set("train.freeze", paths, "freeze_vision_tower", "frozen, as theirs")
 
 
 def _data(source: Source) -> None:

@@ -10,14 +10,14 @@ from mm_core.interchange.migration import Migrated
 FLOW = "as a pipeline of Diffusers"
 PAIRS: Mapping[str, str] = {"wan2.2-t2v-a14b": "t2v", "wan2.2-i2v-a14b": "i2v"}
 """Presets of two experts."""
-_BLOCKS = ("predictor.transformer_blocks.{*}",)
-_BOTH = (*_BLOCKS, "predictor.single_transformer_blocks.{*}")
+_BLOCKS = ("predictor.transformer.transformer_blocks.{*}",)
+_BOTH = (*_BLOCKS, "predictor.transformer.single_transformer_blocks.{*}")
 BLOCKS: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(("FluxPipeline", "FluxKontextPipeline", "Flux2KleinPipeline"), _BOTH),
     **dict.fromkeys(("QwenImagePipeline", "QwenImageEditPipeline", "QwenImageEditPlusPipeline"), _BLOCKS),
     **dict.fromkeys(("StableDiffusion3Pipeline", "Krea2Pipeline", "HunyuanVideo15Pipeline"), _BLOCKS),
     "HunyuanVideo15ImageToVideoPipeline": _BLOCKS,
-    "ZImagePipeline": ("predictor.layers.{*}",),
+    "ZImagePipeline": ("predictor.transformer.layers.{*}",),
 }
 """Pipelines of Diffusers that are trained here -> their repeated blocks."""
 

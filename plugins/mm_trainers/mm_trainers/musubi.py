@@ -272,7 +272,9 @@ def _adapter(flags: Source, pipeline: str | None) -> None:
         return
     targets: object = "auto"
     if pipeline == "ZImagePipeline":
-        targets = ["predictor.layers.{*}.attention", "predictor.layers.{*}.feed_forward"]
+        targets = [
+            f"{path}.{part}" for path in models.BLOCKS[pipeline] for part in ("attention", "feed_forward")
+        ]
     elif pipeline is None or pipeline.startswith("Flux"):
         targets = models.block_targets(run, pipeline)
     flags.set(f"{start}.targets", targets, module, "as theirs: linear layers of blocks")

@@ -24,6 +24,12 @@ def _trackers(value: Any) -> list[str]:
     return list(known) if value == "all" else [word for word in words(value) if word in known]
 
 
+def _steps(value: Any) -> int:
+    if value < 1:
+        raise ValueError("a share of the run: write steps")
+    return int(value)
+
+
 ARGUMENTS: tuple[Row, ...] = (
     Key("output_dir", note="run.dir and run.name"),
     Drop("run_name", LOGGING),
@@ -69,11 +75,11 @@ ARGUMENTS: tuple[Row, ...] = (
     Key("deepspeed", note="engine: {type: deepspeed, config: FILE}"),
     Drop("fsdp*", "the engine fsdp2 spreads the model: engine.preset, offload_to_cpu"),
     Key("torch_compile", "engine.compile.modules", lambda value: "auto" if value else False),
-    Key("save_steps", "checkpoint.every", int),
+    Key("save_steps", "checkpoint.every", _steps),
     Default("save_steps", "checkpoint.every", 500),
     Key("save_total_limit", "checkpoint.keep"),
     Drop("save_strategy", "checkpoints are by steps: checkpoint.every"),
-    Key("logging_steps", "log.every", int),
+    Key("logging_steps", "log.every", _steps),
     Default("logging_steps", "log.every", 500),
     Key("report_to", "log.trackers", _trackers),
     Key("dataloader_num_workers", "data.loader.workers"),
@@ -84,9 +90,7 @@ ARGUMENTS: tuple[Row, ...] = (
     Key("group_by_length", "data.loader.group_by_length"),
     Drop("train_sampling_strategy", "random, as here", only=("random",)),
     Key("train_sampling_strategy", "data.loader.group_by_length", one_of({"group_by_length": True})),
-    Key("eval_strategy", note="validation"),
     Key("eval_steps", note="validation.every"),
-    Key("eval_on_start", note="validation.at_start"),
     *drops("", ("eval_*", "per_device_eval_batch_size", "load_best_model_at_end", "metric_*"), _EVAL),
     *drops("", ("greater_is_better", "prediction_loss_only", "include_for_metrics", "batch_eval_*"), _EVAL),
     *off("", {"neftune_noise_alpha": None}, "embeddings get no noise"),
