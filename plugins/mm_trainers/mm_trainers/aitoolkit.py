@@ -159,12 +159,11 @@ def _adapter(source: Source, pipeline: str | None) -> None:
         source.take_off("the file of the adapter decides", f"{start}.rank", f"{start}.alpha")
         return
     only, skip = (f"network.network_kwargs.{name}_if_contains" for name in ("only", "ignore"))
-    targets = _modules(source.get(only, []), models.is_wan(source.run)) or models.block_targets(
-        source.run, pipeline
-    )
+    wan = models.is_wan(source.run)
+    targets = _modules(source.get(only, []), wan) or models.block_targets(source.run, pipeline)
     source.set(f"{start}.targets", targets, only, "as theirs: linear layers of blocks")
     if skipped := source.get(skip):
-        source.set(f"{start}.exclude", _modules(skipped, models.is_wan(source.run)), skip)
+        source.set(f"{start}.exclude", _modules(skipped, wan), skip)
     source.fill(f"{start}.rank", 4, "network.linear")
     source.fill(f"{start}.alpha", 1.0, "network.linear_alpha")
     if kind == "lokr":

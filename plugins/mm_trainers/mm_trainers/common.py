@@ -162,6 +162,13 @@ def file_of(node: Node) -> Path:
     return Path(re.sub(r":\d+\Z", "", node.where))
 
 
+def _given(node: Node) -> Node:
+    """A tree without the keys that are null: the tools take their defaults for them."""
+    if isinstance(node.value, dict):
+        node = node.holding({key: child for key, child in node.value.items() if child.value is not None})
+    return node.mapped(_given)
+
+
 def inside(paths: Sequence[Path], *suffixes: str) -> Iterator[Path]:
     """The files with one of the suffixes, also those in folders."""
     for path in paths:
@@ -175,7 +182,7 @@ def files_of(paths: Sequence[Path], suffixes: tuple[str, ...], is_one: Callable[
     found = []
     for file in inside(paths, *suffixes):
         try:
-            root = read_source(file)
+            root = _given(read_source(file))
         except MMError:
             continue
         found += [root] if is_one(root) else []

@@ -123,6 +123,8 @@ def _run(script: Script, program: Program, match: re.Match[str], tomls: Sequence
     _optimizer(flags)
     if match[2]:
         _adapter(flags, pipeline)
+    else:
+        flags.take_off("the whole model is trained", *[key for key in run.lines if ".adapters." in key])
     _base(flags, adapted=bool(match[2]))
     _data(Source(_datasets(flags, script.path, tomls), run), flags)
     settle(run)
