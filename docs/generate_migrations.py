@@ -13,7 +13,7 @@ from pathlib import Path
 
 from generated_page import DOCS, main
 
-from mm_core.interchange.migration import Default, Differs, Drop, Key, Row
+from mm_core.interchange import Default, Differs, Drop, Key, Row
 
 TOOLS: Mapping[str, str] = {
     "coming-from-mindspeed-mm.md": "mm_mindspeed.tables",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from mm_core.interchange.migration import Left, Migrated, Node, apply, place_of
+from mm_core.interchange import Left, Migrated, Node, apply, place_of
 from mm_mindspeed.files import Files, value_at
 from mm_mindspeed.tables.language import LANGUAGE, LANGUAGE_DATA, TOKENS
 from mm_mindspeed.tables.one_file import ONE_FILE
