@@ -18,7 +18,7 @@ from mm_mindspeed.migration import MindSpeedMM
 
 from mm_core.config.load import load_config
 from mm_core.errors import MMError, first_line
-from mm_core.interchange.migration import Migrated, to_yaml
+from mm_core.interchange import Migrated, to_yaml
 from mm_core.plan import build_task, plan_shown
 
 _ROOT = Path(__file__).parents[1]

@@ -11,7 +11,7 @@ from mm_core.cli.options import print_table, write_named
 from mm_core.errors import ConfigError, MMError
 
 if TYPE_CHECKING:
-    from mm_core.interchange.migration import Left, Migrated
+    from mm_core.interchange import Left, Migrated
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Runs `mm migrate`: writes a config for each run that the files describe, checks it and plans it."""
-    from mm_core.interchange.migration import migration_of, to_yaml
+    from mm_core.interchange import migration_of, to_yaml
     from mm_core.plugin.registry import get_registry
 
     paths, out = [Path(path) for path in args.paths], Path(args.out)

@@ -46,7 +46,7 @@ def config_of(args: argparse.Namespace, *more: str, fetch: Fetch = False) -> Run
     try:
         return load_config(args.config, [*args.overrides, *more], allow_code=args.allow_code, fetch=fetch)
     except ConfigError as error:
-        from mm_core.interchange.migration import foreign
+        from mm_core.interchange import foreign
         from mm_core.plugin.registry import get_registry
 
         raise foreign(get_registry(), Path(args.config)) or error from None

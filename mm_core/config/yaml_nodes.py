@@ -103,7 +103,7 @@ def read_file(
         path: the file.
         faults: receives errors that do not stop the reading.
         spent: what the config's earlier files have used; this file's share is added.
-        foreign: whether the file is read as `read_foreign` says.
+        foreign: whether the file is read as `read_foreign` does it.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML or is too large.

@@ -308,7 +308,7 @@ def mm_callbacks() -> Iterable[Component]:
 
 
 @ComponentKind(
-    "mm_core.interchange.migration:Migration",
+    "mm_core.interchange:Migration",
     kit="mm_core.testing.migrations:KIT",
     target="SmallTrainer",
     words="a migration of another tool's runs",
@@ -316,8 +316,7 @@ def mm_callbacks() -> Iterable[Component]:
     then="mm migrate settings.json --out run.yaml",
 )
 def mm_migrations() -> Iterable[Component]:
-    """Migrations, which read the runs of another tool: `target()` ->
-    `mm_core.interchange.migration.Migration`.
+    """Migrations, which read the runs of another tool: `target()` -> `mm_core.interchange.Migration`.
 
     `mm migrate` takes the one that recognises the files.
 

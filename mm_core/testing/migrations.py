@@ -1,4 +1,4 @@
-"""The conformance kit of migrations (`mm_core.interchange.migration.Migration`)."""
+"""The conformance kit of migrations (`mm_core.interchange.Migration`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from mm_core.config.load import load_config
 from mm_core.errors import MMError
-from mm_core.interchange.migration import Migrated, to_yaml
+from mm_core.interchange import Migrated, to_yaml
 from mm_core.testing.kit import Kit, Probe, by_name
 
 _STRANGERS = {

@@ -90,7 +90,7 @@ class Migration(Protocol):
 
 
 def to_yaml(migrated: Migrated, head: Sequence[str] = ()) -> str:
-    """The YAML of a migrated run, with a comment behind each line that says where it came from.
+    """The YAML of a migrated run, with a comment behind each line: where it came from.
 
     Args:
         migrated: the run.

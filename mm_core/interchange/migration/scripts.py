@@ -1,4 +1,4 @@
-"""What launch scripts of a shell say: their commands, with the line of every word."""
+"""Launch scripts of a shell, read: their commands, with the line of every word."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Unrun:
 
 @dataclass
 class Script:
-    """What a script says without being run.
+    """What a script holds, without being run.
 
     Attributes:
         path: its file.

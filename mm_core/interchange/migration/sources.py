@@ -16,7 +16,7 @@ _KEY = re.compile(r"""\s*["']?([\w.-]+)["']?\s*=""")
 
 
 def read_source(path: Path) -> Node:
-    """Reads a JSON, YAML or TOML file, which its name tells.
+    """Reads a JSON, YAML or TOML file, by the end of its name.
 
     Raises:
         ConfigError: it cannot be read, or is no mapping.

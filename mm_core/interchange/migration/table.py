@@ -40,7 +40,7 @@ class Key(Row):
     Attributes:
         ours: our dotted key, where a `*` stands for the text of theirs. Empty: the migration reads the key
             itself, with others.
-        convert: makes our value of theirs; a ValueError says why it has no counterpart.
+        convert: makes our value of theirs; a ValueError states why it has no counterpart.
         note: what users should know of it.
     """
 

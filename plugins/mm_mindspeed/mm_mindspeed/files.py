@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mm_core.errors import MMError
-from mm_core.interchange.migration import Node, Program, Script, read_script, read_source, to_python
+from mm_core.interchange import Node, Program, Script, read_script, read_source, to_python
 
 _TRAINS = re.compile(r"(?:.*/)?(?:pretrain_\w+|posttrain_\w+|trainer|train)\.py\Z")
 _MARKS = re.compile(rb"--mm-model|mindspeed_mm/fsdp|pretrain_transformers\.py")
@@ -27,7 +27,7 @@ _KEYS: tuple[set[str], ...] = (
 
 @dataclass
 class Files:
-    """What the files of one run say.
+    """The files of one run, read.
 
     Attributes:
         name: of the run.

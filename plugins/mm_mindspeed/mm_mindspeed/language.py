@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from mm_core.interchange.migration import Left, Migrated, Node, apply, place_of
+from mm_core.errors import plural
+from mm_core.interchange import Left, Migrated, Node, apply, place_of
 from mm_mindspeed.files import Files, value_at
 from mm_mindspeed.tables.language import LANGUAGE, LANGUAGE_DATA, TOKENS
 from mm_mindspeed.tables.one_file import ONE_FILE
@@ -52,7 +53,7 @@ def migrate_one_file(files: Files, root: Node, run: Migrated) -> None:
     steps, ranks = value_at(root, "training.gradient_accumulation_steps") or 1, run.world
     micro = value_at(root, "training.micro_batch_size", 1)
     place = place_of(root.at("training", "gradient_accumulation_steps") or root)
-    note = f"{micro} x {steps} accumulated x {ranks} ranks"
+    note = f"{micro} x {steps} accumulated x {plural(ranks, 'rank')}"
     run.set("train.global_batch_size", micro * steps * ranks, place, note)
     if "train.epochs" in run.lines and "train.steps" in run.lines:
         run.lines.pop("train.steps")

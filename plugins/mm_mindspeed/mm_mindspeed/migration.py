@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mm_core.interchange.migration import Left, Line, Migrated, Node, apply
+from mm_core.interchange import Left, Line, Migrated, Node, apply
 from mm_mindspeed.files import Files, find_runs, is_of_tool, value_at
 from mm_mindspeed.language import migrate_language, migrate_one_file
 from mm_mindspeed.tables.engine import ENGINE

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mm_core.interchange.migration import Left, Migrated, Node, apply, place_of, read_source
+from mm_core.interchange import Left, Migrated, Node, apply, place_of, read_source
 from mm_mindspeed.files import Files, resolve, value_at
 from mm_mindspeed.tables.converts import path
 from mm_mindspeed.tables.data import DATA

@@ -5,7 +5,7 @@ from folders import CHATS, CLIPS, ENGINE, ONE_FILE, QWEN, REMOVED, WAN, changed,
 from mm_mindspeed.migration import MindSpeedMM
 
 from mm_core.config.load import load_config
-from mm_core.interchange.migration import Migrated, to_yaml
+from mm_core.interchange import Migrated, to_yaml
 
 
 def migrated(folder) -> Migrated:

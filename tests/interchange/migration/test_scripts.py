@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mm_core.errors import ConfigError
-from mm_core.interchange.migration import Script, read_script
+from mm_core.interchange import Script, read_script
 from mm_core.schema.nodes import to_python
 
 

@@ -8,7 +8,7 @@ import yaml
 
 from mm_core.config.load import load_config
 from mm_core.errors import ConfigError
-from mm_core.interchange.migration import (
+from mm_core.interchange import (
     Default,
     Differs,
     Drop,

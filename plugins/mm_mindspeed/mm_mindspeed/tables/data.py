@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mm_core.interchange.migration import Default, Differs, Drop, Key, Row
+from mm_core.interchange import Default, Differs, Drop, Key, Row
 from mm_mindspeed.tables.converts import one_of, path
 
 _TEXT = "captions are cleaned as the text encoder's pipeline does it"
@@ -73,8 +73,11 @@ DATA: tuple[Row, ...] = (
         Key(f"dataset_param.preprocess_parameters.train_pipeline.{name}", ours, interpolation)
         for name, ours in (
             *(("video", "data.train.interpolation"), ("video_and_first_frame", "data.train.interpolation")),
-            *(("video_only", ""), ("image", "")),
         )
+    ),
+    *(
+        Key(f"dataset_param.preprocess_parameters.train_pipeline.{name}", "", interpolation, "as `video`")
+        for name in ("video_only", "image")
     ),
     Drop(
         "dataset_param.preprocess_parameters.train_pipeline.first_frame_*",

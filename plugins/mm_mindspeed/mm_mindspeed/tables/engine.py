@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mm_core.interchange.migration import Differs, Drop, Key, Row
+from mm_core.interchange import Differs, Drop, Key, Row
 from mm_mindspeed.names import patterns
 from mm_mindspeed.tables.converts import dtype, sharding
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mm_core.interchange.migration import Default, Differs, Drop, Key, Row
+from mm_core.interchange import Default, Differs, Drop, Key, Row
 from mm_mindspeed.names import lora_targets
 from mm_mindspeed.tables.converts import always, norm, one_of, path
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mm_core.interchange.migration import Default, Differs, Drop, Key, Row
+from mm_core.interchange import Default, Differs, Drop, Key, Row
 from mm_mindspeed.tables.converts import one_of, path
 
 CHECK = "Megatron checks it; the model comes from its own folder"
@@ -118,8 +118,8 @@ LANGUAGE_DATA: tuple[Row, ...] = (
     Differs("dataset_param.preprocess_parameters.image_min_pixels", _PIXELS),
     Key("dataset_param.preprocess_parameters.video_maxlen", "data.train.frames", note=_VIDEO),
     Drop("dataset_param.preprocess_parameters.video_*", _VIDEO),
-    Drop("dataset_param.preprocess_parameters.use_fast_tokenizer", "as the model's folder says"),
-    Drop("dataset_param.preprocess_parameters.fix_mistral_regex", "as the model's folder says"),
+    Drop("dataset_param.preprocess_parameters.use_fast_tokenizer", "as in the model's folder"),
+    Drop("dataset_param.preprocess_parameters.fix_mistral_regex", "as in the model's folder"),
     Drop("dataset_param.preprocess_parameters.split_special_tokens", "off here too", only=(False,)),
     Key(
         "dataset_param.preprocess_parameters.trust_remote_code", "data.train.trust_remote_code", only=(True,)
@@ -130,11 +130,11 @@ LANGUAGE_DATA: tuple[Row, ...] = (
     Drop("dataset_param.preprocess_parameters.train_pipeline.*", "as the model's processor does it"),
     Drop("dataset_param.preprocess_parameters", "none", only=(None,)),
     Key("dataset_param.tokenizer_config.from_pretrained", "data.train.processor", path),
-    Drop("dataset_param.tokenizer_config.*", "as the model's folder says"),
+    Drop("dataset_param.tokenizer_config.*", "as in the model's folder"),
     Drop("dataset_param.use_text_processer", "always"),
     Drop("dataset_param.template_name", _TEMPLATE),
     *(
-        Drop(f"dataset_param.{name}", "as the model's folder says")
+        Drop(f"dataset_param.{name}", "as in the model's folder")
         for name in ("patch_size", "image_size", "down_sample_ratio", "use_thumbnail", "dynamic_image_size")
     ),
     Key("dataset_param.min_dynamic_patch", "data.train.min_tiles"),

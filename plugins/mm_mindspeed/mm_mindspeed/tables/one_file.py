@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mm_core.interchange.migration import Default, Differs, Drop, Key, Row
+from mm_core.interchange import Default, Differs, Drop, Key, Row
 from mm_mindspeed.names import in_model
 from mm_mindspeed.tables.converts import dtype, norm, one_of, path, sharding
 from mm_mindspeed.tables.language import LOSS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mm_core.interchange.migration import Default, Differs, Drop, Key, Row
+from mm_core.interchange import Default, Differs, Drop, Key, Row
 from mm_mindspeed.tables.converts import dtype, one_of, path
 
 _PRESET = "with the other sizes: task.predictor.preset, or the sizes where no preset has them"
