@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mm_core.errors import ConfigError
-from mm_core.interchange.migration import Migrated, apply
-from mm_core.schema.nodes import Node
+from mm_core.interchange import Migrated, Node, apply
 from mm_trainers import models
 from mm_trainers.common import Source, file_of, files_of, model_name, rooted, settle
 from mm_trainers.tables.aitoolkit import JOB, PROCESS

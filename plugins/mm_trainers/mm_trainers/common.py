@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mm_core.errors import MMError
-from mm_core.interchange.migration import Differs, Drop, Left, Migrated, Row, place_of, read_source
-from mm_core.schema.nodes import Node, to_python
+from mm_core.interchange import Differs, Drop, Left, Migrated, Node, Row, place_of, read_source, to_python
 
 FASTER = "it changes speed or memory, not what is computed"
 SAMPLING = "of samples during training alone"
@@ -129,8 +128,8 @@ DTYPE = one_of(
 )
 
 
-def off(prefix: str, defaults: Mapping[str, Any], why: str) -> tuple[Row, ...]:
-    """Rows for keys that do nothing at a value, and have no counterpart at any other."""
+def off(prefix: str, why: str, **defaults: Any) -> tuple[Row, ...]:
+    """Rows for keys that do nothing at a value, or at those of a tuple, and have no counterpart at others."""
     return tuple(
         row
         for name, value in defaults.items()
@@ -141,9 +140,9 @@ def off(prefix: str, defaults: Mapping[str, Any], why: str) -> tuple[Row, ...]:
     )
 
 
-def drops(prefix: str, names: Sequence[str], why: str) -> tuple[Row, ...]:
-    """Rows for keys that do nothing here."""
-    return tuple(Drop(f"{prefix}{name}", why) for name in names)
+def drops(prefix: str, names: str, why: str) -> tuple[Row, ...]:
+    """Rows for keys that do nothing here, of which a text has the names."""
+    return tuple(Drop(f"{prefix}{name}", why) for name in names.split())
 
 
 def model_name(value: Any) -> str:

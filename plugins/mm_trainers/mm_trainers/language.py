@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from mm_core.errors import ConfigError
-from mm_core.interchange.migration import Left, Migrated, apply, read_source
-from mm_core.schema.nodes import Node
+from mm_core.interchange import Left, Migrated, Node, apply, read_source
 from mm_trainers.common import Source, file_of, files_of, settle, words
 from mm_trainers.tables.arguments import ARGUMENTS
 from mm_trainers.tables.llamafactory import LLAMA_FACTORY

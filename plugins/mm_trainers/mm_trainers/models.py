@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mm_core.interchange.migration import Migrated
+from mm_core.interchange import Migrated
 
 FLOW = "as a pipeline of Diffusers"
 PAIRS: Mapping[str, str] = {"wan2.2-t2v-a14b": "t2v", "wan2.2-i2v-a14b": "i2v"}

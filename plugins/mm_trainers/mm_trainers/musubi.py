@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mm_core.errors import ConfigError, MMError
-from mm_core.interchange.migration import Left, Migrated, Program, Script, apply, read_script, read_source
-from mm_core.schema.nodes import Node
+from mm_core.interchange import Left, Migrated, Node, Program, Script, apply, read_script, read_source
 from mm_trainers import models
 from mm_trainers.common import Source, file_of, files_of, inside, settle
 from mm_trainers.tables.musubi import DATASETS, FLAGS, LAUNCHER

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mm_core.config.load import load_config
-from mm_core.interchange.migration import Migrated, to_yaml
+from mm_core.interchange import Migrated, to_yaml
 
 
 @pytest.fixture(autouse=True)

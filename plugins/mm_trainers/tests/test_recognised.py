@@ -7,7 +7,7 @@ from mm_trainers.language import LlamaFactory, TrainingArguments
 from mm_trainers.musubi import MusubiTuner
 
 from mm_core.errors import ConfigError
-from mm_core.interchange.migration import migration_of
+from mm_core.interchange import migration_of
 from mm_core.plugin.registry import get_registry
 from support.conformance import examined
 from support.texts import ROOT
@@ -43,7 +43,7 @@ def test_none_takes_a_config_of_ours_or_a_json_of_deepspeed_alone(written):
 
 def test_validating_a_file_of_a_tool_names_the_command(tmp_path):
     from mm_core.config.load import load_config
-    from mm_core.interchange.migration import foreign
+    from mm_core.interchange import foreign
 
     (file,) = testing.ai_toolkit(tmp_path)
     error = foreign(get_registry(), file)

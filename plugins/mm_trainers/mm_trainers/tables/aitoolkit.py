@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mm_core.interchange.migration import Default, Differs, Drop, Key, Row
+from mm_core.interchange import Default, Differs, Drop, Key, Row
 from mm_trainers.common import (
     CACHE,
     DTYPE,
@@ -59,7 +59,7 @@ _NETWORK: tuple[Row, ...] = (
     Drop("network.split_multistage_loras", "`mm export` writes a file for each expert"),
     Drop("network.layer_offloading", FASTER),
     Drop("network.old_lokr_format", EXPORT),
-    *off("network.", {"all_layers": False}, "adapters are of linear layers"),
+    *off("network.", "adapters are of linear layers", all_layers=False),
     Drop("network.transformer_only", "adapters are in the repeated blocks", only=(True,)),
     Differs("network.transformer_only", "adapters are in the repeated blocks: write train.adapters targets"),
 )
@@ -100,23 +100,25 @@ _DATASETS: tuple[Row, ...] = (
     ),
     Key("datasets.*.num_workers", "data.loader.workers"),
     Key("datasets.*.prefetch_factor", "data.loader.prefetch"),
-    *off("datasets.*.", {"is_reg": False, "prior_reg": False}, "pictures of regularisation count as others"),
-    *off("datasets.*.", {"random_triggers": [], "use_short_captions": False, "replacements": []}, _PROMPT),
-    *off("datasets.*.", {"flip_x": False, "flip_y": False}, "mirrored copies: data.train.transform has flip"),
+    *off("datasets.*.", "pictures of regularisation count as others", is_reg=False, prior_reg=False),
+    *off("datasets.*.", _PROMPT, random_triggers=[], use_short_captions=False, replacements=[]),
+    *off("datasets.*.", "mirrored copies: data.train.transform has flip", flip_x=False, flip_y=False),
     *off(
         "datasets.*.",
-        {"random_crop": False, "random_scale": False, "square_crop": False, "scale": 1.0, "augments": []}
-        | {"augmentations": None, "standardize_images": False, "extra_values": []},
         "pictures are resized and cropped at the centre: data.train.transform has what there is",
+        **(
+            {"random_crop": False, "random_scale": False, "square_crop": False, "scale": 1.0, "augments": []}
+            | {"augmentations": None, "standardize_images": False, "extra_values": []}
+        ),
     ),
-    *off("datasets.*.", {f"control_path{end}": None for end in ("", "_1", "_2", "_3")}, _PAIRS),
-    *off("datasets.*.", {"inpaint_path": None, "unconditional_path": None, "clip_image_path": None}, _PAIRS),
-    *off("datasets.*.", {"controls": [], "control_from_same_folder": False}, _PAIRS),
-    *off("datasets.*.", {"mask_path": None, "alpha_mask": False, "invert_mask": False}, _MASKS),
-    *off("datasets.*.", {"mask_min_value": 0.0}, _MASKS),
-    *off("datasets.*.", {"network_weight": 1.0, "loss_multiplier": 1.0}, "all sources have one loss"),
-    *off("datasets.*.", {"batch_size": None}, "all sources share train.micro_batch_size"),
-    *off("datasets.*.", {"do_audio": False, "audio_normalize": False}, "clips are read without sound"),
+    *off("datasets.*.", _PAIRS, **{f"control_path{end}": None for end in ("", "_1", "_2", "_3")}),
+    *off("datasets.*.", _PAIRS, inpaint_path=None, unconditional_path=None, clip_image_path=None),
+    *off("datasets.*.", _PAIRS, controls=[], control_from_same_folder=False),
+    *off("datasets.*.", _MASKS, mask_path=None, alpha_mask=False, invert_mask=False),
+    *off("datasets.*.", _MASKS, mask_min_value=0.0),
+    *off("datasets.*.", "all sources have one loss", network_weight=1.0, loss_multiplier=1.0),
+    *off("datasets.*.", "all sources share train.micro_batch_size", batch_size=None),
+    *off("datasets.*.", "clips are read without sound", do_audio=False, audio_normalize=False),
 )
 
 _TRAIN: tuple[Row, ...] = (
@@ -145,9 +147,7 @@ _TRAIN: tuple[Row, ...] = (
     Default("train.max_grad_norm", "train.clip_grad_norm", 1.0),
     Key("train.ema_config.use_ema", note="ema"),
     Key("train.ema_config.ema_decay", note="ema.decay; their average has no ramp"),
-    *off(
-        "train.ema_config.", {"use_feedback": False, "param_multiplier": 1.0}, "the average changes no weight"
-    ),
+    *off("train.ema_config.", "the average changes no weight", use_feedback=False, param_multiplier=1.0),
     Key("train.dtype", "engine.param_dtype", DTYPE),
     Default("train.dtype", "engine.param_dtype", "fp32"),
     Key("train.gradient_checkpointing", "engine.recompute_modules", recompute),
@@ -155,18 +155,17 @@ _TRAIN: tuple[Row, ...] = (
     Drop("train.noise_scheduler", "flow matching, as here", only=("flowmatch", "flow_match")),
     Differs("train.noise_scheduler", "models here are trained by flow matching"),
     Key("train.timestep_type", note="task.scheduler: timesteps and shift"),
-    *off("train.", {"linear_timesteps": False, "linear_timesteps2": False}, "no weights by timestep"),
-    *off("train.", {"content_or_style": "balanced"}, "another density: task.scheduler has some of its own"),
-    *off("train.", {"content_or_style_reg": "balanced"}, "pictures of regularisation count as others"),
+    *off("train.", "no weights by timestep", linear_timesteps=False, linear_timesteps2=False),
+    *off("train.", "another density: task.scheduler has some of its own", content_or_style="balanced"),
+    *off("train.", "pictures of regularisation count as others", content_or_style_reg="balanced"),
     *off(
         "train.",
-        {"min_denoising_steps": 0, "max_denoising_steps": (999, 1000, None)},
         "bounds are task.scheduler.min_ and max_timestep_boundary of wan/flow_match, from noise as theirs",
+        min_denoising_steps=0,
+        max_denoising_steps=(999, 1000, None),
     ),
-    *off("train.", {"train_unet": True}, "the transformer is what is trained"),
-    *off(
-        "train.", {"train_text_encoder": False, "train_refiner": (True, False, None)}, "encoders stay frozen"
-    ),
+    *off("train.", "the transformer is what is trained", train_unet=True),
+    *off("train.", "encoders stay frozen", train_text_encoder=False, train_refiner=(True, False, None)),
     Key("train.cache_text_embeddings", note="data.cache"),
     Differs(
         "train.unload_text_encoder", "theirs trains on the trigger word or no caption alone", only=(True,)
@@ -175,32 +174,26 @@ _TRAIN: tuple[Row, ...] = (
     Key("train.switch_boundary_every", note="here each step trains the expert of the timestep that it draws"),
     Key("train.disable_sampling", note="validation"),
     Key("train.skip_first_sample", "validation.at_start", lambda value: not value),
-    *off("train.", {"loss_type": "mse", "snr_gamma": None, "min_snr_gamma": None}, _LOSS),
-    *off("train.", {"learnable_snr_gos": False, "t0_loss_target": False, "do_fft_loss": False}, _LOSS),
-    *off("train.", {"do_guidance_loss": False, "do_differential_guidance": False, "max_loss": None}, _LOSS),
-    *off("train.", {"target_norm_std": None, "loss_target": "noise", "do_cfg": False}, _LOSS),
-    *off("train.", {"noise_offset": 0.0, "noise_multiplier": 1.0, "random_noise_shift": 0.0}, _NOISE),
-    *off("train.", {"dynamic_noise_offset": False, "force_consistent_noise": False}, _NOISE),
-    *off("train.", {"optimal_noise_pairing_samples": 1, "random_noise_multiplier": 0.0}, _NOISE),
-    *off("train.", {"diff_output_preservation": False, "blank_prompt_preservation": False}, _TRICK),
-    *off(
-        "train.", {"inverted_mask_prior": False, "weight_jitter": 0.0, "do_prior_divergence": False}, _TRICK
-    ),
+    *off("train.", _LOSS, loss_type="mse", snr_gamma=None, min_snr_gamma=None),
+    *off("train.", _LOSS, learnable_snr_gos=False, t0_loss_target=False, do_fft_loss=False),
+    *off("train.", _LOSS, do_guidance_loss=False, do_differential_guidance=False, max_loss=None),
+    *off("train.", _LOSS, target_norm_std=None, loss_target="noise", do_cfg=False),
+    *off("train.", _NOISE, noise_offset=0.0, noise_multiplier=1.0, random_noise_shift=0.0),
+    *off("train.", _NOISE, dynamic_noise_offset=False, force_consistent_noise=False),
+    *off("train.", _NOISE, optimal_noise_pairing_samples=1, random_noise_multiplier=0.0),
+    *off("train.", _TRICK, diff_output_preservation=False, blank_prompt_preservation=False),
+    *off("train.", _TRICK, inverted_mask_prior=False, weight_jitter=0.0, do_prior_divergence=False),
     *drops(
         "train.",
-        ("diff_output_preservation_*", "blank_prompt_preservation_*", "reg_weight", "inverted_mask_prior_*"),
+        "diff_output_preservation_* blank_prompt_preservation_* reg_weight inverted_mask_prior_*",
         "of a regularisation that is off",
     ),
-    *off("train.", {"prompt_dropout_prob": 0.0, "short_and_long_captions": False}, _PROMPT),
+    *off("train.", _PROMPT, prompt_dropout_prob=0.0, short_and_long_captions=False),
     *off(
-        "train.",
-        {"bypass_guidance_embedding": False, "cfg_scale": 1.0},
-        "distilled guidance is task.train_guidance",
+        "train.", "distilled guidance is task.train_guidance", bypass_guidance_embedding=False, cfg_scale=1.0
     ),
-    *off("train.", {"start_step": None, "merge_network_on_save": False}, "a run begins at 0, or resumes"),
-    *drops(
-        "train.", ("xformers", "sdp", "attention_backend", "force_first_sample", "max_loss_debug"), FASTER
-    ),
+    *off("train.", "a run begins at 0, or resumes", start_step=None, merge_network_on_save=False),
+    *drops("train.", "xformers sdp attention_backend force_first_sample max_loss_debug", FASTER),
 )
 
 _MODEL: tuple[Row, ...] = (
@@ -209,30 +202,20 @@ _MODEL: tuple[Row, ...] = (
     Key("model.is_*", note="an older way to say which model"),
     Key("model.quantize", note="train.base_dtype"),
     Key("model.qtype", note="train.base_dtype"),
-    *drops("model.", ("quantize_te", "qtype_te"), "text encoders are in bf16, and run once with data.cache"),
+    *drops("model.", "quantize_te qtype_te", "text encoders are in bf16, and run once with data.cache"),
     Key("model.layer_offloading", note="engine.base.stream"),
     Key("model.auto_memory", note="engine.base.stream"),
-    *drops(
-        "model.", ("low_vram", "layer_offloading_*", "dtype", "vae_dtype", "te_dtype", "attn_masking"), FASTER
-    ),
-    *drops("model.", ("compile*", "block_compile", "cache_size_limit", "split_model_*", "*_device"), FASTER),
+    *drops("model.", "low_vram layer_offloading_* dtype vae_dtype te_dtype attn_masking", FASTER),
+    *drops("model.", "compile* block_compile cache_size_limit split_model_* *_device", FASTER),
     Key("model.model_kwargs.train_high_noise", note="task.predictor.train"),
     Key("model.model_kwargs.train_low_noise", note="task.predictor.train"),
-    *off(
-        "model.",
-        {"assistant_lora_path": None},
-        "an adapter of training alone, not of sampling",
-    ),
-    *off("model.", {"lora_path": None}, "add it to train.adapters as {from: FILE, train: false}"),
-    *drops("model.", ("inference_lora_path", "refiner_*"), SAMPLING),
-    *off(
-        "model.",
-        {"vae_path": None, "unet_path": None, "te_name_or_path": None},
-        "set from_pretrained of the part",
-    ),
-    *off("model.", {"extras_name_or_path": None}, "set from_pretrained of the encoders"),
-    *off("model.", {"only_if_contains": None, "ignore_if_contains": None}, "write train.freeze"),
-    *off("model.", {"accuracy_recovery_adapter": None}, "an adapter that takes quantisation back"),
+    *off("model.", "an adapter of training alone, not of sampling", assistant_lora_path=None),
+    *off("model.", "add it to train.adapters as {from: FILE, train: false}", lora_path=None),
+    *drops("model.", "inference_lora_path refiner_*", SAMPLING),
+    *off("model.", "set from_pretrained of the part", vae_path=None, unet_path=None, te_name_or_path=None),
+    *off("model.", "set from_pretrained of the encoders", extras_name_or_path=None),
+    *off("model.", "write train.freeze", only_if_contains=None, ignore_if_contains=None),
+    *off("model.", "an adapter that takes quantisation back", accuracy_recovery_adapter=None),
     Drop("model.use_flux_cfg", OFF, only=(False,)),
 )
 
@@ -259,7 +242,7 @@ PROCESS: tuple[Row, ...] = (
     Key("training_seed", "run.seed", note="other random numbers than theirs"),
     Key("trigger_word", note="caption_prefix of the sources: theirs adds it only where a caption lacks it"),
     Drop("device", "one rank, or those of `mm-train --nproc`"),
-    *drops("", ("performance_log_every", "torch_profiler", "sqlite_db_path", "log_dir"), LOGGING),
+    *drops("", "performance_log_every torch_profiler sqlite_db_path log_dir", LOGGING),
     *_NETWORK,
     Key("save.save_every", "checkpoint.every"),
     Default("save.save_every", "checkpoint.every", 1000),
@@ -273,6 +256,6 @@ PROCESS: tuple[Row, ...] = (
     *_TRAIN,
     *_MODEL,
     *_SAMPLE,
-    *off("", {"adapter": None, "embedding": None, "decorator": None, "slider": None}, _ADAPTER),
-    *off("", {"guidance": None, "do_lorm": False}, _ADAPTER),
+    *off("", _ADAPTER, adapter=None, embedding=None, decorator=None, slider=None),
+    *off("", _ADAPTER, guidance=None, do_lorm=False),
 )

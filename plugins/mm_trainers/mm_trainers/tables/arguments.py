@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mm_core.interchange.migration import Default, Drop, Key, Row
+from mm_core.interchange import Default, Drop, Key, Row
 from mm_trainers.common import EXPORT, FASTER, LOGGING, OFF, drops, norm, off, one_of, recompute, words
 
 OPTIMIZERS = {
@@ -51,7 +51,7 @@ ARGUMENTS: tuple[Row, ...] = (
     Key("adam_epsilon", "optimizer.eps", float),
     Key("optim", "optimizer.type", one_of(OPTIMIZERS, "adamw")),
     Default("optim", "optimizer.type", "adamw"),
-    *off("", {"optim_args": None, "optim_target_modules": None}, "arguments of another optimizer"),
+    *off("", "arguments of another optimizer", optim_args=None, optim_target_modules=None),
     Key("lr_scheduler_type", "lr_schedule.type", one_of(SCHEDULES, "constant")),
     Default("lr_scheduler_type", "lr_schedule.type", "linear", "ours is constant"),
     Key("lr_scheduler_kwargs.min_lr", "lr_schedule.min_lr", float),
@@ -71,7 +71,7 @@ ARGUMENTS: tuple[Row, ...] = (
     Key("tf32", "run.float32_matmul", lambda value: "high" if value else None),
     Key("gradient_checkpointing", "engine.recompute_modules", recompute),
     Key("activation_checkpointing", "engine.recompute_modules", recompute),
-    *drops("", ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"), FASTER),
+    *drops("", "gradient_checkpointing_kwargs activation_checkpointing_kwargs", FASTER),
     Key("deepspeed", note="engine: {type: deepspeed, config: FILE}"),
     Drop("fsdp*", "the engine fsdp2 spreads the model: engine.preset, offload_to_cpu"),
     Key("torch_compile", "engine.compile.modules", lambda value: "auto" if value else False),
@@ -91,28 +91,18 @@ ARGUMENTS: tuple[Row, ...] = (
     Drop("train_sampling_strategy", "random, as here", only=("random",)),
     Key("train_sampling_strategy", "data.loader.group_by_length", one_of({"group_by_length": True})),
     Key("eval_steps", note="validation.every"),
-    *drops("", ("eval_*", "per_device_eval_batch_size", "load_best_model_at_end", "metric_*"), _EVAL),
-    *drops("", ("greater_is_better", "prediction_loss_only", "include_for_metrics", "batch_eval_*"), _EVAL),
-    *off("", {"neftune_noise_alpha": None}, "embeddings get no noise"),
-    *off("", {"label_smoothing_factor": 0.0}, "the model's own loss"),
-    *off("", {"average_tokens_across_devices": True}, "a step's loss is the mean over all of its tokens"),
-    *off("", {"auto_find_batch_size": False, "parallelism_config": None}, "write train.micro_batch_size"),
-    *drops(
-        "",
-        ("do_train", "do_eval", "do_predict", "resume_from_checkpoint", "overwrite_output_dir"),
-        "as the command",
-    ),
-    *drops(
-        "",
-        ("ignore_data_skip", "restore_callback_*", "save_only_model", "save_on_each_node"),
-        "a resume is exact",
-    ),
-    *drops("", ("logging_*", "log_*", "disable_tqdm", "project", "trackio_*", "include_*"), LOGGING),
-    *drops("", ("debug", "skip_memory_metrics", "*_rank", "plot_loss"), LOGGING),
-    *drops("", ("hub_*", "push_to_hub*", "enable_jit_checkpoint", "save_safetensors"), EXPORT),
-    *drops(
-        "", ("ddp_*", "torch_*", "use_liger_kernel", "liger_kernel_config", "use_cache", "use_cpu"), FASTER
-    ),
-    *drops("", ("dataloader_*", "accelerator_config", "bf16_full_eval", "fp16_full_eval"), FASTER),
-    *drops("", ("remove_unused_columns", "label_names", "length_column_name"), "rows are read by data.train"),
+    *drops("", "eval_* per_device_eval_batch_size load_best_model_at_end metric_*", _EVAL),
+    *drops("", "greater_is_better prediction_loss_only include_for_metrics batch_eval_*", _EVAL),
+    *off("", "embeddings get no noise", neftune_noise_alpha=None),
+    *off("", "the model's own loss", label_smoothing_factor=0.0),
+    *off("", "a step's loss is the mean over all of its tokens", average_tokens_across_devices=True),
+    *off("", "write train.micro_batch_size", auto_find_batch_size=False, parallelism_config=None),
+    *drops("", "do_train do_eval do_predict resume_from_checkpoint overwrite_output_dir", "as the command"),
+    *drops("", "ignore_data_skip restore_callback_* save_only_model save_on_each_node", "a resume is exact"),
+    *drops("", "logging_* log_* disable_tqdm project trackio_* include_*", LOGGING),
+    *drops("", "debug skip_memory_metrics *_rank plot_loss", LOGGING),
+    *drops("", "hub_* push_to_hub* enable_jit_checkpoint save_safetensors", EXPORT),
+    *drops("", "ddp_* torch_* use_liger_kernel liger_kernel_config use_cache use_cpu", FASTER),
+    *drops("", "dataloader_* accelerator_config bf16_full_eval fp16_full_eval", FASTER),
+    *drops("", "remove_unused_columns label_names length_column_name", "rows are read by data.train"),
 )
