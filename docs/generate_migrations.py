@@ -17,6 +17,7 @@ from mm_core.interchange import Default, Differs, Drop, Key, Row
 
 TOOLS: Mapping[str, str] = {
     "coming-from-mindspeed-mm.md": "mm_mindspeed.tables",
+    "coming-from-other-trainers.md": "mm_trainers.tables",
 }
 """Page -> the module with its `HEAD` and `TABLES`."""
 

@@ -9,7 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from mm_core.errors import MMError
-from mm_core.interchange import Differs, Drop, Left, Migrated, Node, Row, place_of, read_source, to_python
+from mm_core.interchange import (
+    Default,
+    Differs,
+    Drop,
+    Key,
+    Left,
+    Migrated,
+    Node,
+    Row,
+    place_of,
+    read_source,
+    to_python,
+)
 
 FASTER = "it changes speed or memory, not what is computed"
 SAMPLING = "of samples during training alone"
@@ -126,6 +138,13 @@ DTYPE = one_of(
         **{"fp32": "fp32", "float32": "fp32", "float": "fp32", "no": "fp32"},
     }
 )
+
+
+def known(
+    theirs: str, ours: str, default: Any, convert: Any = None, *, note: str = "", absent: str = ""
+) -> tuple[Row, ...]:
+    """Rows for a key that is written out where it is absent, too."""
+    return Key(theirs, ours, convert, note), Default(theirs, ours, default, absent)
 
 
 def off(prefix: str, why: str, **defaults: Any) -> tuple[Row, ...]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mm_core.interchange import Default, Differs, Drop, Key, Row
-from mm_trainers.common import EXPORT, FASTER, LOGGING, OFF, drops, model_name, off, one_of
+from mm_core.interchange import Differs, Drop, Key, Row
+from mm_trainers.common import EXPORT, FASTER, LOGGING, OFF, drops, known, model_name, off, one_of
 from mm_trainers.tables.arguments import ARGUMENTS
 
 _OPTIMIZER = "an optimizer that is not here"
@@ -47,8 +47,7 @@ LLAMA_FACTORY: tuple[Row, ...] = (
     Key("media_dir", note="folder of the sources"),
     Key("template", note="here the chat template of the model's own folder"),
     Key("default_system", "data.train.system"),
-    Key("cutoff_len", "data.train.max_length"),
-    Default("cutoff_len", "data.train.max_length", 2048, "ours is 16384"),
+    *known("cutoff_len", "data.train.max_length", 2048, absent="ours is 16384"),
     Key("packing", note="data.train.packing"),
     Key("neat_packing", "data.train.packing", note="each conversation attends to itself"),
     *off("", "all rows are used: shorten the files, or set weight of the sources", max_samples=None),
@@ -64,8 +63,13 @@ LLAMA_FACTORY: tuple[Row, ...] = (
     *(Differs(f"video_{name}", _VIDEO) for name in ("max_pixels", "min_pixels", "fps", "maxlen")),
     Differs("*audio*", "there is no sound"),
     Drop("disable_gradient_checkpointing", OFF, only=(False,)),
-    Key("disable_gradient_checkpointing", "engine.recompute_modules", lambda _: None),
-    Default("disable_gradient_checkpointing", "engine.recompute_modules", "auto", "on by default, as theirs"),
+    *known(
+        "disable_gradient_checkpointing",
+        "engine.recompute_modules",
+        "auto",
+        lambda _: None,
+        absent="on by default, as theirs",
+    ),
     *off("", "weights that are trained are float32", pure_bf16=False),
     *off("", "engine.param_dtype is of all", upcast_layernorm=False, upcast_lmhead_output=False),
     *off("", _OPTIMIZER, use_galore=False, use_apollo=False, use_badam=False, use_adam_mini=False),

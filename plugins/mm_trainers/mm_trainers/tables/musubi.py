@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mm_core.interchange import Default, Differs, Drop, Key, Row
+from mm_core.interchange import Differs, Drop, Key, Row
 from mm_trainers.common import (
     CACHE,
     DTYPE,
@@ -12,6 +12,7 @@ from mm_trainers.common import (
     OFF,
     SAMPLING,
     drops,
+    known,
     norm,
     off,
     one_of,
@@ -55,24 +56,19 @@ FLAGS: tuple[Row, ...] = (
             *("text_encoder", "text_encoder1", "text_encoder2", "byt5", "image_encoder", "timestep_boundary"),
         )
     ),
-    Key("--learning_rate", "optimizer.lr", float),
-    Default("--learning_rate", "optimizer.lr", 2e-6),
-    Key("--optimizer_type", "optimizer.type", one_of(OPTIMIZERS, "adamw")),
-    Default("--optimizer_type", "optimizer.type", "adamw"),
+    *known("--learning_rate", "optimizer.lr", 2e-06, float),
+    *known("--optimizer_type", "optimizer.type", "adamw", one_of(OPTIMIZERS, "adamw")),
     Key("--optimizer_args", note="optimizer: weight_decay, betas, eps"),
-    Key("--lr_scheduler", "lr_schedule.type", one_of(SCHEDULES, "constant")),
-    Default("--lr_scheduler", "lr_schedule.type", "constant"),
+    *known("--lr_scheduler", "lr_schedule.type", "constant", one_of(SCHEDULES, "constant")),
     Key("--lr_warmup_steps", note="lr_schedule.warmup_steps; below 1: warmup_fraction"),
     Key("--lr_scheduler_power", "lr_schedule.power", float),
     Key("--lr_scheduler_min_lr_ratio", note="lr_schedule.min_lr"),
     *off("--", _SCHEDULE, lr_scheduler_num_cycles=1, lr_decay_steps=0, lr_scheduler_type=""),
     *off("--", _SCHEDULE, lr_scheduler_timescale=None, lr_scheduler_args=None),
-    Key("--max_train_steps", "train.steps"),
-    Default("--max_train_steps", "train.steps", 1600),
+    *known("--max_train_steps", "train.steps", 1600),
     Key("--max_train_epochs", note="train.epochs, in the place of steps"),
     Key("--gradient_accumulation_steps", note="with batch_size and ranks: train.global_batch_size"),
-    Key("--max_grad_norm", "train.clip_grad_norm", norm, "0 is off, which is null here"),
-    Default("--max_grad_norm", "train.clip_grad_norm", 1.0),
+    *known("--max_grad_norm", "train.clip_grad_norm", 1.0, norm, note="0 is off, which is null here"),
     Key("--seed", "run.seed", note="other random numbers than theirs"),
     Key("--mixed_precision", "engine.param_dtype", DTYPE),
     Drop("--gradient_checkpointing_cpu_offload", FASTER),
