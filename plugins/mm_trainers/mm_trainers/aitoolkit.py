@@ -9,7 +9,7 @@ from pathlib import Path
 from mm_core.errors import ConfigError
 from mm_core.interchange import Migrated, Node, apply
 from mm_trainers import models
-from mm_trainers.common import Source, file_of, files_of, model_name, rooted, settle
+from mm_trainers.common import Source, checked, file_of, files_of, model_name, rooted, settle
 from mm_trainers.tables.aitoolkit import JOB, PROCESS
 
 _TRAINS = ("sd_trainer", "ui_trainer", "diffusion_trainer")
@@ -53,7 +53,11 @@ class AiToolkit:
             ConfigError: a process is no training, or its model has no counterpart.
         """
         jobs = files_of(paths, _SUFFIXES, _is_job)
-        return [_run(root, process) for root in jobs for process in root.items("config", "process")]
+        runs = []
+        for root in jobs:
+            with checked(self.tool, root):
+                runs += [_run(root, process) for process in root.items("config", "process")]
+        return runs
 
 
 _SUFFIXES = (".yaml", ".yml", ".json")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mm_core.errors import MMError
+from mm_core.errors import ConfigError, MMError, first_line
 from mm_core.interchange import (
     Default,
     Differs,
@@ -18,6 +19,7 @@ from mm_core.interchange import (
     Migrated,
     Node,
     Row,
+    is_loose,
     place_of,
     read_source,
     to_python,
@@ -56,9 +58,9 @@ class Source:
         return found
 
     def get(self, path: str, default: Any = None) -> Any:
-        """The plain value at a path; a null counts as absent."""
+        """The plain value at a path; a null counts as absent, and so does what only a shell knows."""
         found = self.node_at(path)
-        value = None if found is None else to_python(found)
+        value = None if found is None or is_loose(found) else to_python(found)
         return default if value is None else value
 
     def place(self, path: str) -> str:
@@ -101,6 +103,20 @@ def settle(run: Migrated) -> None:
             run.set(key, value, "in the place of theirs")
     if run.lines["optimizer.type"].value == "adamw_8bit":
         run.todo.append(_8BIT)
+
+
+@contextmanager
+def checked(tool: str, root: Node) -> Iterator[None]:
+    """Turns what values of other types cause into an error of the user."""
+    try:
+        yield
+    except MMError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        what = f"a value here is none that {tool} takes: {first_line(error)}"
+        raise ConfigError(
+            what, where=str(file_of(root)), hint="compare with an example of the tool"
+        ) from error
 
 
 def one_of(known: Mapping[Any, Any], instead: str = "") -> Callable[[Any], Any]:

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 
 from mm_core.errors import ConfigError
 from mm_core.interchange import Left, Migrated, Node, apply, read_source
-from mm_trainers.common import Source, file_of, files_of, settle, words
+from mm_trainers.common import Source, checked, file_of, files_of, settle, words
 from mm_trainers.tables.arguments import ARGUMENTS
 from mm_trainers.tables.llamafactory import LLAMA_FACTORY
 
@@ -42,7 +42,11 @@ class LlamaFactory:
         Raises:
             ConfigError: a file is of another stage than supervised fine-tuning, or of another version.
         """
-        return [_of_factory(Source(root, _begun(root))) for root in files_of(paths, _SUFFIXES, _is_factory)]
+        runs = []
+        for root in files_of(paths, _SUFFIXES, _is_factory):
+            with checked(self.tool, root):
+                runs.append(_of_factory(Source(root, _begun(root))))
+        return runs
 
 
 class TrainingArguments:
@@ -63,7 +67,11 @@ class TrainingArguments:
         beside = files_of(paths, (".json",), lambda root: "zero_optimization" in root.value)
         files = [file_of(root) for root in beside]
         found = files_of(paths, (".json",), _is_arguments)
-        return [_of_arguments(Source(root, _begun(root)), files) for root in found]
+        runs = []
+        for root in found:
+            with checked(self.tool, root):
+                runs.append(_of_arguments(Source(root, _begun(root)), files))
+        return runs
 
 
 def _is_factory(root: Node) -> bool:

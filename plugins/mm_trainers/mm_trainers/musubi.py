@@ -11,7 +11,7 @@ from typing import Any
 from mm_core.errors import ConfigError, MMError
 from mm_core.interchange import Left, Migrated, Node, Program, Script, apply, read_script, read_source
 from mm_trainers import models
-from mm_trainers.common import Source, file_of, files_of, inside, settle
+from mm_trainers.common import Source, checked, file_of, files_of, inside, settle
 from mm_trainers.tables.musubi import DATASETS, FLAGS, LAUNCHER
 
 _TRAINS = re.compile(r"(?:.*[/\\])?(\w+?)_train(_network)?\.py")
@@ -79,12 +79,12 @@ class MusubiTuner:
             MMError: no script is there, a file cannot be read, or a model has no counterpart.
         """
         tomls = files_of(paths, (".toml",), _is_datasets)
-        runs = [
-            _run(script, program, match, tomls)
-            for script in map(read_script, _scripts(paths))
-            for program in script.programs()
-            if (match := _TRAINS.fullmatch(program.name.text))
-        ]
+        runs = []
+        for script in map(read_script, _scripts(paths)):
+            for program in script.programs():
+                if match := _TRAINS.fullmatch(program.name.text):
+                    with checked(self.tool, program.flags):
+                        runs.append(_run(script, program, match, tomls))
         if not runs:
             hint = "give the script with the flags of the training too: mm migrate dataset.toml train.sh"
             where = ", ".join(map(str, paths))
@@ -100,7 +100,7 @@ def _scripts(paths: Sequence[Path]) -> Iterator[Path]:
 
 
 def _is_datasets(root: Node) -> bool:
-    return any(name in item.value for item in root.items("datasets") for name in _SOURCES)
+    return any(item.at(name) is not None for item in root.items("datasets") for name in _SOURCES)
 
 
 def _run(script: Script, program: Program, match: re.Match[str], tomls: Sequence[Node]) -> Migrated:

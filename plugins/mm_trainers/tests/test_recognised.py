@@ -34,6 +34,41 @@ def test_files_of_a_tool_are_recognised_by_its_migration_alone(name, tmp_path):
         assert migration_of(get_registry(), given).tool == TOOLS[name].tool
 
 
+@pytest.mark.parametrize(
+    ("name", "file", "old", "new"),
+    [
+        ("ai_toolkit", "style.yaml", "resolution: 512", "resolution: [a, b]"),
+        ("ai_toolkit", "style.yaml", "resolution: 512", "num_frames: many"),
+        ("musubi_tuner", "data.toml", "target_frames = [17]", "target_frames = ['a']"),
+        ("musubi_tuner", "train.sh", "--max_train_steps 10", "--min_timestep first"),
+        ("llama_factory", "sft.yaml", "lora_rank: 8", "lora_rank: [8]"),
+        ("training_arguments", "arguments.json", '"learning_rate"', '"warmup_steps": "few", "learning_rate"'),
+    ],
+)
+def test_values_of_other_types_are_an_error_that_names_the_file(name, file, old, new, tmp_path):
+    paths = getattr(testing, name)(tmp_path)
+    text = (tmp_path / file).read_text()
+    assert old in text
+    (tmp_path / file).write_text(text.replace(old, new))
+    with pytest.raises(ConfigError, match=f"is none that {TOOLS[name].tool} takes"):
+        TOOLS[name]().migrate(paths)
+
+
+def test_what_only_a_shell_knows_is_told_and_counts_as_absent(tmp_path):
+    paths = testing.musubi_tuner(tmp_path)
+    script = tmp_path / "train.sh"
+    script.write_text(
+        script.read_text().replace("--discrete_flow_shift 3.0", "--discrete_flow_shift $(shift)")
+    )
+    (run,) = MusubiTuner().migrate(paths)
+    assert [left.key for left in run.differs] == ["--discrete_flow_shift"]
+    assert run.lines["task.scheduler.shift"].value == 1.0
+
+
+def test_a_list_of_anything_is_no_data_set(written):
+    assert not MusubiTuner().recognise([written("a.toml", "datasets = [1, 'a', {b = 2}]")])
+
+
 def test_none_takes_a_config_of_ours_or_a_json_of_deepspeed_alone(written):
     ours = [*ROOT.glob("configs/*/*.yaml"), *ROOT.glob("plugins/mm_deepspeed/tests/jsons/*.json")]
     assert len(ours) > 20
