@@ -1,4 +1,4 @@
-"""What the migrations share: what files say, conversions of values, rows for what is off."""
+"""What the migrations share: what files hold, conversions of values, rows for what is off."""
 
 from __future__ import annotations
 

@@ -105,10 +105,10 @@ def _of_arguments(source: Source, beside: Sequence[Path]) -> Migrated:
     _task(source, str(name or ""))
     if name is None:
         run.set("task.from_pretrained", "model", "nowhere")
-        run.todo.append("task: from_pretrained and auto_class, which the script of the training says")
+        run.todo.append("task: from_pretrained and auto_class, which the script of the training has")
     run.set("data.train.type", "conversations", "nowhere")
     run.set("data.train.sources.0.annotations", "data/conversations.jsonl", "nowhere")
-    run.todo.append("data.train: the rows, which the script of the training says")
+    run.todo.append("data.train: the rows, which the script of the training has")
     source.fill("engine.recompute_modules", None, "gradient_checkpointing")
     _settle(source, beside)
     return run
@@ -173,7 +173,7 @@ def _adapter(source: Source) -> None:
 
 
 def _freeze(source: Source, adapted: bool, joined: bool) -> None:
-    """Tower and projector are frozen unless the file says otherwise."""
+    """Tower and projector are frozen unless the file has it otherwise."""
     keys = ("vision_tower", "multi_modal_projector", "language_model")
     tower, projector, language = (source.get(f"freeze_{key}", key != keys[2]) for key in keys)
     if adapted:

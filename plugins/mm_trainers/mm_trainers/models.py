@@ -27,7 +27,7 @@ def set_wan(run: Migrated, preset: str | None, folder: str, where: str, train: s
 
     Args:
         run: receives them.
-        preset: the published model; None where its name does not say which.
+        preset: the published model; None where its name does not show which.
         folder: of the pipeline, or its name on the hub.
         where: the place of the model's name.
         train: of a pair of experts, which are trained.

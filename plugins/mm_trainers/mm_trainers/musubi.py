@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mm_core.errors import ConfigError, MMError
+from mm_core.errors import ConfigError, MMError, plural
 from mm_core.interchange import Left, Migrated, Node, Program, Script, apply, read_script, read_source
 from mm_trainers import models
 from mm_trainers.common import Source, checked, file_of, files_of, inside, settle
@@ -340,7 +340,7 @@ def _data(data: Source, flags: Source) -> None:
     size, path = first["batch_size"]
     data.set("train.micro_batch_size", size, path)
     steps = flags.get("--gradient_accumulation_steps", 1)
-    note = f"{size} x {steps} accumulated x {run.world} ranks"
+    note = f"{size} x {steps} accumulated x {plural(run.world, 'rank')}"
     flags.set("train.global_batch_size", size * steps * run.world, "--gradient_accumulation_steps", note)
 
 

@@ -33,7 +33,7 @@ mm migrate arguments.json ds.json --out run.yaml        # TrainingArguments and 
 
 What is printed: [Coming from another tool](migrate.md).
 
-| tool | models | not here, which is one sentence |
+| tool | models | not here: an error names it |
 |---|---|---|
 | ai-toolkit | Wan, FLUX.1, Kontext, FLUX.2 klein, Qwen-Image, Z-Image, Krea 2, SD 3 | UNets (SDXL); sliders |
 | musubi-tuner | Wan, HunyuanVideo 1.5, Qwen-Image, Z-Image, Krea 2, Kontext, FLUX.2 klein | FramePack |

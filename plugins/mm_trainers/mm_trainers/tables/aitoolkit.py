@@ -195,7 +195,7 @@ _TRAIN: tuple[Row, ...] = (
 _MODEL: tuple[Row, ...] = (
     Key("model.name_or_path", note="task.pipeline, or from_pretrained of Wan's parts; a name gets `hub:`"),
     Key("model.arch", note="which model"),
-    Key("model.is_*", note="an older way to say which model"),
+    Key("model.is_*", note="an older way to name the model"),
     Key("model.quantize", note="train.base_dtype"),
     Key("model.qtype", note="train.base_dtype"),
     *drops("model.", "quantize_te qtype_te", "text encoders are in bf16, and run once with data.cache"),
