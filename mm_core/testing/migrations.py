@@ -60,7 +60,9 @@ def migrates(probe: Probe) -> None:
         try:
             load_config(file)
         except MMError as error:
-            probe.expect(False, f"the migrated config is not valid: {one_line(error)}", accepted="a valid one")
+            probe.expect(
+                False, f"the migrated config is not valid: {one_line(error)}", accepted="a valid one"
+            )
 
 
 KIT = Kit(by_name(strangers, migrates))
