@@ -20,6 +20,11 @@ STYLES = one_of({each: each for each in ("constant", "linear", "cosine")})
 
 FLAGS = under(
     "--",
+    Key(
+        "seq-length",
+        "data.train.max_length",
+        note="of conversations; longer ones are cut",
+    ),
     Key("micro-batch-size", "train.micro_batch_size"),
     Key("global-batch-size", "train.global_batch_size", note="over all ranks"),
     Key("train-iters", "train.steps"),
@@ -80,7 +85,7 @@ FLAGS = under(
     *drops("ckpt-format lora-register-forward-hook distributed-backend", _SHARDED),
     *drops("vocab-size make-vocab-size-divisible-by normalization swiglu tokenizer-type", _CHECK),
     *drops("untie-embeddings-and-output-weights position-embedding-type rotary-base", _CHECK),
-    *drops("seq-length attention-mask-type use-mcore-models max-position-embeddings", _CHECK),
+    *drops("attention-mask-type use-mcore-models max-position-embeddings", _CHECK),
     *drops("num-layers hidden-size num-attention-heads variable-seq-lengths no-initialization", _CHECK),
     *drops("ai-framework log-* timing-*", "a setting of Megatron's own code"),
     Differs("moe-aux-loss-coeff", "the router has no loss of its own here"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mm_core.interchange import Default, Differs, Drop, Key, Row
+from mm_core.interchange import Differs, Drop, Key, Row
 from mm_mindspeed.tables.converts import drops, one_of, path, under
 from mm_mindspeed.tables.data import LOADER
 from mm_mindspeed.tables.engine import FASTER
@@ -68,7 +68,6 @@ _BASIC = under(
     Key("data_folder", note="the folder of the source"),
     Key("repeat_time", "data.train.sources.0.weight", float),
     Key("cutoff_len", "data.train.max_length"),
-    Default("cutoff_len", "data.train.max_length", 1024, "they cut longer rows; here they are left out"),
     Drop("template", _TEMPLATE),
     Drop("enable_thinking", _TEMPLATE, only=(False, None)),
     Drop("train_on_prompt", "only answers are trained on", only=(False,)),

@@ -12,6 +12,7 @@ from mm_mindspeed.tables.language import LOSS
 _SPREADING = "how tensors are spread over devices: fully_shard spreads them here, with the same numbers"
 _STATE = "checkpoints always hold everything; weights alone are loaded without the rest"
 _BLOCKS = "the model's own blocks are wrapped and recomputed: memory, not numbers"
+LENGTH = "dataset_param.basic_parameters.cutoff_len"
 _CHUNKED = {True: "chunked", False: "auto"}
 _INITS = {True: "kaiming", "true": "kaiming", "gaussian": "gaussian", "pissa": "pissa"}
 
@@ -124,6 +125,7 @@ ONE_FILE: tuple[Row, ...] = (
     *_FEATURES,
     *_TRAINING,
     Drop("tools.*", "profiling: set `profile` where it is wanted"),
+    Default(f"data.{LENGTH}", "data.train.max_length", 1024, "longer ones are cut"),
     Key("data.*", note="as data.json of conversations"),
 )
 """Keys of the YAML of FSDP2 runs."""
