@@ -193,6 +193,7 @@ def _image_encoder(kind: str, pipeline: str, model: Node, run: Migrated) -> None
 
 def _clips(files: Files, run: Migrated, cached: bool = False) -> None:
     """data.json as a dataset of clips, and its loader."""
+    without_length(run)
     data = files.data
     where = files.main.name if data is None else Path(data.where).name.partition(":")[0]
     note = "a clip that cannot be read is left out and counted; theirs takes another one at random"
@@ -239,6 +240,12 @@ def _sources(files: Files, data: Node, run: Migrated, features: bool) -> None:
         run.set(f"data.train.sources.{number}.annotations", table, place)
         if folder:
             run.set(f"data.train.sources.{number}.folder", folder, place)
+
+
+def without_length(run: Migrated) -> None:
+    """--seq-length means nothing to clips."""
+    if (line := run.lines.pop("data.train.max_length", None)) is not None:
+        run.dropped.append(Left(line.place, "--seq-length", line.value, "clips have no tokens of their own"))
 
 
 def set_sampler(data: Node, run: Migrated) -> None:

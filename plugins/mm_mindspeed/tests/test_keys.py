@@ -242,6 +242,7 @@ CASES = [
         set(),
         set(),
     ),
+    ("length", {}, {}, {"seq-length": 4096}, {}, {}, {"--seq-length"}, set()),
     (
         "state",
         {},
@@ -593,6 +594,14 @@ def test_a_key_of_a_wan_run_changes_these_lines_and_lists_alone(
         valid(run, folder)
 
 
+def test_the_length_of_conversations_of_a_script_is_its_flag(tmp_path, monkeypatch):
+    run = migrated(write(in_folder(tmp_path, monkeypatch), QWEN, CHATS, {"seq-length": 4096}))
+    assert run.lines["data.train.max_length"].value == 2048, "data.json has a length of its own"
+    data = changed(CHATS, {B + "cutoff_len": REMOVED})
+    run = migrated(write(in_folder(tmp_path, monkeypatch), QWEN, data, {"seq-length": 4096}))
+    assert run.lines["data.train.max_length"].place == "pretrain.sh:12 --seq-length"
+
+
 CHUNKS = {"loss_cfg.compute_mode", "loss_cfg.chunk_size", "loss_cfg.router_aux_loss_coef"}
 B, A = "dataset_param.basic_parameters.", "dataset_param.attr."
 LANGUAGE = [
@@ -623,7 +632,6 @@ LANGUAGE = [
         {"text_decoder.num_layers", "img_context_token_id"},
         set(),
     ),
-    ("absent length", {}, {B + "cutoff_len": REMOVED}, {"data.train.max_length": 1024}, set(), set()),
     (
         "usual rows",
         {},
@@ -716,6 +724,7 @@ NEWER = [
         set(),
         set(),
     ),
+    ("absent length", {"data." + B + "cutoff_len": REMOVED}, {"data.train.max_length": 1024}, set(), set()),
     ("clip off", {T + "clip_grad": 0.0}, {"train.clip_grad_norm": None}, set(), set()),
     (
         "lora",

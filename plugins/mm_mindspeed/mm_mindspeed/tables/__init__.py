@@ -51,7 +51,7 @@ Each of these is written out in the config, with a comment.
 | `--lr-decay-style` is absent | the rate falls to 0 in a straight line |
 | clips are resized bilinearly | `data.train.interpolation: bilinear`; ours is bicubic |
 | a clip that cannot be read is replaced by one at random | it is left out, and counted |
-| `cutoff_len` is absent | rows have 1024 tokens; there the rest is cut, here such rows are left out |
+| `cutoff_len` is absent | `data.train.max_length: 1024`; of scripts it is `--seq-length` |
 | `load_video_features` | their .pt files are not read: `data.cache` encodes each clip once |
 | `loss_type` is absent or `default` | **no counterpart**: a mean over a micro-batch; ours: the global batch |
 """

@@ -1,9 +1,27 @@
-"""Conversions of values that several tables use."""
+"""Conversions of values, and rows of several keys, that the tables use."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
+
+from mm_core.interchange import Drop, Key, Row
+
+
+def drops(names: str, why: str) -> tuple[Drop, ...]:
+    """A row for each name, which does nothing here for the same reason."""
+    return tuple(Drop(name, why) for name in names.split())
+
+
+def same(names: str, ours: str) -> tuple[Key, ...]:
+    """A row for each name, which a section of ours has too."""
+    return tuple(Key(name, f"{ours}.{name}") for name in names.split())
+
+
+def under(prefix: str, *rows: Row) -> tuple[Row, ...]:
+    """Rows about keys below a prefix."""
+    return tuple(replace(row, theirs=prefix + row.theirs) for row in rows)
 
 
 def always(value: Any) -> Callable[[Any], Any]:
