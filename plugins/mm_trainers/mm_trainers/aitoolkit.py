@@ -227,7 +227,8 @@ def _datasets(source: Source, arch: str) -> None:
     names = ("cache_latents", "cache_latents_to_disk", "cache_text_embeddings")
     paths = [f"{each}.{name}" for each in every for name in names] + ["train.cache_text_embeddings"]
     if found := next((path for path in paths if source.get(path, False)), None):
-        source.set("data.cache.dir", "cache", found, "`mm cache build` fills it before the run")
+        source.set("data.cache.dir", "cache", found)
+        source.set("data.cache.missing", "encode", found, "or `mm cache build` fills it before the run")
 
 
 def _sizes(source: Source, every: Sequence[str]) -> None:

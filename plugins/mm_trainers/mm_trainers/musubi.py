@@ -307,7 +307,8 @@ def _data(data: Source, flags: Source) -> None:
     apply(DATASETS, data.node, run)
     run.set("data.train.type", "media_text", file_of(data.node).name)
     run.set("task.caption_dropout", 0.0, "default of the tool", "it drops no captions")
-    run.set("data.cache.dir", "cache", "theirs caches", "`mm cache build` fills it before the run")
+    run.set("data.cache.dir", "cache", "theirs caches")
+    run.set("data.cache.missing", "encode", "theirs caches", "or `mm cache build` fills it before the run")
     for number, each in enumerate(every):
         start = f"data.train.sources.{number}"
         for kind in ("image", "video"):

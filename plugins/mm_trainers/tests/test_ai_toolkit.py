@@ -211,3 +211,20 @@ def test_the_command_writes_a_config_that_is_planned_and_says_where_each_line_is
     text = (file.parent / "run.yaml").read_text()
     assert re.search(r"    timesteps: uniform  # job.yaml:\d+ train.timestep_type\n", text)
     assert "    loss_weighting: none  # default of the tool: ours is gaussian\n" in text
+
+
+@pytest.mark.slow
+def test_a_migrated_job_of_pictures_trains(written, tmp_path, capsys):
+    Image = pytest.importorskip("PIL.Image")
+    tiny = pytest.importorskip("mm_diffusers.testing").tiny_pipeline(tmp_path / "z_image", "ZImagePipeline")
+    for number in range(2):
+        written(f"photos/{number}.txt", f"[trigger] is {number}")
+        Image.new("RGB", (80, 64), (90 * number, 60, 30)).save(tmp_path / f"photos/{number}.png")
+    changed = {
+        "datasets": [{"folder_path": "photos", "resolution": 64, "cache_latents_to_disk": True}],
+        "train": {"steps": 2, "ema_config": {"use_ema": True}, "timestep_type": "linear"},
+        "model": {"name_or_path": str(tiny), "arch": "zimage"},
+    }
+    assert main(["migrate", str(job(written, **changed)), "--out", "run.yaml"]) == 0
+    assert main(["train", "--config", "run.yaml"]) == 0
+    assert "done: step 2 of 2; run folder output/a_style" in capsys.readouterr().out

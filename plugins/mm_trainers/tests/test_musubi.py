@@ -86,6 +86,7 @@ WAN = {
     "data.loader.mode": "variable",
     "data.loader.upscale": False,
     "data.cache.dir": "cache",
+    "data.cache.missing": "encode",
     "train.steps": 1600,
     "train.micro_batch_size": 1,
     "train.global_batch_size": 1,
