@@ -130,8 +130,10 @@ def _of_factory(source: Source) -> Migrated:
     sees = _task(source, name)
     if kind not in ("lora", "full"):
         source.differ("finetuning_type", "known: lora, full; full is written in its place")
-    if source.get("adapter_name_or_path") is not None or kind == "lora":
+    if kind == "lora":
         _adapter(source)
+    else:
+        source.take_off("the whole model is trained", *[key for key in run.lines if ".adapters." in key])
     if sees:
         _freeze(source, kind == "lora", bool(_VISUAL.search(name)))
         source.differ("image_max_pixels", _SHRINKS)

@@ -94,10 +94,16 @@ def test_a_whole_model_of_text_with_steps_and_warm_up(sft, lists):
         **{"model_name_or_path": "Qwen/Qwen3-4B", "finetuning_type": "full", "max_steps": 100},
         **{"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "warmup_ratio": 0.1},
         **{"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
-        **{"neat_packing": True, "packing": True, "report_to": "wandb", "save_total_limit": 2},
+        **{
+            "neat_packing": True,
+            "packing": True,
+            "report_to": "wandb",
+            "save_total_limit": 2,
+            "lora_rank": 4,
+        },
     }
     taken, dropped, differs = lists(migrated(sft(**changed)))
-    assert (dropped.keys(), differs) == ({"do_train", "train.epochs"}, {})
+    assert (dropped.keys(), differs) == ({"do_train", "train.epochs", "train.adapters.0.rank"}, {})
     changes = {key: value for key, value in taken.items() if VLM.get(key, "absent") != value}
     assert changes == {
         "task.from_pretrained": "hub:Qwen/Qwen3-4B",
