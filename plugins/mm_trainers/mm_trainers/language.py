@@ -14,7 +14,7 @@ from mm_trainers.tables.llamafactory import LLAMA_FACTORY
 
 _SUFFIXES = (".yaml", ".yml", ".json")
 _SEES = re.compile(
-    r"vl\b|vl[-_0-9]|vision|llava|gemma-?3|internvl|glm-?4\.?\d*v|paligemma|pixtral|mistral3|kimi", re.I
+    r"vl\b|vl[-_0-9]|vision|llava|gemma-?3|internvl|glm-?4\.?\d*v|paligemma|pixtral|mistral3", re.I
 )
 _VISUAL = re.compile(r"qwen|glm|moss|keye|dots", re.I)
 _TOWER = {True: "model.model.visual", False: "model.model.vision_tower"}

@@ -93,7 +93,7 @@ class MusubiTuner:
 
 
 def _scripts(paths: Sequence[Path]) -> Iterator[Path]:
-    for file in inside(paths, ".sh", ".bat", ".txt"):
+    for file in inside(paths, ".sh", ".txt"):
         with suppress(OSError):
             if _MARKS.search(file.read_bytes()):
                 yield file
@@ -118,6 +118,9 @@ def _run(script: Script, program: Program, match: re.Match[str], tomls: Sequence
     for each in script.unrun:
         if each.line < program.name.line and each.sets:
             run.differs.append(Left(f"{script.path.name}:{each.line}", each.text, "", each.why))
+    for first in (words[0] for words in script.commands if words[0].text.startswith("--")):
+        why = "a line of flags after one that does not end with a backslash: the command has none of them"
+        run.differs.append(Left(f"{script.path.name}:{first.line}", first.text, "", why))
     _density(flags)
     _optimizer(flags)
     if match[2]:

@@ -267,6 +267,13 @@ def test_what_cannot_be_migrated_is_one_sentence(folder, written):
         MusubiTuner().migrate([written("alone.toml", CLIPS)])
 
 
+def test_flags_behind_a_forgotten_backslash_are_told(folder, written, lists):
+    script = folder() / "train.sh"
+    written("train.sh", script.read_text().replace("--vae vae.pth \\\n", "--vae vae.pth\n"))
+    _, _, differs = lists(migrated(script.parent))
+    assert "does not end with a backslash" in differs["--t5"]
+
+
 def test_the_command_takes_both_files_and_plans_the_run(folder, capsys):
     place = folder()
     assert main(["migrate", str(place / "data.toml"), str(place / "train.sh"), "--out", "run.yaml"]) == 0
