@@ -266,7 +266,8 @@ def _frames(source: Source, every: Sequence[str], arch: str) -> None:
 def _samples(source: Source) -> None:
     items = source.get("sample.samples") or [{"prompt": text} for text in source.get("sample.prompts", [])]
     word = str(source.get("trigger_word", ""))
-    prompts = [str(each["prompt"]).replace("[trigger]", word) for each in items if each.get("prompt")]
+    texts = [str(each["prompt"]).replace("[trigger]", word) for each in items if each.get("prompt")]
+    prompts = [re.split(r"\s+--\w", text)[0] for text in texts]  # flags of one prompt: sizes, seeds, pictures
     if not prompts or source.get("train.disable_sampling", False):
         keys = [key for key in source.run.lines if key.startswith(("validation.", "task.sample."))]
         source.take_off("no sample is made", *keys)

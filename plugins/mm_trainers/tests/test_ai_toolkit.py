@@ -127,7 +127,11 @@ def test_a_quantised_pipeline_with_an_average_and_samples(written, lists):
         },
         "train": {"timestep_type": "shift", "ema_config": {"use_ema": True}, "batch_size": 2}
         | {"gradient_accumulation": 3, "optimizer": "adamw8bit", "cache_text_embeddings": True},
-        "sample": {"prompts": ["[trigger] runs"], "sample_every": 50, "sampler": "flowmatch"},
+        "sample": {
+            "prompts": ["[trigger] runs --w 64 --ctrl_img a.png"],
+            "sample_every": 50,
+            "sampler": "flowmatch",
+        },
         "trigger_word": "ohwx",
     }
     taken, dropped, differs = lists(migrated(job(written, **changed)))
