@@ -230,6 +230,7 @@ control_directory = "depth"
     ("flags", "key"),
     [
         ({"colour": "blue"}, "--colour"),
+        ({"dit_dtype": "fp16"}, "--dit_dtype"),
         ({"optimizer_type": "prodigy"}, "--optimizer_type"),
         ({"optimizer_args": "decouple=True"}, "decouple"),
         ({"network_args": "conv_dim=4"}, "conv_dim"),

@@ -25,6 +25,7 @@ _NOISE = "another noise than that of flow matching"
 _PROMPT = "captions that change in a way that sources have no key for"
 _PAIRS = "a table names such files by row: columns.fields of a source"
 _ADAPTER = "adapters beside LoRA, LoKr and LoHa are predictors of a plugin"
+_CROP = "data.train.transform has the ways to resize and crop"
 _TRICK = "there is no such regularisation"
 _MASKS = "the loss has no masks"
 
@@ -54,9 +55,7 @@ _NETWORK: tuple[Row, ...] = (
     Drop("network.conv*", "the blocks have no convolutions"),
     Key("network.network_kwargs.only_if_contains", note="train.adapters: targets"),
     Key("network.network_kwargs.ignore_if_contains", note="train.adapters: exclude"),
-    Key(
-        "network.pretrained_lora_path", "train.adapters.0.from", model_name, "its file sets targets and rank"
-    ),
+    Key("network.pretrained_lora_path", "train.adapters.0.from", model_name, "it sets targets and rank"),
     Drop("network.split_multistage_loras", "`mm export` writes a file for each expert"),
     Drop("network.layer_offloading", FASTER),
     Drop("network.old_lokr_format", EXPORT),
@@ -76,9 +75,7 @@ _DATASETS: tuple[Row, ...] = (
     Key("datasets.*.caption_dropout_rate", note="task.caption_dropout: of the task here, for all datasets"),
     Key("datasets.*.resolution", note="max_height and max_width of buckets: the area, as theirs"),
     Drop("datasets.*.buckets", "buckets keep the aspect", only=(True,)),
-    Differs(
-        "datasets.*.buckets", "one size for all: write height and width in place of max_height, max_width"
-    ),
+    Differs("datasets.*.buckets", "one size for all: write height and width of data.train"),
     Drop("datasets.*.bucket_tolerance", "sizes of buckets are multiples of what the model takes"),
     Key("datasets.*.num_frames", note="data.train.num_frames: the most of all datasets"),
     Key("datasets.*.shrink_video_to_frames", note="see num_frames"),
@@ -91,27 +88,15 @@ _DATASETS: tuple[Row, ...] = (
     Key("datasets.*.token_dropout_rate", "data.train.sources.*.tags.drop", float),
     Drop("datasets.*.keep_tokens", OFF, only=(0,)),
     Key("datasets.*.keep_tokens", "data.train.sources.*.tags.keep"),
-    *(
-        Drop(f"datasets.*.{name}", CACHE if name.startswith("cache") else FASTER)
-        for name in (
-            *("cache_latents", "cache_latents_to_disk", "cache_text_embeddings", "cache_clip_vision_to_disk"),
-            *("cache_tensors_to_disk", "cache_latents_num_workers", "load_image_when_caching_latents"),
-            *("debug", "fast_image_size", "type", "full_size_control_images"),
-        )
-    ),
+    *drops("datasets.*.", "cache_* load_image_when_caching_latents", CACHE),
+    *drops("datasets.*.", "debug fast_image_size type full_size_control_images", FASTER),
     Key("datasets.*.num_workers", "data.loader.workers"),
     Key("datasets.*.prefetch_factor", "data.loader.prefetch"),
     *off("datasets.*.", "pictures of regularisation count as others", is_reg=False, prior_reg=False),
     *off("datasets.*.", _PROMPT, random_triggers=[], use_short_captions=False, replacements=[]),
     *off("datasets.*.", "mirrored copies: data.train.transform has flip", flip_x=False, flip_y=False),
-    *off(
-        "datasets.*.",
-        "pictures are resized and cropped at the centre: data.train.transform has what there is",
-        **(
-            {"random_crop": False, "random_scale": False, "square_crop": False, "scale": 1.0, "augments": []}
-            | {"augmentations": None, "standardize_images": False, "extra_values": []}
-        ),
-    ),
+    *off("datasets.*.", _CROP, random_crop=False, random_scale=False, square_crop=False, scale=1.0),
+    *off("datasets.*.", _CROP, augments=[], augmentations=None, standardize_images=False, extra_values=[]),
     *off("datasets.*.", _PAIRS, **{f"control_path{end}": None for end in ("", "_1", "_2", "_3")}),
     *off("datasets.*.", _PAIRS, inpaint_path=None, unconditional_path=None, clip_image_path=None),
     *off("datasets.*.", _PAIRS, controls=[], control_from_same_folder=False),
@@ -123,12 +108,7 @@ _DATASETS: tuple[Row, ...] = (
 )
 
 _TRAIN: tuple[Row, ...] = (
-    *known(
-        "train.batch_size",
-        "train.micro_batch_size",
-        1,
-        note="of full size; smaller buckets have more samples",
-    ),
+    *known("train.batch_size", "train.micro_batch_size", 1, note="smaller buckets have more samples"),
     *known("train.steps", "train.steps", 1000),
     Key("train.gradient_accumulation", note="with batch_size: train.global_batch_size"),
     Key("train.gradient_accumulation_steps", note="the same; their steps count micro-batches"),
@@ -154,19 +134,12 @@ _TRAIN: tuple[Row, ...] = (
     *off("train.", "no weights by timestep", linear_timesteps=False, linear_timesteps2=False),
     *off("train.", "another density: task.scheduler has some of its own", content_or_style="balanced"),
     *off("train.", "pictures of regularisation count as others", content_or_style_reg="balanced"),
-    *off(
-        "train.",
-        "bounds are task.scheduler.min_ and max_timestep_boundary of wan/flow_match, from noise as theirs",
-        min_denoising_steps=0,
-        max_denoising_steps=(999, 1000, None),
-    ),
+    *off("train.", "write task.scheduler.min_timestep_boundary, of Wan", min_denoising_steps=0),
+    *off("train.", "write task.scheduler.max_timestep_boundary, of Wan", max_denoising_steps=(999, 1000)),
     *off("train.", "the transformer is what is trained", train_unet=True),
     *off("train.", "encoders stay frozen", train_text_encoder=False, train_refiner=(True, False, None)),
     Key("train.cache_text_embeddings", note="data.cache"),
-    Differs(
-        "train.unload_text_encoder", "theirs trains on the trigger word or no caption alone", only=(True,)
-    ),
-    Drop("train.unload_text_encoder", CACHE),
+    *off("train.", "theirs trains on the trigger word alone, without captions", unload_text_encoder=False),
     Key("train.switch_boundary_every", note="here each step trains the expert of the timestep that it draws"),
     Key("train.disable_sampling", note="validation"),
     Key("train.skip_first_sample", "validation.at_start", lambda value: not value),
@@ -179,15 +152,9 @@ _TRAIN: tuple[Row, ...] = (
     *off("train.", _NOISE, optimal_noise_pairing_samples=1, random_noise_multiplier=0.0),
     *off("train.", _TRICK, diff_output_preservation=False, blank_prompt_preservation=False),
     *off("train.", _TRICK, inverted_mask_prior=False, weight_jitter=0.0, do_prior_divergence=False),
-    *drops(
-        "train.",
-        "diff_output_preservation_* blank_prompt_preservation_* reg_weight inverted_mask_prior_*",
-        "of a regularisation that is off",
-    ),
+    *drops("train.", "*_preservation_* reg_weight inverted_mask_prior_*", "of a regularisation that is off"),
     *off("train.", _PROMPT, prompt_dropout_prob=0.0, short_and_long_captions=False),
-    *off(
-        "train.", "distilled guidance is task.train_guidance", bypass_guidance_embedding=False, cfg_scale=1.0
-    ),
+    *off("train.", "write task.train_guidance", bypass_guidance_embedding=False, cfg_scale=1.0),
     *off("train.", "a run begins at 0, or resumes", start_step=None, merge_network_on_save=False),
     *drops("train.", "xformers sdp attention_backend force_first_sample max_loss_debug", FASTER),
 )

@@ -46,16 +46,13 @@ def _trackers(value: object) -> list[str]:
     return ["tensorboard", "wandb"] if value == "all" else words(value)
 
 
+_MODEL = "task model_version edit edit_plus dit dit_high_noise vae t5 clip text_encoder"
+_FILES = "text_encoder1 text_encoder2 byt5 image_encoder timestep_boundary"
+
 FLAGS: tuple[Row, ...] = (
     Key("--dataset_config", note="the TOML of datasets, below"),
     Differs("--config_file", "write its flags into the command"),
-    *(
-        Key(f"--{name}", note="which model; its files are those of task")
-        for name in (
-            *("task", "model_version", "edit", "edit_plus", "dit", "dit_high_noise", "vae", "t5", "clip"),
-            *("text_encoder", "text_encoder1", "text_encoder2", "byt5", "image_encoder", "timestep_boundary"),
-        )
-    ),
+    *(Key(f"--{name}", note="which model") for name in (*_MODEL.split(), *_FILES.split())),
     *known("--learning_rate", "optimizer.lr", 2e-06, float),
     *known("--optimizer_type", "optimizer.type", "adamw", one_of(OPTIMIZERS, "adamw")),
     Key("--optimizer_args", note="optimizer: weight_decay, betas, eps"),
@@ -77,14 +74,8 @@ FLAGS: tuple[Row, ...] = (
     Key("--weighting_scheme", note="task.scheduler.timesteps, where timestep_sampling is sigma"),
     Key("--discrete_flow_shift", note="task.scheduler.shift"),
     *(Key(f"--{name}", note="task.scheduler") for name in ("sigmoid_scale", "logit_*", "mode_scale")),
-    Key(
-        "--min_timestep",
-        note="task.scheduler.max_timestep_boundary: theirs count from clean, ours from noise",
-    ),
-    Key(
-        "--max_timestep",
-        note="task.scheduler.min_timestep_boundary: theirs count from clean, ours from noise",
-    ),
+    Key("--min_timestep", note="task.scheduler.max_timestep_boundary: theirs counts from clean"),
+    Key("--max_timestep", note="task.scheduler.min_timestep_boundary: theirs counts from clean"),
     Key("--preserve_distribution_shape", note="the density is cut at the bounds, as here"),
     *off("--", "timesteps of one step are drawn independently here", num_timestep_buckets=(None, 0, 1)),
     *off("--", "distilled guidance is task.train_guidance", guidance_scale=1.0),
@@ -144,10 +135,8 @@ _TWICE: tuple[Row, ...] = (
 )
 
 DATASETS: tuple[Row, ...] = (
-    *(
-        Key(f"datasets.*.{kind}_directory", "data.train.sources.*.annotations", str)
-        for kind in ("image", "video")
-    ),
+    Key("datasets.*.image_directory", "data.train.sources.*.annotations", str),
+    Key("datasets.*.video_directory", "data.train.sources.*.annotations", str),
     Key("datasets.*.image_jsonl_file", note="annotations of a source, with columns image_path and caption"),
     Key("datasets.*.video_jsonl_file", note="annotations of a source, with columns video_path and caption"),
     Key("datasets.*.target_frames", note="data.train.num_frames"),
