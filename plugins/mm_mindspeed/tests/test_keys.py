@@ -599,7 +599,7 @@ def test_the_length_of_conversations_of_a_script_is_its_flag(tmp_path, monkeypat
     assert run.lines["data.train.max_length"].value == 2048, "data.json has a length of its own"
     data = changed(CHATS, {B + "cutoff_len": REMOVED})
     run = migrated(write(in_folder(tmp_path, monkeypatch), QWEN, data, {"seq-length": 4096}))
-    assert run.lines["data.train.max_length"].place == "pretrain.sh:12 --seq-length"
+    assert run.lines["data.train.max_length"].place == "pretrain.sh:11 --seq-length"
 
 
 CHUNKS = {"loss_cfg.compute_mode", "loss_cfg.chunk_size", "loss_cfg.router_aux_loss_coef"}
