@@ -120,16 +120,13 @@ def _settle(run: Migrated) -> None:
     """Lines that only hold together with others."""
     lines = run.lines
     style = lines.get("lr_schedule.type")
-    constant = style is None or style.value == "constant"
-    if constant and (line := lines.pop("lr_schedule.min_lr", None)):
-        run.dropped.append(Left(line.place, "min_lr", line.value, "a constant rate has no lowest one"))
-    if "lr_schedule.warmup_fraction" in lines and (line := lines.pop("lr_schedule.warmup_steps", None)):
-        run.dropped.append(Left(line.place, "warmup_steps", line.value, "the fraction counts"))
+    if style is None or style.value == "constant":
+        run.leave("lr_schedule.min_lr", "a constant rate has no lowest one")
+    if "lr_schedule.warmup_fraction" in lines:
+        run.leave("lr_schedule.warmup_steps", "the fraction counts")
     if "engine.context_parallel.size" not in lines:
-        line = lines.pop("engine.context_parallel.kind", None)
-        if line is not None:
-            run.dropped.append(Left(line.place, "context_parallel", line.value, "of one rank"))
+        run.leave("engine.context_parallel.kind", "each rank has its own samples")
     if "train.adapters.0.rank" in lines:
-        lines.pop("train.freeze", None)
+        run.leave("train.freeze", "adapters alone are trained")
         place = lines["train.adapters.0.rank"].place
         lines.setdefault("train.adapters.0.targets", Line("auto", place, "in the place of theirs"))
