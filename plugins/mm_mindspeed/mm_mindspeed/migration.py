@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mm_core.interchange import Left, Line, Migrated, Node, apply
+from mm_core.interchange import UNKNOWN, Left, Line, Migrated, Node, apply, place_of, to_python
 from mm_mindspeed.files import Files, find_runs, is_of_tool, value_at
 from mm_mindspeed.language import migrate_language, migrate_one_file
 from mm_mindspeed.tables.engine import ENGINE
 from mm_mindspeed.tables.flags import FLAGS
 from mm_mindspeed.video import migrate_hunyuan, migrate_wan
 
+_ANCHOR = "an anchor of the file, which other keys repeat"
 _ASCEND = ("CUDA_DEVICE_MAX_CONNECTIONS",)  # Megatron checks it
 
 
@@ -48,6 +49,15 @@ def _run(files: Files) -> Migrated:
     _launch(files, run)
     for path in files.missing:
         run.differs.append(Left(files.main.name, "file", path, "this file is not there, so it was not read"))
+    for node in files.rest:  # anchors, whose values other keys repeat
+        repeated = not isinstance(node.value, dict) or value_at(files.data, f"dataset_param.{node.path}")
+        left = Left(
+            place_of(node),
+            node.path,
+            "..." if repeated else to_python(node),
+            _ANCHOR if repeated else UNKNOWN,
+        )
+        (run.dropped if repeated else run.differs).append(left)
     if files.one_file is not None:
         migrate_one_file(files, files.one_file, run)
     else:

@@ -789,6 +789,7 @@ NEWER = [
         {"parallel.ring_attention_size"},
     ),
     ("anchors", {"HF_PATH": "x"}, {}, {"HF_PATH"}, set()),
+    ("sections", {"pruning": {"share": 0.5}}, {}, set(), {"pruning"}),
 ]
 
 
