@@ -51,13 +51,8 @@ def _run(files: Files) -> Migrated:
         run.differs.append(Left(files.main.name, "file", path, "this file is not there, so it was not read"))
     for node in files.rest:  # anchors, whose values other keys repeat
         repeated = not isinstance(node.value, dict) or value_at(files.data, f"dataset_param.{node.path}")
-        left = Left(
-            place_of(node),
-            node.path,
-            "..." if repeated else to_python(node),
-            _ANCHOR if repeated else UNKNOWN,
-        )
-        (run.dropped if repeated else run.differs).append(left)
+        why, rows = (_ANCHOR, run.dropped) if repeated else (UNKNOWN, run.differs)
+        rows.append(Left(place_of(node), node.path, to_python(node), why))
     if files.one_file is not None:
         migrate_one_file(files, files.one_file, run)
     else:
