@@ -60,9 +60,9 @@ class Files:
 
 def is_of_tool(path: Path) -> bool:
     """Whether a file, or one in a folder, is of MindSpeed-MM; raises nothing."""
-    if path.is_dir():
-        return any(is_of_tool(file) for file in sorted(path.iterdir()) if file.is_file())
     try:
+        if path.is_dir():
+            return any(is_of_tool(file) for file in sorted(path.iterdir()) if file.is_file())
         if path.suffix == ".sh":
             return _MARKS.search(path.read_bytes()) is not None
         keys = set(read_source(path).value) if path.suffix in (".json", ".yaml", ".yml") else set()

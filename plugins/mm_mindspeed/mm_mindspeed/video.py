@@ -9,7 +9,7 @@ from typing import Any
 from mm_core.interchange import Left, Migrated, Node, apply, place_of, read_source
 from mm_mindspeed.files import Files, resolve, value_at
 from mm_mindspeed.tables.converts import path
-from mm_mindspeed.tables.data import DATA
+from mm_mindspeed.tables.data import DATA, RESIZES
 from mm_mindspeed.tables.video import HUNYUAN, SIZES, VIDEO
 
 _PRESETS = {
@@ -212,6 +212,7 @@ def _clips(files: Files, run: Migrated, cached: bool = False) -> None:
         data = Node({}, str(files.main), "")
     features = value_at(data, "dataset_param.dataset_type") == "feature"
     apply(DATA, data, run)
+    _antialias(data, run)
     if features:  # captions were encoded before: none is dropped
         place = _place(data, "dataset_param.dataset_type")
         run.set("task.caption_dropout", 0.0, place, "features of captions are never dropped")
@@ -228,6 +229,16 @@ def _clips(files: Files, run: Migrated, cached: bool = False) -> None:
         place = _place(data, "dataset_param.preprocess_parameters.force_resolution")
         run.set("data.loader.mode", "variable", place, "buckets keep the aspect of clips, nearly")
     set_sampler(data, run)
+
+
+def _antialias(data: Node, run: Migrated) -> None:
+    """Resizing without antialiasing has no counterpart; theirs is without it unless a stage asks for it."""
+    pipeline = data.at("dataset_param", "preprocess_parameters", "train_pipeline")
+    for name in ("video", "video_and_first_frame", "video_only"):
+        for stage in pipeline.items(name) if pipeline is not None else ():
+            if value_at(stage, "trans_type") in RESIZES and not value_at(stage, "param.antialias", False):
+                why = "frames are resized with antialiasing here"
+                run.differs.append(Left(place_of(stage), f"{stage.path}.param.antialias", False, why))
 
 
 def _sources(files: Files, data: Node, run: Migrated, features: bool) -> None:

@@ -244,6 +244,16 @@ CASES = [
         set(),
         set(),
     ),
+    (
+        "aliased",
+        {},
+        {D + "train_pipeline": {"video": [{"trans_type": "CenterCropResizeVideo"}]}},
+        {},
+        {},
+        {"data.train.interpolation": "bilinear"},
+        set(),
+        {D + "train_pipeline.video.0.param.antialias"},
+    ),
     ("length", {}, {}, {"seq-length": 4096}, {}, {}, {"--seq-length"}, set()),
     (
         "state",
@@ -536,7 +546,10 @@ CASES = [
         {
             D + "train_pipeline": {
                 "video": [
-                    {"trans_type": "ResizeVideo", "param": {"interpolation_mode": "bilinear"}},
+                    {
+                        "trans_type": "ResizeVideo",
+                        "param": {"interpolation_mode": "bilinear", "antialias": True},
+                    },
                     {"trans_type": "norm_fun", "param": {"mean": 0.5, "std": 0.5}},
                 ]
             }
