@@ -39,8 +39,11 @@ def execute(args: argparse.Namespace) -> int:
     if not runs:
         raise MMError(f"these files of {migration.tool} describe no training", where=", ".join(args.paths))
     differ = broken = False
-    for number, run in enumerate(runs):
-        file = out if not number else out.with_name(f"{out.stem}_{run.name}{out.suffix}")
+    names: list[str] = []
+    for run in runs:
+        again = f"_{names.count(run.name)}" if run.name in names[1:] else ""
+        file = out.with_name(f"{out.stem}_{run.name}{again}{out.suffix}") if names else out
+        names.append(run.name)
         head = (
             f"From {migration.tool}, by mm migrate {' '.join(args.paths)}",
             "Behind each line: where it came from.",
@@ -63,7 +66,7 @@ def _launch(run: Migrated, file: Path) -> Sequence[str]:
 def _print_lists(run: Migrated, file: Path, tool: str) -> None:
     print(f"{file}: a run of {tool} ({run.name})")
     print(f"\ntaken ({len(run.lines)})")
-    print_table([(key, f"{line.value}", line.place, line.note) for key, line in run.lines.items()], "  ")
+    print_table([(key, _short(line.value), line.place) for key, line in run.lines.items()], "  ")
     for title, rows in (
         ("dropped, because it does nothing here", run.dropped),
         ("no counterpart: training would differ", run.differs),
@@ -75,8 +78,12 @@ def _print_lists(run: Migrated, file: Path, tool: str) -> None:
 
 
 def _row(left: Left) -> tuple[str, str, str]:
-    value = f"{left.value}"
-    return left.place, value if len(value) <= 60 else value[:57] + "...", left.why
+    return left.place, _short(left.value), left.why
+
+
+def _short(value: object) -> str:
+    text = f"{value}"
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _planned(file: Path, world: int) -> bool:
@@ -93,7 +100,8 @@ def _planned(file: Path, world: int) -> bool:
         if faults := target_faults(config) or (not missing and option_faults(config)):
             raise ConfigError(faults, where=str(file))
         print(f"\nvalid: task {config.task.type}, data {config.data.train.type}, engine {config.engine.type}")
-        print("\n".join(f"missing: {path} (needed to train)" for path in missing))
+        for path in missing:
+            print(f"missing: {path} (needed to train)")
         plan, _ = plan_shown(config, world, build_task(config))
     except MMError as error:
         print(f"\nnot {'planned' if missing else 'valid'} yet: {error.render()}")

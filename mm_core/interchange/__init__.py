@@ -8,6 +8,7 @@ from mm_core.interchange.migration.scripts import Program, Script, Unrun, Word
 from mm_core.interchange.migration.shell import read_script
 from mm_core.interchange.migration.sources import read_source
 from mm_core.interchange.migration.table import (
+    UNKNOWN,
     Default,
     Differs,
     Drop,
@@ -21,6 +22,7 @@ from mm_core.interchange.migration.tools import foreign, migration_of
 from mm_core.schema.nodes import Node, to_python
 
 __all__ = [
+    "UNKNOWN",
     "Default",
     "Differs",
     "Drop",

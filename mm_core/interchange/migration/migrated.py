@@ -65,6 +65,11 @@ class Migrated:
         """Sets a key of ours; a later value replaces an earlier one."""
         self.lines[key] = Line(value, place, note)
 
+    def leave(self, key: str, why: str) -> None:
+        """Moves a key of ours, if it is set, to what is dropped."""
+        if (line := self.lines.pop(key, None)) is not None:
+            self.dropped.append(Left(line.place, line.place.rpartition(" ")[2], line.value, why))
+
 
 @runtime_checkable
 class Migration(Protocol):

@@ -273,8 +273,8 @@ class _Reader:
     ) -> list[_Piece]:
         items = self.variables.get(name)
         if items is None and default is not None:
-            inner = _Reader(self.script, default, line, self.variables)
-            items = [inner._default()]
+            text = '"' + default.replace('"', "") + '"'
+            items = [_Reader(self.script, text, line, self.variables)._pieces()]
         if items is None:
             return self._unknown(text, line, f"{name} is not set in this script")
         place = int(index) if index and index.isdigit() else 0
@@ -288,15 +288,6 @@ class _Reader:
         if index in ("@", "*"):
             return [piece for item in chosen for piece in (_Piece(" ", line), *item)][1:]
         return [replace(piece, solid=quoted or piece.unknown) for item in chosen for piece in item]
-
-    def _default(self) -> list[_Piece]:
-        found: list[_Piece] = []
-        while self.at < len(self.text):
-            before = self.at
-            found += self._pieces()
-            if self.text[before] in " \t\n;&|<>()" and self.at == before + 1:
-                found.append(_Piece(self.text[before], self.line))
-        return found
 
     def _arithmetic(self, text: str, line: int) -> list[_Piece]:
         try:

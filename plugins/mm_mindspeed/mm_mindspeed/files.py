@@ -40,6 +40,7 @@ class Files:
         data: data.json, or `data` of a YAML.
         engine: the YAML of FSDP2 or LayerZeRO.
         one_file: the YAML of a newer FSDP2 run.
+        rest: keys of a YAML that belong to no section.
         missing: files that are named and not there.
     """
 
@@ -53,14 +54,15 @@ class Files:
     data: Node | None = None
     engine: Node | None = None
     one_file: Node | None = None
+    rest: tuple[Node, ...] = ()
     missing: tuple[str, ...] = ()
 
 
 def is_of_tool(path: Path) -> bool:
     """Whether a file, or one in a folder, is of MindSpeed-MM; raises nothing."""
-    if path.is_dir():
-        return any(is_of_tool(file) for file in sorted(path.iterdir()) if file.is_file())
     try:
+        if path.is_dir():
+            return any(is_of_tool(file) for file in sorted(path.iterdir()) if file.is_file())
         if path.suffix == ".sh":
             return _MARKS.search(path.read_bytes()) is not None
         keys = set(read_source(path).value) if path.suffix in (".json", ".yaml", ".yml") else set()
@@ -146,10 +148,16 @@ def _given(run: Files, script: Script, program: Program, name: str | None = None
     return replace(run, script=script, program=program, launcher=program.launcher, name=name or run.name)
 
 
+SECTIONS = ("parallel", "model", "features", "training", "tools")
+"""Of the one YAML of a newer run, beside data."""
+
+
 def _of_yaml(file: Path, root: Node) -> Iterator[Files]:
+    known = {*SECTIONS, "data", "gpt_args", "lora_args"}
+    rest = tuple(node for key, node in root.value.items() if key not in known)
     if {"parallel", "training"} <= root.value.keys():
         data = root.at("data")
-        yield Files(_name(file), file, _empty(file), one_file=root, data=data and rooted(data))
+        yield Files(_name(file), file, _empty(file), one_file=root, data=data and rooted(data), rest=rest)
     elif "gpt_args" in root.value:
         given = [root.at("gpt_args"), root.at("lora_args")]
         flags = {
@@ -170,6 +178,7 @@ def _of_yaml(file: Path, root: Node) -> Iterator[Files]:
             model=model and rooted(model),
             data=data and rooted(data),
             engine=None if place is None else _node(place),
+            rest=rest,
             missing=missing,
         )
 

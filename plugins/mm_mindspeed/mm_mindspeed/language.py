@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mm_core.errors import plural
 from mm_core.interchange import Left, Migrated, Node, apply, place_of
-from mm_mindspeed.files import Files, value_at
+from mm_mindspeed.files import SECTIONS, Files, value_at
 from mm_mindspeed.tables.language import LANGUAGE, LANGUAGE_DATA, TOKENS
 from mm_mindspeed.tables.one_file import ONE_FILE
 from mm_mindspeed.video import set_sampler
@@ -43,24 +43,16 @@ def migrate_language(files: Files, model: Node, run: Migrated) -> None:
 def migrate_one_file(files: Files, root: Node, run: Migrated) -> None:
     """A run of the newer trainer, with one YAML."""
     _task(root.at("model") or root, run, value_at(root, "model.model_id"))
-    rest = {key: node for key, node in root.value.items() if isinstance(node.value, dict) or key != "data"}
-    apply(ONE_FILE, root.holding({key: node for key, node in rest.items() if key in _SECTIONS}), run)
-    for key, node in rest.items():
-        if key not in _SECTIONS and key != "data":
-            why = "an anchor of the file, which other keys repeat"
-            run.dropped.append(Left(place_of(node), key, "...", why))
+    apply(ONE_FILE, root.holding({key: root.value[key] for key in SECTIONS if key in root.value}), run)
     _tokens([root.at("model"), root.at("features")], run)
     steps, ranks = value_at(root, "training.gradient_accumulation_steps") or 1, run.world
     micro = value_at(root, "training.micro_batch_size", 1)
     place = place_of(root.at("training", "gradient_accumulation_steps") or root)
     note = f"{micro} x {steps} accumulated x {plural(ranks, 'rank')}"
     run.set("train.global_batch_size", micro * steps * ranks, place, note)
-    if "train.epochs" in run.lines and "train.steps" in run.lines:
-        run.lines.pop("train.steps")
+    if "train.epochs" in run.lines:
+        run.leave("train.steps", "the epochs count")
     _data(files, run)
-
-
-_SECTIONS = ("parallel", "model", "features", "training", "tools")
 
 
 def _task(model: Node, run: Migrated, name: object) -> None:

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mm_core.interchange import Left, Line, Migrated, Node, apply
+from mm_core.interchange import UNKNOWN, Left, Line, Migrated, Node, apply, place_of, to_python
 from mm_mindspeed.files import Files, find_runs, is_of_tool, value_at
 from mm_mindspeed.language import migrate_language, migrate_one_file
 from mm_mindspeed.tables.engine import ENGINE
 from mm_mindspeed.tables.flags import FLAGS
 from mm_mindspeed.video import migrate_hunyuan, migrate_wan
 
+_ANCHOR = "an anchor of the file, which other keys repeat"
 _ASCEND = ("CUDA_DEVICE_MAX_CONNECTIONS",)  # Megatron checks it
 
 
@@ -48,6 +49,10 @@ def _run(files: Files) -> Migrated:
     _launch(files, run)
     for path in files.missing:
         run.differs.append(Left(files.main.name, "file", path, "this file is not there, so it was not read"))
+    for node in files.rest:  # anchors, whose values other keys repeat
+        repeated = not isinstance(node.value, dict) or value_at(files.data, f"dataset_param.{node.path}")
+        why, rows = (_ANCHOR, run.dropped) if repeated else (UNKNOWN, run.differs)
+        rows.append(Left(place_of(node), node.path, to_python(node), why))
     if files.one_file is not None:
         migrate_one_file(files, files.one_file, run)
     else:
@@ -120,16 +125,13 @@ def _settle(run: Migrated) -> None:
     """Lines that only hold together with others."""
     lines = run.lines
     style = lines.get("lr_schedule.type")
-    constant = style is None or style.value == "constant"
-    if constant and (line := lines.pop("lr_schedule.min_lr", None)):
-        run.dropped.append(Left(line.place, "min_lr", line.value, "a constant rate has no lowest one"))
-    if "lr_schedule.warmup_fraction" in lines and (line := lines.pop("lr_schedule.warmup_steps", None)):
-        run.dropped.append(Left(line.place, "warmup_steps", line.value, "the fraction counts"))
+    if style is None or style.value == "constant":
+        run.leave("lr_schedule.min_lr", "a constant rate has no lowest one")
+    if "lr_schedule.warmup_fraction" in lines:
+        run.leave("lr_schedule.warmup_steps", "the fraction counts")
     if "engine.context_parallel.size" not in lines:
-        line = lines.pop("engine.context_parallel.kind", None)
-        if line is not None:
-            run.dropped.append(Left(line.place, "context_parallel", line.value, "of one rank"))
+        run.leave("engine.context_parallel.kind", "each rank has its own samples")
     if "train.adapters.0.rank" in lines:
-        lines.pop("train.freeze", None)
+        run.leave("train.freeze", "adapters alone are trained")
         place = lines["train.adapters.0.rank"].place
         lines.setdefault("train.adapters.0.targets", Line("auto", place, "in the place of theirs"))

@@ -9,7 +9,7 @@ from typing import Any
 from mm_core.interchange import Left, Migrated, Node, apply, place_of, read_source
 from mm_mindspeed.files import Files, resolve, value_at
 from mm_mindspeed.tables.converts import path
-from mm_mindspeed.tables.data import DATA
+from mm_mindspeed.tables.data import DATA, RESIZES
 from mm_mindspeed.tables.video import HUNYUAN, SIZES, VIDEO
 
 _PRESETS = {
@@ -68,9 +68,8 @@ def _encoders(files: Files, model: Node, run: Migrated) -> Node | None:
         encoders = read_source(found)
         parts = ("task", "ae.", "text_encoder.", "load_")
         apply([row for row in VIDEO if row.theirs.startswith(parts)], encoders, run)
-        run.lines.pop("task.image_encoder.from_pretrained", None)
-        data = folder / "data.json" if folder is not None else None
-        files.data = read_source(data) if data is not None and data.is_file() else files.data
+        run.leave("task.image_encoder.from_pretrained", _ENCODERS)
+        _as_extracted(files, found.with_name("data.json"), run)
     else:
         encoders = None
         run.todo.append(f"data.train.sources: the clips that the features were extracted from ({place})")
@@ -81,6 +80,19 @@ def _encoders(files: Files, model: Node, run: Migrated) -> Node | None:
         run.set(f"task.{part}.from_pretrained", f"{pipeline}/{folder_name}", place, _ENCODERS)
     run.set("task.text_encoder.tokenizer", f"{pipeline}/tokenizer", place, _ENCODERS)
     return encoders
+
+
+def _as_extracted(files: Files, data: Path, run: Migrated) -> None:
+    """Reads clips as they were read for the features; the order of samples stays that of the training."""
+    if not data.is_file():
+        return
+    own, extracted = files.data, read_source(data)
+    if own is not None:
+        why = f"of the features; the clips are read as {data.parent.name}/{data.name} has it"
+        run.dropped.append(Left(_place(own, "dataset_param"), "dataset_param", "...", why))
+        loader = own.at("dataloader_param")
+        extracted = extracted if loader is None else extracted.put("dataloader_param", loader)
+    files.data = extracted
 
 
 def _pixel_tiles(model: Node | None, run: Migrated) -> None:
@@ -118,10 +130,7 @@ def _predictor(files: Files, model: Node, pipeline: str, run: Migrated) -> None:
                 of_experts = [name.replace("predictor.", "predictor.{*}.", 1) for name in line.value]
                 run.set(key, of_experts, line.place, "of the expert")
         for end in ("min", "max"):
-            line = run.lines.pop(f"task.scheduler.{end}_timestep_boundary", None)
-            if line is not None:
-                why = "the expert's own share of the timesteps, by task.predictor.boundary"
-                run.dropped.append(Left(line.place, f"diffusion.{end}_timestep_boundary", line.value, why))
+            run.leave(f"task.scheduler.{end}_timestep_boundary", "task.predictor.boundary gives it")
     if preset:
         run.set("task.predictor.preset", preset, place, "has all of its sizes")
     else:
@@ -183,7 +192,7 @@ def _sizes(model: Node, sizes: dict[str, Any], run: Migrated) -> None:
 def _image_encoder(kind: str, pipeline: str, model: Node, run: Migrated) -> None:
     """Wan 2.1's models of a first frame look at it through CLIP."""
     if value_at(model, "predictor.model_type") not in ("i2v", "flf2v"):
-        run.lines.pop("task.image_encoder.from_pretrained", None)
+        run.leave("task.image_encoder.from_pretrained", "the predictor looks at no image")
         return
     place = _place(model, "predictor.model_type")
     run.set("task.image_encoder.type", "wan/clip_vision", place)
@@ -193,7 +202,7 @@ def _image_encoder(kind: str, pipeline: str, model: Node, run: Migrated) -> None
 
 def _clips(files: Files, run: Migrated, cached: bool = False) -> None:
     """data.json as a dataset of clips, and its loader."""
-    without_length(run)
+    run.leave("data.train.max_length", "clips have no tokens of their own")
     data = files.data
     where = files.main.name if data is None else Path(data.where).name.partition(":")[0]
     note = "a clip that cannot be read is left out and counted; theirs takes another one at random"
@@ -203,11 +212,11 @@ def _clips(files: Files, run: Migrated, cached: bool = False) -> None:
         data = Node({}, str(files.main), "")
     features = value_at(data, "dataset_param.dataset_type") == "feature"
     apply(DATA, data, run)
+    _antialias(data, run)
     if features:  # captions were encoded before: none is dropped
         place = _place(data, "dataset_param.dataset_type")
         run.set("task.caption_dropout", 0.0, place, "features of captions are never dropped")
-        kept = ("task.text_encoder.tokenizer", "task.text_encoder.max_length")
-        run.lines = {key: line for key, line in run.lines.items() if key != kept[1]}
+        run.leave("task.text_encoder.max_length", "of features that were extracted before")
     _sources(files, data, run, features)
     forced = value_at(data, "dataset_param.preprocess_parameters.force_resolution", True)
     for side in ("height", "width"):
@@ -220,6 +229,16 @@ def _clips(files: Files, run: Migrated, cached: bool = False) -> None:
         place = _place(data, "dataset_param.preprocess_parameters.force_resolution")
         run.set("data.loader.mode", "variable", place, "buckets keep the aspect of clips, nearly")
     set_sampler(data, run)
+
+
+def _antialias(data: Node, run: Migrated) -> None:
+    """Resizing without antialiasing has no counterpart; theirs is without it unless a stage asks for it."""
+    pipeline = data.at("dataset_param", "preprocess_parameters", "train_pipeline")
+    for name in ("video", "video_and_first_frame", "video_only"):
+        for stage in pipeline.items(name) if pipeline is not None else ():
+            if value_at(stage, "trans_type") in RESIZES and not value_at(stage, "param.antialias", False):
+                why = "frames are resized with antialiasing here"
+                run.differs.append(Left(place_of(stage), f"{stage.path}.param.antialias", False, why))
 
 
 def _sources(files: Files, data: Node, run: Migrated, features: bool) -> None:
@@ -240,12 +259,6 @@ def _sources(files: Files, data: Node, run: Migrated, features: bool) -> None:
         run.set(f"data.train.sources.{number}.annotations", table, place)
         if folder:
             run.set(f"data.train.sources.{number}.folder", folder, place)
-
-
-def without_length(run: Migrated) -> None:
-    """--seq-length means nothing to clips."""
-    if (line := run.lines.pop("data.train.max_length", None)) is not None:
-        run.dropped.append(Left(line.place, "--seq-length", line.value, "clips have no tokens of their own"))
 
 
 def set_sampler(data: Node, run: Migrated) -> None:
@@ -270,12 +283,9 @@ def migrate_hunyuan(files: Files, model: Node, run: Migrated) -> None:
         f"task.pipeline: the folder of a pipeline of Diffusers, such as "
         f"hub:hunyuanvideo-community/{folder}; MindSpeed-MM reads the original files"
     )
-    for part in ("autoencoder", "text_encoder", "scheduler"):
+    for part, name in (("autoencoder", "vae"), ("scheduler", "schedule")):
         if any(key.startswith(f"task.{part}.") for key in run.lines):
-            name = {"autoencoder": "vae", "text_encoder": "text", "scheduler": "schedule"}[part]
             run.set(f"task.{part}.type", f"diffusers/{name}", place)
     _clips(files, run)
     for name in ("tokenizer", "max_length"):
-        run.lines.pop(f"task.text_encoder.{name}", None)
-    if not any(key.startswith("task.text_encoder.") and key != "task.text_encoder.type" for key in run.lines):
-        run.lines.pop("task.text_encoder.type", None)
+        run.leave(f"task.text_encoder.{name}", "as in the pipeline's folder")

@@ -69,6 +69,15 @@ def test_further_scripts_of_a_folder_are_written_beside_the_first(tmp_path, caps
     assert "inference" not in capsys.readouterr().out
 
 
+def test_each_run_of_several_folders_gets_a_file_of_its_own(tmp_path):
+    for number in range(4):
+        write(tmp_path / f"run{number}", WAN, CLIPS, {"seed": number})
+    assert main(["migrate", *(f"run{number}" for number in range(4)), "--out", "run.yaml"]) == 0
+    files = sorted(path.name for path in tmp_path.glob("run*.yaml"))
+    assert files == ["run.yaml", "run_pretrain.yaml", "run_pretrain_2.yaml", "run_pretrain_3.yaml"]
+    assert [load_config(name).run.seed for name in files] == [0, 1, 2, 3]
+
+
 def test_a_model_that_is_not_there_ends_no_migration(tmp_path, capsys):
     write(tmp_path / "sft", QWEN, CHATS)
     assert main(["migrate", "sft", "--out", "run.yaml"]) == 0

@@ -1,5 +1,7 @@
 """Keys of MindSpeed-MM's files: exactly what each changes in the three lists."""
 
+import json
+
 import pytest
 from folders import CHATS, CLIPS, ENGINE, ONE_FILE, QWEN, REMOVED, WAN, changed, write, write_one
 from mm_mindspeed.migration import MindSpeedMM
@@ -142,7 +144,7 @@ CASES = [
         set(),
         set(),
     ),
-    ("constant", {}, {}, {"min-lr": 1e-6}, {}, {}, {"min_lr"}, set()),
+    ("constant", {}, {}, {"min-lr": 1e-6}, {}, {}, {"--min-lr"}, set()),
     (
         "fraction",
         {},
@@ -150,7 +152,7 @@ CASES = [
         {"lr-warmup-fraction": 0.1, "lr-warmup-iters": 0},
         {},
         {"lr_schedule.warmup_fraction": 0.1},
-        {"warmup_steps"},
+        {"--lr-warmup-iters"},
         set(),
     ),
     ("no style", {}, {}, {"lr-decay-style": REMOVED}, {}, {"lr_schedule.type": "linear"}, set(), set()),
@@ -208,7 +210,7 @@ CASES = [
             "--pipeline-model-parallel-size",
             "--sequence-parallel",
             "--context-parallel-size",
-            "context_parallel",
+            "--context-parallel-algo",
         },
         set(),
     ),
@@ -241,6 +243,16 @@ CASES = [
         {"engine.recompute_modules": ["predictor.blocks.{0-11}"]},
         set(),
         set(),
+    ),
+    (
+        "aliased",
+        {},
+        {D + "train_pipeline": {"video": [{"trans_type": "CenterCropResizeVideo"}]}},
+        {},
+        {},
+        {"data.train.interpolation": "bilinear"},
+        set(),
+        {D + "train_pipeline.video.0.param.antialias"},
     ),
     ("length", {}, {}, {"seq-length": 4096}, {}, {}, {"--seq-length"}, set()),
     (
@@ -534,7 +546,10 @@ CASES = [
         {
             D + "train_pipeline": {
                 "video": [
-                    {"trans_type": "ResizeVideo", "param": {"interpolation_mode": "bilinear"}},
+                    {
+                        "trans_type": "ResizeVideo",
+                        "param": {"interpolation_mode": "bilinear", "antialias": True},
+                    },
                     {"trans_type": "norm_fun", "param": {"mean": 0.5, "std": 0.5}},
                 ]
             }
@@ -599,7 +614,7 @@ def test_the_length_of_conversations_of_a_script_is_its_flag(tmp_path, monkeypat
     assert run.lines["data.train.max_length"].value == 2048, "data.json has a length of its own"
     data = changed(CHATS, {B + "cutoff_len": REMOVED})
     run = migrated(write(in_folder(tmp_path, monkeypatch), QWEN, data, {"seq-length": 4096}))
-    assert run.lines["data.train.max_length"].place == "pretrain.sh:12 --seq-length"
+    assert run.lines["data.train.max_length"].place == "pretrain.sh:11 --seq-length"
 
 
 CHUNKS = {"loss_cfg.compute_mode", "loss_cfg.chunk_size", "loss_cfg.router_aux_loss_coef"}
@@ -787,6 +802,7 @@ NEWER = [
         {"parallel.ring_attention_size"},
     ),
     ("anchors", {"HF_PATH": "x"}, {}, {"HF_PATH"}, set()),
+    ("sections", {"pruning": {"share": 0.5}}, {}, set(), {"pruning"}),
 ]
 
 
@@ -804,3 +820,22 @@ def test_a_key_of_a_newer_run_changes_these_lines_and_lists_alone(
     assert (left, lost) == (dropped | {"model.loss_cfg.loss_type"}, differs)
     if "muon" not in lines.values():
         valid(run, folder)
+
+
+def test_clips_of_features_are_read_and_encoded_as_they_were_extracted(tmp_path, monkeypatch):
+    folder = in_folder(tmp_path, monkeypatch)
+    extracted = tmp_path / "feature_extract"
+    extracted.mkdir()
+    parts = {"ae": {"model_id": "wan_video_vae", "dtype": "bf16"}, "text_encoder": {"model_id": "UMT5"}}
+    (extracted / "model_t2v.json").write_text(json.dumps(parts))
+    reading = changed(CLIPS, {D + "cfg": 0.0, D + "num_frames": 33, L + "sampler_type": "SequentialSampler"})
+    (extracted / "data.json").write_text(json.dumps(reading))
+    own = changed(CLIPS, {"dataset_param.dataset_type": "feature", L + "shuffle": True})
+    run = migrated(write(folder, changed(WAN, FEATURES), own, {"load": "w/Wan/transformer"}))
+    taken, dropped, differs = lists(run)
+    assert taken["data.train.num_frames"] == 33 and taken["task.caption_dropout"] == 0.0
+    assert taken["data.loader.sampler"] == "random", "the order is that of the training"
+    assert taken["task.autoencoder.dtype"] == "bf16" and taken["data.cache.dir"] == "cache"
+    assert taken["task.autoencoder.from_pretrained"] == "w/Wan/vae"
+    assert (dropped, differs) == ({"dataset_param"}, set())
+    valid(run, folder)

@@ -50,6 +50,7 @@ Each of these is written out in the config, with a comment.
 | `--lr-warmup-init` | `lr_schedule.warmup_init`, the rate of the first step; 0 changes no weight |
 | `--lr-decay-style` is absent | the rate falls to 0 in a straight line |
 | clips are resized bilinearly | `data.train.interpolation: bilinear`; ours is bicubic |
+| `antialias` is absent or false | **no counterpart**: frames are resized with antialiasing |
 | a clip that cannot be read is replaced by one at random | it is left out, and counted |
 | `cutoff_len` is absent | `data.train.max_length: 1024`; of scripts it is `--seq-length` |
 | `load_video_features` | their .pt files are not read: `data.cache` encodes each clip once |

@@ -11,10 +11,8 @@ _TEXT = "captions are cleaned as the text encoder's pipeline does it"
 _READ = "how their reader works"
 _SHORT = "a clip that is too short is left out, and counted in data_failures.jsonl"
 _READERS = {"DecordVideo": "decord", "torchvision": "pyav", "av": "pyav"}
-_STAGES = {
-    *("ResizeVideo", "CenterCropResizeVideo", "ResizeCropVideo", "ResizeToFill", "ToTensorVideo", "norm_fun"),
-    "ToTensorAfterResize",
-}
+RESIZES = ("ResizeVideo", "CenterCropResizeVideo", "ResizeCropVideo", "ResizeToFill")
+_STAGES = (*RESIZES, "ToTensorVideo", "norm_fun", "ToTensorAfterResize")
 
 
 def interpolation(stages: Any) -> str:
