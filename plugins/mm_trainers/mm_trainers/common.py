@@ -90,14 +90,14 @@ class Source:
     def take_off(self, why: str, *keys: str) -> None:
         """Moves lines of ours to what does nothing here."""
         for key in keys:
-            if line := self.run.lines.pop(key, None):
-                self.run.dropped.append(Left(line.place, key, line.value, why))
+            self.run.leave(key, why)
 
 
 def settle(run: Migrated) -> None:
     """A name that is a folder's; an optimizer and a schedule where theirs have no counterpart."""
     name = run.lines["run.name"]
-    run.set("run.name", re.sub(r"[^\w.-]+", "_", str(name.value)).strip("._") or "run", name.place)
+    run.name = re.sub(r"[^\w.-]+", "_", str(name.value)).strip("._") or "run"
+    run.set("run.name", run.name, name.place)
     for key, value in (("optimizer.type", "adamw"), ("lr_schedule.type", "constant")):
         if key not in run.lines:
             run.set(key, value, "in the place of theirs")

@@ -210,7 +210,7 @@ def test_the_command_writes_a_config_that_is_planned_and_says_where_each_line_is
     file = job(written, train={"timestep_type": "linear"})
     assert main(["migrate", str(file), "--out", "run.yaml"]) == 0
     out = capsys.readouterr().out
-    assert "a run of ai-toolkit (a style)" in out
+    assert "a run of ai-toolkit (a_style)" in out
     assert "plan of run 'a_style': 1 rank" in out
     text = (file.parent / "run.yaml").read_text()
     assert re.search(r"    timesteps: uniform  # job.yaml:\d+ train.timestep_type\n", text)

@@ -279,7 +279,7 @@ def test_the_command_takes_both_files_and_plans_the_run(folder, capsys):
     place = folder()
     assert main(["migrate", str(place / "data.toml"), str(place / "train.sh"), "--out", "run.yaml"]) == 0
     out = capsys.readouterr().out
-    assert "a run of musubi-tuner (train)" in out
+    assert "a run of musubi-tuner (motion)" in out
     assert "plan of run 'motion': 1 rank" in out
     text = (place / "run.yaml").read_text()
     assert "    shift: 3.0  # train.sh:12 --discrete_flow_shift: ours is 5\n" in text
