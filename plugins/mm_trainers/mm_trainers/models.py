@@ -7,7 +7,6 @@ from typing import Any
 
 from mm_core.interchange import Migrated
 
-FLOW = "as a pipeline of Diffusers"
 PAIRS: Mapping[str, str] = {"wan2.2-t2v-a14b": "t2v", "wan2.2-i2v-a14b": "i2v"}
 """Presets of two experts."""
 _BLOCKS = ("predictor.transformer.transformer_blocks.{*}",)
