@@ -40,6 +40,7 @@ COMMANDS = MappingProxyType(
             "write one HTML page about runs: curves, noise levels, clips, config, comparison",
         ),
         "align": ("mm_core.cli.align", "record two trainings, and name the first number that differs"),
+        "migrate": ("mm_core.cli.migrate", "make a config of the files of another training tool"),
         "validate": ("mm_core.cli.training.validate", "check YAML files without training"),
         "data": ("mm_core.cli.data", "what the data of a run contain, and which files are bad"),
         "cache": ("mm_core.cli.cache", "encode the data of a run once, and train without encoders"),

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mm_core.errors import MMError, plural, printable
+from mm_core.errors import ConfigError, MMError, plural, printable
 
 if TYPE_CHECKING:
     from mm_core.config.load import Fetch
@@ -39,11 +39,17 @@ def config_of(args: argparse.Namespace, *more: str, fetch: Fetch = False) -> Run
         fetch: as for `load_config`.
 
     Raises:
-        MMError: lists every error in the config.
+        MMError: lists every error in the config; or it is a file of another tool.
     """
     from mm_core.config.load import load_config
 
-    return load_config(args.config, [*args.overrides, *more], allow_code=args.allow_code, fetch=fetch)
+    try:
+        return load_config(args.config, [*args.overrides, *more], allow_code=args.allow_code, fetch=fetch)
+    except ConfigError as error:
+        from mm_core.interchange import foreign
+        from mm_core.plugin.registry import get_registry
+
+        raise foreign(get_registry(), Path(args.config)) or error from None
 
 
 def count(text: str) -> int:

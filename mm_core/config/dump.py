@@ -62,6 +62,13 @@ def to_yaml(config: RunConfig) -> str:
     return text
 
 
+def inline(value: object) -> str:
+    """A plain value as YAML in one line."""
+    flow, width = not isinstance(value, str), 10**9
+    text: str = yaml.dump(value, Dumper=_Dumper, default_flow_style=flow, allow_unicode=True, width=width)
+    return text.removesuffix("\n...\n").rstrip("\n")
+
+
 def plain(value: object, path: str = "", literals: Mapping[str, str] = MappingProxyType({})) -> object:
     """A checked value as plain mappings, lists and scalars, as they are written in a YAML.
 

@@ -29,6 +29,7 @@ _QUOTE = "put it in quotes if it is text"
 _FLATTEN = "flatten it: use fewer lists and mappings inside each other"
 
 _TAG = "tag:yaml.org,2002:"
+_TABS = re.compile(r"^[ \t]*\t[ \t]*|(?<=[:,\[\]{}\-])[ \t]*\t[ \t]*", re.MULTILINE)
 _TRAILING = re.compile(r"[ \t]+$", re.MULTILINE)
 FLOAT = re.compile(
     r"""(?:[-+]?(?:(?:\d[\d_]*)?\.\d+(?:[eE][-+]?\d+)?|\d[\d_]*\.(?:[eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+)
@@ -69,13 +70,40 @@ class Spent:
     nodes: int = 0  # values, after aliases are expanded
 
 
-def read_file(path: Path, faults: list[MMError], spent: Spent | None = None) -> Node:
+class _ForeignLoader(_Loader):
+    """Takes what other readers take: an anchor that is defined again, of which the last one counts."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        if not isinstance(event, yaml.AliasEvent) and event.anchor in self.anchors:
+            del self.anchors[event.anchor]
+        return super().compose_node(parent, index)
+
+
+def read_foreign(path: Path) -> Node:
+    """Reads a YAML or JSON file of another tool: tabs are spaces, and of a repeated key or anchor the last
+    counts.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML or is too large.
+    """
+    faults: list[MMError] = []
+    root = read_file(path, faults, foreign=True)
+    if faults:
+        raise ConfigError(faults, where=str(path))
+    return root
+
+
+def read_file(
+    path: Path, faults: list[MMError], spent: Spent | None = None, *, foreign: bool = False
+) -> Node:
     """Reads a config's YAML file as a tree of nodes that know their file and line.
 
     Args:
         path: the file.
         faults: receives errors that do not stop the reading.
         spent: what the config's earlier files have used; this file's share is added.
+        foreign: whether the file is read as `read_foreign` does it.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML or is too large.
@@ -98,7 +126,10 @@ def read_file(path: Path, faults: list[MMError], spent: Spent | None = None) -> 
         hint = "check the path and the file's permissions"
         raise ConfigError(f"the file cannot be read: {cause}", where=str(path), hint=hint) from None
     spent.size += len(content)
-    tree: Node = _parsed(text, str(path), lambda loader: _tree(loader, str(path), faults, spent))
+    if foreign:
+        text = _TABS.sub(lambda tabs: tabs[0].expandtabs(2), text.removeprefix("\ufeff"))
+    kind = _ForeignLoader if foreign else _Loader
+    tree: Node = _parsed(text, str(path), lambda loader: _tree(loader, str(path), faults, spent), kind)
     return tree
 
 
@@ -158,10 +189,10 @@ def _not_found(path: Path) -> ConfigError:
     return ConfigError("there is no such file", where=str(path), accepted=accepted, hint=hint)
 
 
-def _parsed(text: str, name: str, read: Callable[[_Loader], Any]) -> Any:
+def _parsed(text: str, name: str, read: Callable[[_Loader], Any], kind: type[_Loader] = _Loader) -> Any:
     """Calls `read` with a loader for the text; YAML errors become a ConfigError with the line."""
     try:
-        loader = _Loader(_TRAILING.sub("", text))  # published files have tabs there, which PyYAML refuses
+        loader = kind(_TRAILING.sub("", text))  # published files have tabs there, which PyYAML refuses
         try:
             return read(loader)
         finally:
@@ -279,7 +310,7 @@ class _Reader:
             if len(path) + len(name) > MAX_PATH:
                 what = f"the key {name[:40]!r}... and those above it are longer than {MAX_PATH:,} characters"
                 raise ConfigError(what, where=where, hint="use shorter keys")
-            if name in own:
+            if name in own and not isinstance(self.loader, _ForeignLoader):
                 what = f"the key {name!r} is set twice, first at {own[name].key_where}"
                 self._fault(where, path, what, "remove one of the two")
                 continue

@@ -307,6 +307,23 @@ def mm_callbacks() -> Iterable[Component]:
     """
 
 
+@ComponentKind(
+    "mm_core.interchange:Migration",
+    kit="mm_core.testing.migrations:KIT",
+    target="SmallTrainer",
+    words="a migration of another tool's runs",
+    declaration='examples="$package.migration:examples"',
+    then="mm migrate settings.json --out run.yaml",
+)
+def mm_migrations() -> Iterable[Component]:
+    """Migrations, which read the runs of another tool: `target()` -> `mm_core.interchange.Migration`.
+
+    `mm migrate` takes the one that recognises the files.
+
+    See [Coming from another tool](migrate.md): what `mm migrate` prints.
+    """
+
+
 COMPONENT_KINDS: Mapping[str, ComponentKind] = MappingProxyType(
     {
         name.removeprefix("mm_").removesuffix("s"): vars(hook)[RECORD]

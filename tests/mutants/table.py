@@ -24,7 +24,7 @@ kind alone are in sighted.toml."""
 _BLIND = """\
 Written by somebody who had the contracts, the pages and the templates, but neither the checks nor their list.
 The kit of that day found {first} of {all}; checks were added for those that it missed."""
-_FIRST = 61
+_FIRST = 62
 _NOTHING = "returns nothing"
 _NUMBER = "takes and returns numbers"
 _NO_TENSORS = "has no tensors"
@@ -45,12 +45,14 @@ FAULTS: Mapping[str, Mapping[str, str]] = {
         "optimizer": "updates in place",
         "engine": "returns numbers and states: see its kit's tests",
         "weight_format": "shapes follow from the key map",
+        "migration": _NO_TENSORS,
     },
     "wrong dtype": {
         **dict.fromkeys(("tracker", "callback"), _NOTHING),
         **dict.fromkeys(("autoencoder", "image_encoder"), "any floating dtype: the task casts"),
         "engine": "dtypes are settings",
         "weight_format": "dtypes are stored as they are",
+        "migration": _NO_TENSORS,
     },
     "unset tensor": {
         "task": "its modules are filled by the engine, which names what is unset: see predictor",
@@ -64,11 +66,13 @@ FAULTS: Mapping[str, Mapping[str, str]] = {
         "engine": "found by its comparison with a loop of plain torch",
         "tracker": "draws nothing that others use",
         "weight_format": "names nothing by chance: found as kept state",
+        "migration": "draws nothing",
     },
     "kept state": {
         "engine": "keeps the training state: `resumes`",
         "tracker": "keeps open files: `resumes`",
         "callback": "may keep what it has seen",
+        "migration": "is called once a command",
     },
     "changed input": {
         "dataset": "gets numbers",
@@ -77,9 +81,11 @@ FAULTS: Mapping[str, Mapping[str, str]] = {
         "engine": "changes parameters and gradients: that is its work",
         "optimizer": "changes parameters: that is its work",
         "weight_format": "only reads a component's shapes",
+        "migration": "gets paths",
     },
     "lying declaration": dict.fromkeys(
-        ("dataset", "lr_schedule", "metric", "tracker", "callback", "transform"), "declares nothing"
+        ("dataset", "lr_schedule", "metric", "tracker", "callback", "transform", "migration"),
+        "declares nothing",
     ),
     "ignored input": {
         **dict.fromkeys(("autoencoder", "image_encoder"), "has one input: ignoring it is a wrong value"),

@@ -117,7 +117,7 @@ def test_configs_are_valid_and_carried_by_the_wheel(here: Path, site: Site) -> N
         file = here / f"all-kinds/all_kinds/configs/{kind}.yaml"
         load_config(file, ["train.steps=5"])
         used = "type: all_kinds" in file.read_text()
-        assert used or kind == "weight_format", kind  # it is used by `mm export`
+        assert used or kind in ("weight_format", "migration"), kind  # `mm export` and `mm migrate` use them
     project = tomllib.loads((here / "all-kinds/pyproject.toml").read_text())
     assert project["tool"]["setuptools"]["package-data"] == {"all_kinds": ["configs/*.yaml"]}
 

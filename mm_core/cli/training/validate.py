@@ -24,11 +24,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Runs `mm validate`: exit code 0 when the config is valid, 1 after printing every error in it, or with
     --strict if files that it names are missing."""
+    from mm_core.cli.options import config_of
     from mm_core.config.components import absent_paths, option_faults, target_faults
-    from mm_core.config.load import load_config
 
     try:
-        config = load_config(args.config, args.overrides, allow_code=args.allow_code)
+        config = config_of(args)
         if faults := target_faults(config) or option_faults(config):
             raise ConfigError(faults, where=args.config)
     except MMError as error:

@@ -1,0 +1,57 @@
+"""Which installed migration reads the files of a user."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from mm_core.errors import ConfigError, MMError
+from mm_core.interchange.migration.migrated import Migration
+from mm_core.plugin.registry import Registry
+
+
+def migration_of(registry: Registry, paths: Sequence[Path], name: str | None = None) -> Migration:
+    """The migration that recognises files or folders.
+
+    Args:
+        registry: the plugins.
+        paths: the files or folders.
+        name: of the migration, where the user gives it.
+
+    Raises:
+        MMError: none recognises them, or several do.
+    """
+    for path in paths:
+        if not path.exists():
+            raise MMError("there is no such file or folder", where=str(path))
+    if name is not None:
+        return _built(registry, name)
+    known = {each.qualified: _built(registry, each.qualified) for each in registry.components("migration")}
+    found = [each for each, migration in known.items() if migration.recognise(paths)]
+    if len(found) == 1:
+        return known[found[0]]
+    shown = ", ".join(map(str, paths))
+    tools = ", ".join(sorted(f"{migration.tool} ({each})" for each, migration in known.items()))
+    if found:
+        what, hint = f"{' and '.join(found)} recognise these files", "name one with --from"
+        raise MMError(what, where=shown, hint=hint)
+    hint = "give all files of the run, or its folder; `mm plugins list` shows what is installed"
+    raise MMError("no installed migration recognises these files", where=shown, accepted=tools, hint=hint)
+
+
+def foreign(registry: Registry, path: Path) -> ConfigError | None:
+    """The error for a config that is a file of another tool; None if no migration recognises it."""
+    for each in registry.components("migration") if path.is_file() else ():
+        with suppress(MMError):  # a broken migration hides no error of the config
+            migration = _built(registry, each.qualified)
+            if not migration.recognise([path]):
+                continue
+            command = f"`mm migrate {path} --out run.yaml` makes a config of it, or give its folder"
+            return ConfigError(f"this is a file of {migration.tool}", where=str(path), hint=command)
+    return None
+
+
+def _built(registry: Registry, name: str) -> Migration:
+    migration: Migration = registry.build("migration", name)
+    return migration

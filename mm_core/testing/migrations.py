@@ -1,0 +1,69 @@
+"""The conformance kit of migrations (`mm_core.interchange.Migration`)."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from mm_core.config.load import load_config
+from mm_core.errors import MMError
+from mm_core.interchange import Migrated, to_yaml
+from mm_core.plugin.records import one_line
+from mm_core.testing.kit import Kit, Probe, by_name
+
+_STRANGERS = {
+    "nothing.json": "",
+    "list.json": "[1, 2, 3]",
+    "broken.json": '{"a": ',
+    "broken.yaml": "a: [1, 2",
+    "other.yaml": "colour: blue\nsizes: {small: 1}\n",
+    "other.toml": "colour = 'blue'\n",
+    "broken.toml": "colour = \n",
+    "other.sh": "echo 'hello\n",
+    "bytes.json": "\udcff\udcfe",
+    "ours.yaml": "run: {name: x}\ntask: {type: text_to_video}\ndata: {}\ntrain: {steps: 1}\n",
+}
+"""Files of no tool: their names and contents."""
+
+
+def strangers(probe: Probe) -> None:
+    """Files and folders of no tool are not recognised, and raise no error."""
+    folder = Path(tempfile.mkdtemp(dir=probe.folder))
+    (folder / "empty").mkdir()
+    for name, text in _STRANGERS.items():
+        (folder / name).write_bytes(text.encode(errors="surrogateescape"))
+    migration = probe.build()
+    for path in (folder, *sorted(folder.iterdir()), folder / "absent"):
+        accepted, call = "False, never an error", migration.recognise
+        found = probe.expect_no_error(f"recognise of {path.name}", accepted, call, [path])
+        probe.expect(found is False, f"recognise of {path.name} returned {found!r}", accepted="False")
+
+
+def migrates(probe: Probe) -> None:
+    """The author's example is recognised, and becomes valid configs whose every line has its place."""
+    hint = "name files for tests: Component(..., examples='package.module:function') returns their paths"
+    probe.expect(probe.examples, "there is no example of the tool's files", hint=hint)
+    migration: Any = probe.build()
+    paths = [Path(path) for path in probe.examples]
+    probe.expect(migration.recognise(paths) is True, f"recognise of {paths} did not return True")
+    runs = [*migration.migrate(paths)]
+    probe.expect(runs, "the example describes no run")
+    for number, run in enumerate(runs):
+        probe.expect(isinstance(run, Migrated), f"migrate returned {run!r}", accepted="a list of Migrated")
+        unplaced = [key for key, line in run.lines.items() if not line.place]
+        probe.expect(not unplaced, f"{', '.join(unplaced[:3])} came from nowhere", accepted="a place")
+        without_reason = [left.key for left in (*run.dropped, *run.differs) if not left.why]
+        probe.expect(not without_reason, f"{', '.join(without_reason[:3])} is left out without a reason")
+        file = probe.folder / f"migrated_{number}.yaml"
+        file.write_text(to_yaml(run), encoding="utf-8")
+        try:
+            load_config(file)
+        except MMError as error:
+            probe.expect(
+                False, f"the migrated config is not valid: {one_line(error)}", accepted="a valid one"
+            )
+
+
+KIT = Kit(by_name(strangers, migrates))
+"""The conformance checks of migrations."""

@@ -1,0 +1,1 @@
+"""Runs of MindSpeed-MM as runs of mm_core."""

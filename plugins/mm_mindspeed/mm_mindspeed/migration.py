@@ -1,0 +1,137 @@
+"""The migration of MindSpeed-MM: its files as runs of mm_core."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mm_core.interchange import UNKNOWN, Left, Line, Migrated, Node, apply, place_of, to_python
+from mm_mindspeed.files import Files, find_runs, is_of_tool, value_at
+from mm_mindspeed.language import migrate_language, migrate_one_file
+from mm_mindspeed.tables.engine import ENGINE
+from mm_mindspeed.tables.flags import FLAGS
+from mm_mindspeed.video import migrate_hunyuan, migrate_wan
+
+_ANCHOR = "an anchor of the file, which other keys repeat"
+_ASCEND = ("CUDA_DEVICE_MAX_CONNECTIONS",)  # Megatron checks it
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """Config of the migration: it has no keys."""
+
+
+class MindSpeedMM:
+    """Reads launch scripts with model.json, data.json and fsdp2_config.yaml, and the YAML of newer runs."""
+
+    tool = "MindSpeed-MM"
+
+    def recognise(self, paths: Sequence[Path]) -> bool:
+        """Whether one of these files or folders is of MindSpeed-MM."""
+        return any(is_of_tool(path) for path in paths)
+
+    def migrate(self, paths: Sequence[Path]) -> Sequence[Migrated]:
+        """The runs that these files or folders describe.
+
+        Raises:
+            MMError: there is no launch script or YAML of a run, or a file cannot be read.
+        """
+        return [_run(files) for files in find_runs(paths)]
+
+
+def _run(files: Files) -> Migrated:
+    run = Migrated(files.main.stem)
+    run.set("run.name", files.name, files.main.name)
+    run.set("engine.type", "fsdp2", files.main.name)
+    run.set("optimizer.type", "adamw", files.main.name, "decoupled weight decay, as theirs")
+    _launch(files, run)
+    for path in files.missing:
+        run.differs.append(Left(files.main.name, "file", path, "this file is not there, so it was not read"))
+    for node in files.rest:  # anchors, whose values other keys repeat
+        repeated = not isinstance(node.value, dict) or value_at(files.data, f"dataset_param.{node.path}")
+        why, rows = (_ANCHOR, run.dropped) if repeated else (UNKNOWN, run.differs)
+        rows.append(Left(place_of(node), node.path, to_python(node), why))
+    if files.one_file is not None:
+        migrate_one_file(files, files.one_file, run)
+    else:
+        apply(FLAGS, files.flags, run)
+        if files.engine is not None:
+            apply(ENGINE, files.engine, run)
+        _model(files, run)
+        _recompute(files, run)
+    _settle(run)
+    return run
+
+
+def _model(files: Files, run: Migrated) -> None:
+    model = files.model or Node({}, str(files.main), "")
+    name = value_at(model, "predictor.model_id")
+    if name == "hunyuanvideo15dit":
+        migrate_hunyuan(files, model, run)
+    elif name in ("wandit", "vacedit", "vace"):
+        migrate_wan(files, model, run)
+    else:
+        migrate_language(files, model, run)
+
+
+def _launch(files: Files, run: Migrated) -> None:
+    """The command that launches the run, with the environment of the script."""
+    given = files.launcher or Node({}, str(files.main), "")
+    ranks, hosts = (value_at(given, name, 1) for name in ("--nproc_per_node", "--nnodes"))
+    words = ["mm-train --config {config}"]
+    if isinstance(ranks, int):
+        words.append(f"--nproc {ranks}")
+    if isinstance(hosts, int) and hosts > 1:
+        address, port = (value_at(given, f"--master_{name}") for name in ("addr", "port"))
+        port = port[0] if isinstance(port, list) else port
+        words.append(f"--nnodes {hosts} --node-rank {value_at(given, '--node_rank', 0)}")
+        words.append(f"--rdzv-endpoint {address}:{port}")
+    run.world = (ranks if isinstance(ranks, int) else 1) * (hosts if isinstance(hosts, int) else 1)
+    lines = [f"export {name}={value}" for name, value in _exports(files).items()]
+    if files.script is not None and files.program is not None:
+        for each in files.script.unrun:
+            if each.line >= files.program.name.line:
+                continue
+            left = Left(f"{files.script.path.name}:{each.line}", each.text, each.text, each.why)
+            if each.text.startswith("source ") and "set_env.sh" in each.text:
+                lines.insert(0, each.text)
+            elif each.sets or each.text.startswith("<<"):
+                run.differs.append(left)
+            else:
+                run.dropped.append(left)
+    run.launch = "\n".join([*lines, " ".join(words)])
+
+
+def _exports(files: Files) -> dict[str, str]:
+    exports = files.script.exports if files.script is not None else {}
+    return {name: value for name, value in exports.items() if name not in _ASCEND}
+
+
+def _recompute(files: Files, run: Migrated) -> None:
+    """Megatron's recomputation of the first blocks."""
+    count = files.flags.at("--recompute-num-layers")
+    if count is None or "engine.recompute_modules" in run.lines:
+        return
+    blocks: Any = "auto"
+    if run.lines["task.type"].value == "text_to_video":
+        last = min(int(count.value), value_at(files.model, "predictor.num_layers", 10**6)) - 1
+        blocks = [f"predictor.blocks.{{0-{last}}}"]
+    run.set("engine.recompute_modules", blocks, f"{files.main.name} --recompute-num-layers")
+
+
+def _settle(run: Migrated) -> None:
+    """Lines that only hold together with others."""
+    lines = run.lines
+    style = lines.get("lr_schedule.type")
+    if style is None or style.value == "constant":
+        run.leave("lr_schedule.min_lr", "a constant rate has no lowest one")
+    if "lr_schedule.warmup_fraction" in lines:
+        run.leave("lr_schedule.warmup_steps", "the fraction counts")
+    if "engine.context_parallel.size" not in lines:
+        run.leave("engine.context_parallel.kind", "each rank has its own samples")
+    if "train.adapters.0.rank" in lines:
+        run.leave("train.freeze", "adapters alone are trained")
+        place = lines["train.adapters.0.rank"].place
+        lines.setdefault("train.adapters.0.targets", Line("auto", place, "in the place of theirs"))

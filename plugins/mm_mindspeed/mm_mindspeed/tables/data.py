@@ -1,0 +1,102 @@
+"""data.json of clips and captions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mm_core.interchange import Default, Differs, Drop, Key, Row
+from mm_mindspeed.tables.converts import drops, one_of, path, same, under
+
+_TEXT = "captions are cleaned as the text encoder's pipeline does it"
+_READ = "how their reader works"
+_SHORT = "a clip that is too short is left out, and counted in data_failures.jsonl"
+_READERS = {"DecordVideo": "decord", "torchvision": "pyav", "av": "pyav"}
+RESIZES = ("ResizeVideo", "CenterCropResizeVideo", "ResizeCropVideo", "ResizeToFill")
+_STAGES = (*RESIZES, "ToTensorVideo", "norm_fun", "ToTensorAfterResize")
+
+
+def interpolation(stages: Any) -> str:
+    """The interpolation of a pipeline of transforms that resizes, crops, and scales to -1 and 1."""
+    found = "bilinear"
+    for stage in stages:
+        name, param = stage["trans_type"], stage.get("param", {})
+        if name not in _STAGES:
+            raise ValueError(f"{name} is not a transform here")
+        if name == "norm_fun" and {str(param.get("mean")), str(param.get("std"))} != {"0.5"}:
+            raise ValueError("pixels are scaled to -1 and 1 here: mean and std of 0.5")
+        found = param.get("interpolation_mode", found)
+    return found
+
+
+_BASIC = under(
+    "dataset_param.basic_parameters.",
+    Key("data_path", note="the sources: each line is a folder and a table"),
+    Key("data_folder", note="the folder of a source"),
+    Drop("data_storage_mode", "rows are read as they are", only=("combine",)),
+    Drop("repeat_time", "each row once", only=(1, 1.0)),
+)
+_PREPROCESS = under(
+    "dataset_param.preprocess_parameters.",
+    Key("num_frames", "data.train.num_frames"),
+    Key("max_height", note="height, or max_height of buckets"),
+    Key("max_width", note="width, or max_width of buckets"),
+    Key("train_fps", "data.train.fps"),
+    Key("cfg", "task.caption_dropout", float),
+    Default("cfg", "task.caption_dropout", 0.1, "absent, theirs drops a tenth of the captions"),
+    Drop("force_resolution", "one size: height, width", only=(True,)),
+    Differs("force_resolution", "each clip keeps its own size up to max_hxw; here the nearest bucket has it"),
+    Drop("max_hxw", "the area of max_height and max_width"),
+    Drop("hw_stride", "buckets are multiples of what the model takes"),
+    Drop("hw_aspect_thr", "buckets go from 1:2 to 2:1, and crop the rest"),
+    Drop("min_num_frames", _SHORT),
+    Drop("drop_short_ratio", _SHORT, only=(0, 0.0)),
+    Differs("drop_short_ratio", "short clips go to shorter buckets here"),
+    Drop("frame_interval", "frames are taken at fps", only=(1,)),
+    Drop("speed_factor", "clips keep their speed", only=(1, 1.0)),
+    Drop("auto_interval", "frames are taken at fps"),
+    Drop("truncate_t_by_sp", "for their sequence parallelism"),
+    Drop("keep_last", _READ, only=(False,)),
+    Drop("zero_start", _READ, only=(True,)),
+    *drops("video_processor_type image_processer_type image_reader_type", _READ),
+    Key("video_reader_type", "data.train.reader.type", one_of(_READERS)),
+    Key("train_pipeline.video", "data.train.interpolation", interpolation),
+    Key("train_pipeline.video_and_first_frame", "data.train.interpolation", interpolation),
+    Key("train_pipeline.video_only", "", interpolation, "as `video`"),
+    Key("train_pipeline.image", "", interpolation, "as `video`"),
+    Drop("train_pipeline.first_frame_*", "a given frame is the clip's own; CLIP's as it takes it"),
+)
+LOADER = under(
+    "dataloader_param.",
+    Key("sampler_type", note="with shuffle: data.loader.sampler"),
+    Key("shuffle", note="with sampler_type: data.loader.sampler"),
+    Drop("dataloader_mode", "batches as the sampler makes them", only=("sampler",)),
+    *same("drop_last pin_memory", "data.loader"),
+    Key("num_workers", "data.loader.workers"),
+    Key("prefetch_factor", "data.loader.prefetch"),
+)
+"""Keys of loaders, of clips and of conversations."""
+
+DATA: tuple[Row, ...] = (
+    Key("dataset_param.dataset_type", note="t2v, i2v: data.train; feature: data.cache over the same clips"),
+    *_BASIC,
+    *_PREPROCESS,
+    *under("dataset_param.", *drops("use_text_processer *text_preprocess* use_clean_caption", _TEXT)),
+    Drop("dataset_param.support_chinese", _TEXT),
+    Key("dataset_param.tokenizer_config.from_pretrained", "task.text_encoder.tokenizer", path),
+    Key("dataset_param.tokenizer_config.0.from_pretrained", "task.text_encoder.tokenizer", path),
+    Key("dataset_param.tokenizer_config*.model_max_length", "task.text_encoder.max_length"),
+    Drop("dataset_param.tokenizer_config.*", "the text encoder's tokenizer"),
+    *LOADER,
+    *under(
+        "dataloader_param.",
+        Key("dataloader_mode", "data.loader.mode", one_of({"variable": "variable"})),
+        Drop("group_data", "clips of one size share a batch in buckets anyway"),
+        Drop("group_frame", "buckets differ in frames, aspect and size", only=(False,)),
+        Drop("group_resolution", "buckets differ in frames, aspect and size", only=(False,)),
+        *same("group_frame group_resolution", "data.loader"),
+        Drop("initial_global_step_for_sampler", "a resumed run knows its place"),
+        Drop("priority_mode", "for their buckets"),
+        Drop("collate_param*", "samples of clips are stacked"),
+    ),
+)
+"""Keys of data.json, for clips."""

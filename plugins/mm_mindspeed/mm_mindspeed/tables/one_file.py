@@ -1,0 +1,131 @@
+"""The YAML of the newer FSDP2 runs: sections parallel, model, data, features, training, tools."""
+
+from __future__ import annotations
+
+from mm_core.interchange import Default, Differs, Drop, Key, Row
+from mm_mindspeed.names import in_model
+from mm_mindspeed.tables.converts import drops, norm, one_of, path, same, sharding, under
+from mm_mindspeed.tables.engine import DTYPES, FASTER, PLAIN
+from mm_mindspeed.tables.flags import STYLES
+from mm_mindspeed.tables.language import LOSS
+
+_SPREADING = "how tensors are spread over devices: fully_shard spreads them here, with the same numbers"
+_STATE = "checkpoints always hold everything; weights alone are loaded without the rest"
+_BLOCKS = "the model's own blocks are wrapped and recomputed: memory, not numbers"
+LENGTH = "dataset_param.basic_parameters.cutoff_len"
+_CHUNKED = {True: "chunked", False: "auto"}
+_INITS = {True: "kaiming", "true": "kaiming", "gaussian": "gaussian", "pissa": "pissa"}
+
+_TRAINING = under(
+    "training.",
+    Key("micro_batch_size", "train.micro_batch_size"),
+    Default("micro_batch_size", "train.micro_batch_size", 1),
+    Key("gradient_accumulation_steps", note="with the ranks: train.global_batch_size"),
+    Key("train_iters", "train.steps"),
+    Key("train_epochs", "train.epochs", float),
+    Key("max_epochs", "train.epochs", float),
+    Key("lr", "optimizer.lr", float),
+    Default("lr", "optimizer.lr", 5e-5),
+    Key("weight_decay", "optimizer.weight_decay", float),
+    Default("weight_decay", "optimizer.weight_decay", 0.0),
+    Key("adam_beta1", "optimizer.betas.0", float),
+    Default("adam_beta1", "optimizer.betas.0", 0.9),
+    Key("adam_beta2", "optimizer.betas.1", float),
+    Default("adam_beta2", "optimizer.betas.1", 0.999),
+    Key("adam_eps", "optimizer.eps", float),
+    Default("adam_eps", "optimizer.eps", 1e-8),
+    Key("optimizer", "optimizer.type", one_of({"adamw": "adamw", "muon": "muon"})),
+    Key("muon_momentum", "optimizer.momentum", float),
+    Key("ns_steps", "optimizer.ns_steps"),
+    Drop("matched_adamw_rms", "as here", only=(0.2,)),
+    Key("lr_decay_style", "lr_schedule.type", STYLES),
+    Default("lr_decay_style", "lr_schedule.type", "constant"),
+    Key("lr_min", "lr_schedule.min_lr", float),
+    Key("lr_start", "lr_schedule.warmup_init", float),
+    Key("lr_warmup_ratio", "lr_schedule.warmup_fraction", float),
+    Drop("lr_decay_ratio", "a schedule ends with the run", only=(1, 1.0)),
+    Key("clip_grad", "train.clip_grad_norm", norm, "0 is off, which is null here"),
+    Default("clip_grad", "train.clip_grad_norm", 1.0),
+    Drop("clip_norm_type", "the L2 norm", only=(2, 2.0)),
+    Key("seed", "run.seed", note="other random numbers than theirs"),
+    Default("seed", "run.seed", 42),
+    Key("use_deter_comp", "run.deterministic"),
+    Key("enable_full_determinism", "run.deterministic"),
+    Drop("save", "the run's folder: run.dir", only=(None,)),
+    Key("save", "run.dir", path),
+    Key("save_interval", "checkpoint.every"),
+    Key("log_interval", "log.every"),
+    Key("save_async", "checkpoint.async"),
+    Drop("load", "the model's folder", only=(None,)),
+    Key("load", note="the weights to begin with: those of task.from_pretrained"),
+    Drop("val_interval", "no validation", only=(0, None)),
+    Drop("val_micro_batch_size", "evaluations use train.micro_batch_size"),
+    Drop("lora.enable", "see the other keys of lora"),
+    Key("lora.rank", "train.adapters.0.rank"),
+    Key("lora.alpha", "train.adapters.0.alpha", float),
+    Key("lora.dropout", "train.adapters.0.dropout", float),
+    Key("lora.target_modules", "train.adapters.0.targets"),
+    Key("lora.init_lora_weights", "train.adapters.0.init", one_of(_INITS)),
+    Key("lora.pretrained_lora_path", "train.adapters.0.from", path),
+    Differs("no_decay_modules", "weight decay by module: write train.parameter_groups"),
+    Differs("no_decay_params", "weight decay by parameter: write train.parameter_groups"),
+    Differs("lr_scaling_plan", "rates by module: write train.parameter_groups with lr_scale"),
+    Differs("quantization_plan*", "there is no training in fp8 here"),
+    *drops("no_load_optim no_load_rng no_save_optim no_save_rng", _STATE),
+    Drop("plugin", "the task and data name what they need"),
+    *drops("init_model_with_meta_device load_rank0_and_broadcast adam_fused clip_grad_foreach", FASTER),
+    *drops("manual_gc* allow_hf32 load_format save_format load_strict ckpt_manager", FASTER),
+)
+_PARALLEL = under(
+    "parallel.",
+    Key("fully_shard_parallel_size", "engine.sharding_size", sharding),
+    *drops("fsdp_plan.apply_modules fsdp_plan.ignored_modules recompute*", _BLOCKS),
+    *under("fsdp_plan.", *DTYPES, *same(PLAIN, "engine")),
+    Default("fsdp_plan.reduce_dtype", "engine.reduce_dtype", None, "param_dtype, as fully_shard does"),
+    Key("fsdp_plan.cpu_offload", "engine.offload_to_cpu"),
+    *drops("*pregather fsdp_plan.hook_modules", FASTER),
+    Drop("context_parallel_size", "no code of theirs reads it"),
+    Drop("ulysses_parallel_size", "each rank has its own samples", only=(1,)),
+    Key("ulysses_parallel_size", "engine.context_parallel.size"),
+    Drop("ring_attention_size", "each rank has its own samples", only=(1,)),
+    Differs("ring_attention_size", "models of Transformers attend on one rank here"),
+    *drops("tensor_parallel_size expert_*_size tp_plan* ep_plan* pipeline_parallel_size", _SPREADING),
+)
+_MODEL = under(
+    "model.",
+    Key("model_id", note="task.auto_class"),
+    Key("model_name_or_path", "task.from_pretrained", path),
+    Key("trust_remote_code", "task.trust_remote_code"),
+    Key("freeze", "train.freeze", in_model),
+    Drop("attn_implementation", "a kernel: set task.attn_implementation where it is installed"),
+    *drops("gdn_implementation kda_implementation causal_conv1d_implementation skip_*_recompute", FASTER),
+    *drops("use_grouped_expert_matmul enable_gradient_checkpointing recompute*", FASTER),
+    Drop("activation_offload_plan*", FASTER),
+    Key("enable_chunk_loss", "task.loss", one_of(_CHUNKED)),
+    Drop("chunkloss_plan.*", "task.chunk_tokens"),
+    *LOSS,
+)
+_FEATURES = under(
+    "features.",
+    Drop("recompute*", _BLOCKS),
+    Key("enable_chunk_loss", "task.loss", one_of(_CHUNKED)),
+    Key("chunkloss_plan.chunk_size", "task.chunk_tokens"),
+    Drop("chunkloss_plan.apply_module", "the model's own head"),
+    Drop("loss_cfg.loss_type", "as the model computes it; see model.loss_cfg", only=("custom",)),
+    *LOSS,
+    Drop("enable_activation_offload", "off here too", only=(False,)),
+    Key("enable_activation_offload", "engine.offload.activations", one_of({True: "cpu"})),
+    Drop("activation_offload_plan*", "of the wrapped blocks"),
+    *drops("*chunk*mbs* *ep_balance*", FASTER),
+)
+
+ONE_FILE: tuple[Row, ...] = (
+    *_PARALLEL,
+    *_MODEL,
+    *_FEATURES,
+    *_TRAINING,
+    Drop("tools.*", "profiling: set `profile` where it is wanted"),
+    Default(f"data.{LENGTH}", "data.train.max_length", 1024, "longer ones are cut"),
+    Key("data.*", note="as data.json of conversations"),
+)
+"""Keys of the YAML of FSDP2 runs."""

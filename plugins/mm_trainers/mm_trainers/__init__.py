@@ -1,0 +1,1 @@
+"""Runs of other trainers as runs of mm_core."""
