@@ -72,11 +72,13 @@ def main() -> None:
                     print(f"    {left.place}: {left.value}: {left.why}")
     for key, count in keys.most_common():
         print(f"  {count:3} {key}")
-    trainings = counts["folders"] - counts["other"]
-    print(f"RESULT parsed {counts['parsed']} of {trainings} folders with trainings")
-    valid = counts["planned"] + counts["valid"]
-    print(f"RESULT validated {valid} of {counts['runs']} runs")
-    print(f"RESULT planned {counts['planned']} of {counts['runs']} runs")
+    trainings, runs = counts["folders"] - counts["other"], counts["runs"]
+    for name, count, of in (
+        ("parsed_folders", counts["parsed"], trainings),
+        ("validated_runs", counts["planned"] + counts["valid"], runs),
+    ):
+        print(f"RESULT migrate_{name} {count}/{of} {of} {'ok' if count == of else 'short'}")
+    print(f"planned with the sizes that are known: {counts['planned']} of {runs} runs")
 
 
 def _starts(path: Path) -> bool:
