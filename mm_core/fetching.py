@@ -5,26 +5,27 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
+import time
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from glob import escape
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import NoReturn
 
 from mm_core.errors import MMError, RunWarning, first_line, plural
 from mm_core.files import replace_text
 from mm_core.hub import PREFIX, HubName, decide
+from mm_core.hub_files import Use, chosen
 
-_INDEX = ".safetensors.index.json"
-_STEMS = ("model", "diffusion_pytorch_model")
-_SMALL = (".json", ".txt", ".model", ".jinja", ".tiktoken")
-"""Suffixes of configs, tokenizers and processors. They are fetched of the whole repository: a tokenizer is
-beside its text encoder."""
+_REFUSALS = {401: "refuses the token", 403: "forbids this", 429: "has had too many requests from here"}
 _SECONDS = 10.0  # that the hub may take to list a repository
 _LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID")
+_LAUNCH_SECONDS = 900.0  # for which ranks take the commit that one of them has found: a container may restart
+_CREDENTIALS = re.compile(r"(?<=://)[^/\s@]+@|\?[^\s'\")]+")
 
 
 class UnreachableError(MMError):
@@ -32,20 +33,11 @@ class UnreachableError(MMError):
 
 
 @dataclass(frozen=True)
-class Use:
-    """What a run reads of a name: its weights too, or only small files; its Python files too."""
-
-    name: HubName
-    weights: bool = True
-    code: bool = False
-
-
-@dataclass(frozen=True)
 class Listing:
-    """The files of a repository at a commit: path in it -> bytes."""
+    """The files of a repository at a commit: path in it -> bytes, None where a mirror does not list them."""
 
     commit: str
-    files: Mapping[str, int]
+    files: Mapping[str, int | None]
 
 
 @dataclass(frozen=True)
@@ -59,26 +51,26 @@ class Wanted:
     """
 
     name: HubName
-    files: Mapping[str, int] | None
+    files: Mapping[str, int | None] | None
     absent: tuple[str, ...] = ()
 
     @property
-    def absent_bytes(self) -> int:
-        """Bytes to fetch."""
-        return sum((self.files or {})[file] for file in self.absent)
+    def absent_bytes(self) -> int | None:
+        """Bytes to fetch; None where they are not known."""
+        sizes = [self.files[file] for file in self.absent] if self.files is not None else [None]
+        return None if None in sizes else sum(size or 0 for size in sizes)
 
     def to_mapping(self) -> dict[str, object]:
         """What is fetched, as JSON; `bytes` is null where nothing is known of the repository."""
-        size = self.absent_bytes if self.files is not None else None
-        return {"name": self.name.key, "commit": self.name.commit, "files": [*self.absent], "bytes": size}
+        files, size = [*self.absent], self.absent_bytes
+        return {"name": self.name.key, "commit": self.name.commit, "files": files, "bytes": size}
 
     def render(self) -> str:
         """What is fetched, as a line of a plan."""
-        if self.files is None:
+        if (size := self.absent_bytes) is None:
             return f"to fetch from the hub: {self.name.key}, of unknown size"
         if not self.absent:
             return f"in the cache of the hub: {self.name.key}"
-        size = self.absent_bytes
         shown = f"{size / 1e9:.2f} GB" if size >= 1e7 else f"{size / 1e6:.2f} MB"
         return f"to fetch from the hub: {self.name.key}, {plural(len(self.absent), 'file')}, {shown}"
 
@@ -169,7 +161,8 @@ def _fetched(uses: Sequence[Use]) -> str:
         if runs or name.commit is None:
             _keep(name.store / "refs" / name.revision, listing.commit)
         if "RANK" in os.environ:
-            _keep(_notes(name) / "launch.json", json.dumps({_launch(): {name.key: listing.commit}}))
+            found = {**_of_this_launch(name), name.key: listing.commit}
+            _keep(_notes(name) / "launch.json", json.dumps({_launch(): found}))
     return listing.commit
 
 
@@ -185,15 +178,22 @@ def _keep(path: Path, text: str) -> None:
 
 def _launch() -> str:
     """What the ranks of one launch on this host have in common, under any launcher."""
-    return " ".join([*(os.environ.get(each, "-") for each in _LAUNCH), str(os.getppid())])
+    parent = "-" if "SLURM_STEP_ID" in os.environ else str(os.getppid())  # a shell of its own for each task
+    return " ".join([*(os.environ.get(each, "-") for each in _LAUNCH), parent])
+
+
+def _of_this_launch(name: HubName) -> Mapping[str, str]:
+    """The commits of a repository that ranks of this launch have found, by `org/name@revision`."""
+    note = _notes(name) / "launch.json"
+    with suppress(OSError, ValueError, KeyError):
+        if time.time() - note.stat().st_mtime < _LAUNCH_SECONDS:
+            return dict(json.loads(note.read_text())[_launch()])
+    return {}
 
 
 def _of_launch(name: HubName) -> str | None:
     """The commit that another rank of this launch has found: one of them asks the hub, and all agree."""
-    if "RANK" in os.environ:
-        with suppress(OSError, ValueError, KeyError):
-            return str(json.loads((_notes(name) / "launch.json").read_text())[_launch()][name.key])
-    return None
+    return _of_this_launch(name).get(name.key) if "RANK" in os.environ else None
 
 
 def _listing(name: HubName, commit: str | None = None) -> Listing:
@@ -219,11 +219,11 @@ def _listing(name: HubName, commit: str | None = None) -> Listing:
         here = {path.relative_to(root).as_posix(): path.stat().st_size for path in _files(root)}
         if known and here:
             if commit is None and not constants.HF_HUB_OFFLINE:
-                what = f"{name}: the hub cannot be reached ({fault.what}); {known} in the cache is used"
+                what = f"{name}: {fault.what}; {known} in the cache is used"
                 warnings.warn(what, RunWarning, stacklevel=2)
             return _kept(name, known) or Listing(known, here)  # another tool may have fetched a part of it
         raise UnreachableError(
-            f"it is not in the cache, and the hub cannot be reached: {fault.what}",
+            f"it is not in the cache, and {fault.what}",
             where=str(name),
             hint=f"where there is a network: hf download {name.repo} --revision {name.revision}",
         ) from None
@@ -247,8 +247,9 @@ def _asked(name: HubName, commit: str | None) -> Listing:
         found = api.model_info(name.repo, revision=revision, files_metadata=True, timeout=_SECONDS)
     except Exception as error:  # the classes of the HTTP library below change with the hub's version
         _raise(error, name)
-    listing = Listing(str(found.sha), {each.rfilename: int(each.size or 0) for each in found.siblings or ()})
-    _keep(_notes(name) / f"{listing.commit}.json", json.dumps(dict(listing.files)))
+    listing = Listing(str(found.sha), {each.rfilename: each.size for each in found.siblings or ()})
+    if None not in listing.files.values():
+        _keep(_notes(name) / f"{listing.commit}.json", json.dumps(dict(listing.files)))
     return listing
 
 
@@ -259,9 +260,10 @@ def _compared(uses: Sequence[Use], listing: Listing) -> Wanted:
         MMError: the repository has no such folder, or no weights there.
     """
     name = uses[0].name
-    files = sorted({file for use in uses for file in _chosen(use, listing.files)})
+    files = sorted({file for use in uses for file in chosen(use, listing.files)})
     root = name.store / "snapshots" / listing.commit
-    absent = [file for file in files if _size(root / file) != listing.files[file]]
+    sizes = {file: _size(root / file) for file in files}
+    absent = [file for file, size in sizes.items() if size is None or size != (listing.files[file] or size)]
     return Wanted(name, {file: listing.files[file] for file in files}, tuple(absent))
 
 
@@ -269,44 +271,6 @@ def _size(path: Path) -> int | None:
     with suppress(OSError):
         return path.stat().st_size
     return None
-
-
-def _chosen(use: Use, files: Collection[str]) -> list[str]:
-    """The files of a repository that our formats read; a pickle only where it is named itself."""
-    inside, where = use.name.inside, str(use.name)
-    chosen = [file for file in files if file.endswith((*_SMALL, ".py") if use.code else _SMALL)]
-    if inside in files:
-        return [*chosen, inside]
-    folder = f"{inside}/" if inside else ""
-    below = [file.removeprefix(folder) for file in files if file.startswith(folder)]
-    having = {PurePosixPath(file).parent.as_posix() for file in files if file.endswith(".safetensors")}
-    accepted = ", ".join(f"{PREFIX}{use.name.repo}/{each}" for each in sorted(having - {"."})[:5]) or None
-    if not below:
-        place = f"folder or file {inside}" if inside else "files"
-        what = f"{use.name.repo} has no {place} at {use.name.revision}"
-        raise MMError(what, where=where, accepted=accepted)
-    if not use.weights:
-        return chosen
-    parts = [""]
-    if "model_index.json" in below:  # a pipeline; weights in its top folder are the same in another layout
-        parts = sorted({f"{file.partition('/')[0]}/" for file in below if "/" in file})
-    weights = [f"{folder}{part}{file}" for part in parts for file in _weights(below, part)]
-    if not weights:
-        what = f"{use.name.repo} has no safetensors in {inside or 'its top folder'}"
-        raise MMError(what, where=where, accepted=accepted or "the name of a file in it")
-    return [*chosen, *weights]
-
-
-def _weights(files: Sequence[str], part: str) -> list[str]:
-    """The weights files in a folder that `open_stored` reads: one set, without its variants."""
-    names = [file.removeprefix(part) for file in files if file.startswith(part)]
-    own = {file for file in names if "/" not in file and file.endswith((_INDEX, ".safetensors"))}
-    for stem in _STEMS:
-        shards = {file for file in own if file.startswith(f"{stem}-")} if f"{stem}{_INDEX}" in own else set()
-        single = {f"{stem}.safetensors"} & own
-        if found := (single or shards) if stem == "model" else (shards or single):
-            return sorted(found)
-    return sorted(file for file in own if file.endswith(".safetensors"))
 
 
 def _download(wanted: Wanted, commit: str) -> None:
@@ -320,16 +284,16 @@ def _download(wanted: Wanted, commit: str) -> None:
             hint=f"where there is a network: hf download {name.repo} --revision {commit}",
         )
     place = next(each for each in (name.store, *name.store.parents) if each.exists())
-    if (free := shutil.disk_usage(place).free) < wanted.absent_bytes:
-        _full(name, f"{files} have {wanted.absent_bytes / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free")
+    if (free := shutil.disk_usage(place).free) < (size := wanted.absent_bytes or 0):
+        _full(name, f"{files} have {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free")
     try:
         patterns = [escape(file) for file in wanted.absent]
         snapshot_download(name.repo, revision=commit, allow_patterns=patterns, library_name="mm_core")
     except Exception as error:  # as above
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            _full(name, first_line(error))
+            _full(name, plain_line(error))
         if "onsistency check" in str(error):
-            _not_listed(name, first_line(error))
+            _not_listed(name, plain_line(error))
         try:
             _raise(error, name)
         except UnreachableError as fault:
@@ -353,6 +317,11 @@ def _not_listed(name: HubName, why: str) -> NoReturn:
     )
 
 
+def plain_line(error: Exception) -> str:
+    """The first line of an error of the HTTP library, without what addresses in it may reveal."""
+    return _CREDENTIALS.sub("", first_line(error))
+
+
 def _raise(error: Exception, name: HubName) -> NoReturn:
     """Raises a library's error about a repository as ours; one of the connection as `UnreachableError`."""
     from huggingface_hub import errors
@@ -367,6 +336,10 @@ def _raise(error: Exception, name: HubName) -> NoReturn:
         what = f"the hub has no model {name.repo}, or it is private"
         hint = "check the name; for a private model `hf auth login` or set HF_TOKEN"
     if what is None:
+        status = getattr(getattr(error, "response", None), "status_code", 0)
+        if status in _REFUSALS:
+            raise UnreachableError(f"the hub {_REFUSALS[status]} (HTTP {status})") from None
         offline = isinstance(error, errors.OfflineModeIsEnabled)
-        raise UnreachableError("HF_HUB_OFFLINE is set" if offline else first_line(error)) from None
+        why = "HF_HUB_OFFLINE is set" if offline else plain_line(error)
+        raise UnreachableError(f"the hub cannot be reached: {why}") from None
     raise MMError(what, where=str(name), hint=hint) from None

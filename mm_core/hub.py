@@ -55,6 +55,17 @@ class HubName:
             raise ConfigError(f"{text!r} names nothing on the hub", accepted=accepted)
         return cls(found[1], found[2] or "main", PurePosixPath(found[3]).as_posix() if found[3] else "")
 
+    @classmethod
+    def at(cls, path: Path) -> HubName | None:
+        """The name, with its commit, of a path in the cache; None for any other path."""
+        from huggingface_hub import constants
+
+        with suppress(ValueError):
+            store, held, commit, *inside = path.relative_to(constants.HF_HUB_CACHE).parts
+            if store.startswith("models--") and held == "snapshots":
+                return cls(store.removeprefix("models--").replace("--", "/"), commit, "/".join(inside))
+        return None
+
     def __str__(self) -> str:
         revision = "" if self.revision == "main" else f"@{self.revision}"
         return f"{PREFIX}{self.repo}{revision}" + (f"/{self.inside}" if self.inside else "")

@@ -48,6 +48,7 @@ _SUMMARIES = {
     "diffusers": "a Diffusers model folder or pipeline: config.json, diffusion_pytorch_model.safetensors",
     "transformers": "a Transformers model folder: config.json, model.safetensors, tokenizer files",
     "safetensors": "one file or sharded with an index, under the component's own names",
+    "dcp": "a folder of torch.distributed.checkpoint, as FSDP2 trainers save it; only read",
     "latent_psnr": "peak signal-to-noise ratio of the one-step clean estimate, in dB",
     "frame_change": "mean absolute difference of successive frames of sampled clips; near 0 is frozen video",
     "accuracy": "share of correctly predicted labels: of rows, or of tokens that count",
@@ -260,6 +261,7 @@ def mm_weight_formats() -> list[Component]:
         _core("diffusers", f"{library}:Diffusers", examples="diffusers_model"),
         _core("transformers", f"{library}:Transformers", examples="transformers_model"),
         _core("safetensors", f"{library}:Safetensors", examples="plain_model"),
+        _core("dcp", "checkpoint.dcp_format:Dcp", examples="plain_model"),
     ]
 
 

@@ -8,9 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from mm_core.errors import ConfigError, MMError
-from mm_core.fetching import Use
 from mm_core.files import read_plain
 from mm_core.hub import PREFIX, HubName, hint_for
+from mm_core.hub_files import Use
 from mm_core.schema.nodes import Node
 
 _SMALL = ("tokenizer", "processor")

@@ -29,7 +29,7 @@ _LINE = re.compile(r"(.*?):(\d+)(?=: |\Z)")
 MAX_INCLUDES = 200
 """Most names in the `include:` of all files of a config."""
 
-Fetch = bool | Literal["anew", "configs"]
+Fetch = bool | Literal["anew", "configs"] | Path
 _INCLUDE = "include"
 _SECTIONS = tuple(keys_of(RunConfig))
 
@@ -55,8 +55,8 @@ def load_config(
         allow_code: run code named by a stored run's config, and read the environment for it, even if this
             user has not trained with it.
         fetch: fetch what its names on the hub (`hub:org/name`) stand for, once the rest is checked: at the
-            commits of the run's checkpoint if it has one, with `anew` at those of now. `configs`: only small
-            files, for a plan. False: what is in the cache.
+            commits of the run's checkpoint if it has one, with a path at those of the checkpoint there, with
+            `anew` at those of now. `configs`: only small files, for a plan. False: what is in the cache.
 
     Returns:
         The config, with every default filled in and every `type` a qualified name.
@@ -80,7 +80,8 @@ def load_config(
         warnings.warn(sentence, RunWarning, stacklevel=2)
     uses = [replace(use, weights=use.weights and fetch != "configs") for use in config.hub.values()]
     try:
-        fetch_all(uses, commits_of(config.run.folder) if fetch != "anew" else {})
+        origins = (fetch, fetch.parents[1]) if isinstance(fetch, Path) else (config.run.folder,)  # or a run's
+        fetch_all(uses, {k: v for each in origins for k, v in commits_of(each).items() if fetch != "anew"})
     except UnreachableError as fault:
         if fetch != "configs":
             raise

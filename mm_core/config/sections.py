@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from mm_core.builtin.configs.adapters import AdapterConfig
 from mm_core.errors import plural
-from mm_core.fetching import Use
+from mm_core.hub_files import Use
 from mm_core.plugin.registry import Registry, get_registry
 from mm_core.schema.fields import ComponentConfig, Guidance, Kind, Range
 

@@ -14,7 +14,10 @@ from typing import Literal
 from mm_core.checkpoint.reading import StoredRun, Weights, stored_run
 from mm_core.contracts import TaskModule, torch_dtype
 from mm_core.errors import ContractError, MMError, did_you_mean
+from mm_core.fetching import fetch
 from mm_core.files import check_unused, staged_folder, write_durably
+from mm_core.hub import HubName
+from mm_core.hub_files import Use
 from mm_core.interchange.copied_files import check_taken, copy_verbatim
 from mm_core.interchange.export_base import any_dora, begun_in, changed_in, check_base_in_files
 from mm_core.interchange.export_card import card_of
@@ -29,7 +32,7 @@ from mm_core.runtime.ranks import Ranks
 from mm_core.weights.fitting import formats_of
 from mm_core.weights.formats.format import Companions, WeightFormat, Written
 from mm_core.weights.progress import byte_bar
-from mm_core.weights.writing import parse_size, write_shards
+from mm_core.weights.writing import parse_size, write_nested, write_shards
 
 MAX_SHARD = "5GB"
 """Default for the largest file, as model hubs recommend."""
@@ -87,6 +90,8 @@ def export(
     plan = planned(stored, task, label, form, weights, dtype, limit, component, merge_adapters)
     plan = _placed(plan, pipeline, note)
     _check_apart(plan.parts)
+    named = [(path, name) for path in plan.companions.copies.values() if (name := HubName.at(Path(path)))]
+    fetch([Use(name, weights=(path / "config.json").is_file()) for path, name in named])
     for taken in plan.companions.copies.values():
         check_taken(taken)
     saved = plan.planner.saved
@@ -213,7 +218,10 @@ def write_part(stage: Path, part: Part, advance: Callable[[int], None] = lambda 
     """
     layout, folder = part.layout, _inside(stage, part.layout.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    write_shards(folder, part.shards, part.produce, layout.stem, layout.metadata, advance)
+    if layout.nested:
+        write_nested(folder / f"{layout.stem}.pt", layout.nested, part.tensors, part.produce, advance)
+    else:
+        write_shards(folder, part.shards, part.produce, layout.stem, layout.metadata, advance)
     for name, text in layout.texts.items():
         write_durably(_inside(folder, name), text)
 

@@ -20,9 +20,9 @@ from mm_core import __version__
 from mm_core.checkpoint.reading import StoredRun, Weights, stored_run
 from mm_core.contracts import TaskModule
 from mm_core.errors import MMError, plural
-from mm_core.files import check_unused, staged_folder
+from mm_core.files import check_unused, staged_folder, write_durably
 from mm_core.interchange.export import MAX_SHARD, planned, write_part
-from mm_core.interchange.export_card import HUB
+from mm_core.interchange.export_card import HUB, card_of
 from mm_core.interchange.export_plan import Part, Planner
 from mm_core.loading.provenance import given_weights, own_weights
 from mm_core.modules.adapter_layers import PARTS, adapter_of
@@ -58,6 +58,7 @@ def export_lora(
     overrides: Sequence[str] = (),
     note: Callable[[str], None] = lambda sentence: None,
     allow_code: bool = False,
+    published: str | None = None,
 ) -> list[Path]:
     """Exports a run's adapters as LoRA files, which appear when they are complete and checked.
 
@@ -69,6 +70,8 @@ def export_lora(
         weights, dtype, component, overrides, allow_code: as for `export`.
         trigger_words: words of the training's captions that call for the style, for the file's header.
         note: called with a message about modules that the training left at zero.
+        published: `org/name`, where the files will be on the hub; then a model card is written too, beside
+            files as `<out>.md`.
 
     Returns:
         The files.
@@ -98,11 +101,15 @@ def export_lora(
             for sentence in _write(stage, part, plan.planner, task.get_submodule(part.root)):
                 note(sentence)
 
-    if layout == "lora/peft":
+    folder = layout == "lora/peft"
+    if folder:
         with staged_folder(out) as stage:
             fill(stage)
-        return sorted(path for path in out.rglob("*") if path.is_file())
-    return _moved(out, fill)
+    files = sorted(path for path in out.rglob("*") if path.is_file()) if folder else _moved(out, fill)
+    if published:
+        files.append(out / "README.md" if folder else out.with_suffix(".md"))
+        write_durably(files[-1], card_of(plan, out.name, published))
+    return files
 
 
 def _write(stage: Path, part: Part, planner: Planner, component: nn.Module) -> Iterator[str]:

@@ -19,7 +19,7 @@ from mm_core.weights.formats.libraries import (
     pipeline_parts,
     read_mapping,
 )
-from mm_core.weights.stored import INDEX, load_tensors, open_stored
+from mm_core.weights.stored import INDEX, load_tensors, open_saved, open_stored
 from mm_core.weights.streaming import stream
 
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
     "load_tensors",
     "no_layout_error",
     "only_pickled",
+    "open_saved",
     "open_stored",
     "pipeline_parts",
     "read_mapping",

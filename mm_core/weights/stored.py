@@ -164,11 +164,40 @@ def open_whole(path: Path) -> Any:
         ) from None
 
 
-class TorchFile:
-    """Tensors in a torch.save file, read with `weights_only` and mapped into memory, not copied."""
+class Inert:
+    """What stands for an object that another program saved beside its tensors: it does nothing."""
 
-    def __init__(self, path: Path) -> None:
-        stored = _unnested(load_tensors(path), path)
+    def __init__(self, *values: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+
+def open_saved(path: Path) -> StoredTensors:
+    """Opens a torch.save file of a trainer, which has more in it than tensors: its settings, random states.
+
+    Anything else in it becomes an object that does nothing, and no code runs.
+
+    Raises:
+        CheckpointError: the file is damaged, or holds no named tensors.
+    """
+    names: Sequence[str] = ()
+    with suppress(Exception):  # `load_tensors` reports what is damaged
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
+    return TorchFile(path, {name: type("Inert", (Inert,), {}) for name in names})
+
+
+class TorchFile:
+    """Tensors in a torch.save file, read with `weights_only` and mapped into memory, not copied.
+
+    Args:
+        path: the file.
+        stand_ins: as for `load_tensors`.
+    """
+
+    def __init__(self, path: Path, stand_ins: Mapping[str, type] | None = None) -> None:
+        stored = _unnested(load_tensors(path, stand_ins), path)
         self.where = path
         self._tensors = {name: item for name, item in stored.items() if isinstance(item, Tensor)}
         if odd := {name: kind for name, item in self._tensors.items() if (kind := _other_kind(item))}:

@@ -129,6 +129,29 @@ def write_shards(
     return written
 
 
+def write_nested(
+    path: Path,
+    key: str,
+    tensors: Sequence[TensorSpec],
+    produce: Callable[[str], Tensor],
+    advance: Callable[[int], None] = lambda size: None,
+) -> None:
+    """Writes a model as a torch.save file with its tensors below a key: all of them are in memory at once.
+
+    Args:
+        path: the file.
+        key: what holds the tensors in it.
+        tensors: what to write.
+        produce, advance: see `write_shards`.
+    """
+    held = {}
+    for spec in tensors:
+        held[spec.name] = produce(spec.name).detach().cpu().contiguous()
+        advance(spec.nbytes)
+    with durable(path) as file:
+        torch.save({key: held}, file)
+
+
 def header(tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
     """The header of a safetensors file: 8 bytes of length, then JSON padded with spaces to 8 bytes."""
     document: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}

@@ -119,6 +119,59 @@ def test_of_shards_and_one_file_the_set_that_the_library_loads(hub, tmp_path):
     assert [f for f in found["files"] if f.endswith("safetensors")] == ["model.safetensors"]
 
 
+def test_experts_in_folders_of_their_own_are_both_fetched(hub, tmp_path):
+    """As Wan-AI publishes A14B: no index of parts, and nothing that we read in the top folder but pickles."""
+    expert = {"config.json": b"{}", "diffusion_pytorch_model.safetensors": b"one"}
+    experts = {
+        f"{which}_noise_model/{file}": content
+        for which in ("high", "low")
+        for file, content in expert.items()
+    }
+    publish(hub, "org/experts", {**experts, "VAE.pth": b"a pickle", "tokenizer/spiece.model": b"words"})
+    [found] = fetched(hub, tmp_path, "hub:org/experts").values()
+    assert found["files"] == sorted([*experts, "tokenizer/spiece.model"])
+
+
+@pytest.mark.parametrize(
+    ("files", "read"),
+    [
+        (["style.safetensors", "style_fp16.safetensors", "style.bf16.safetensors"], ["style.safetensors"]),
+        (["adapter_config.json", "adapter_model.safetensors", "model.safetensors"], None),
+        (["adapter_config.json", "adapter_model.safetensors"], None),
+        (["pytorch_lora_weights.safetensors", "pytorch_lora_weights_2.safetensors"], None),
+    ],
+)
+def test_of_a_folder_without_an_index_what_belongs_together(hub, tmp_path, files, read):
+    publish(hub, "org/files", {file: file.encode() for file in files})
+    [found] = fetched(hub, tmp_path, "hub:org/files").values()
+    assert found["files"] == (read or files)
+
+
+def test_a_hub_that_lists_no_sizes_serves_too(hub, tmp_path):
+    publish(hub, "org/pipe", PIPELINE)
+    hub.sizes = dict.fromkeys(PIPELINE)
+    assert fetched(hub, tmp_path, "hub:org/pipe")["hub:org/pipe"]["files"] == READ
+    hub.gets.clear()
+    assert fetched(hub, tmp_path, "hub:org/pipe")["hub:org/pipe"]["files"] == READ
+    assert hub.fetched("vae/config.json") == 0, "what is there is not fetched twice"
+
+
+def test_a_task_of_slurm_finds_its_commit_from_a_shell_of_its_own_and_beside_another_revision(hub, tmp_path):
+    first = publish(hub, "org/pipe", PIPELINE)
+    publish(hub, "org/pipe", PIPELINE, "v1")
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "RANK": "0"}
+    for name in ("hub:org/pipe", "hub:org/pipe@v1"):
+        fetched(hub, tmp_path, name, **step)
+    publish(hub, "org/pipe", {**PIPELINE, "vae/config.json": b'{"new": 1}'})
+    environment = {**os.environ, **hub.environment(tmp_path), **step, "RANK": "1"}
+    words = f"{sys.executable} {FETCHER} hub:org/pipe; true"
+    done = subprocess.run(["bash", "-c", words], env=environment, capture_output=True, text=True)
+    assert json.loads(done.stdout)["hub:org/pipe"]["commit"] == first
+    note = next(tmp_path.rglob("launch.json"))
+    os.utime(note, (time.time() - 3600,) * 2)  # a job that is started again an hour later
+    assert fetched(hub, tmp_path, "hub:org/pipe", **step)["hub:org/pipe"]["commit"] != first
+
+
 def test_eight_ranks_and_two_launchers_of_a_host_fetch_once(hub, tmp_path):
     publish(hub, "org/pipe", PIPELINE)
     hub.bytes_a_second = 600_000.0  # so that all of them are there before it ends
@@ -202,6 +255,7 @@ def test_what_another_tool_has_fetched_serves_too(hub, tmp_path):
 def test_errors_are_a_sentence_each(hub, tmp_path):
     publish(hub, "org/pipe", PIPELINE)
     publish(hub, "org/pickled", {"config.json": b"{}", "pytorch_model.bin": b"a pickle"})
+    publish(hub, "org/comfy", {"split/vae/a.safetensors": b"1", "split/vae/b.safetensors": b"2"})
     publish(hub, "org/parts", {"high/model.safetensors": b"1", "low/model.safetensors": b"2"})
     for name, words in {
         "hub:org/pipe@v9": "org/pipe has no revision v9",
@@ -209,11 +263,19 @@ def test_errors_are_a_sentence_each(hub, tmp_path):
         "hub:org/pipe/tarnsformer": "no folder or file tarnsformer at main\n  accepted: hub:org/pipe/",
         "hub:org/pickled": "org/pickled has no safetensors in its top folder",
         "hub:org/parts": "accepted: hub:org/parts/high, hub:org/parts/low",
+        "hub:org/comfy@main/split/vae": "2 models of one file each in split/vae/\n"
+        "  accepted: hub:org/comfy/split/vae/a.safetensors, hub:org/comfy/split/vae/b.safetensors",
     }.items():
         assert words in refused(hub, tmp_path, name), name
     assert "it is not in the cache, and the hub cannot be reached" in refused(
         hub, tmp_path / "empty", "hub:org/pipe", HF_ENDPOINT="http://127.0.0.1:9"
     )
+    for status, words in {401: "the hub refuses the token", 429: "the hub has had too many requests"}.items():
+        hub.refuses = status
+        assert f"not in the cache, and {words}" in refused(hub, tmp_path, "hub:org/pipe"), status
+    hub.refuses = None
+    with_secret = "http://me:hf_secret@127.0.0.1:9"
+    assert "hf_secret" not in refused(hub, tmp_path / "empty", "hub:org/pipe", HF_ENDPOINT=with_secret)
     hub.repos["org/pipe"].gated = True
     assert "org/pipe is gated\n  hint: accept its terms" in refused(hub, tmp_path, "hub:org/pipe")
 

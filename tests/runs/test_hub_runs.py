@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from socket import socket
 from typing import Any
 
 import pytest
@@ -146,6 +150,11 @@ def test_an_export_is_pushed_in_one_commit_and_pulled_equal(hub, tmp_path):
     words = ["export", "--run", saved, "--to", "safetensors", "--out", tmp_path / "out", "--push", "me/tuned"]
     refused = warm.mm(*words, env={**environment, "HF_TOKEN": ""})
     assert refused.returncode == 1 and "hf auth login" in refused.stderr and not (tmp_path / "out").exists()
+    hub.role = "read"
+    assert "this user's token may only read" in warm.mm(*words, env=environment).stderr
+    hub.role = "write"
+    stranger = warm.mm(*words[:-1], "them/tuned", env=environment).stderr
+    assert "me is no member of them" in stranger and "me/NAME, us/NAME" in stranger
     done = warm.mm(*words, env=environment)
     assert done.returncode == 0, done.stderr
     assert "pushed: " in done.stdout and len(hub.pushed) == 1
@@ -160,6 +169,99 @@ def test_an_export_is_pushed_in_one_commit_and_pulled_equal(hub, tmp_path):
     again = {**environment, "HF_ENDPOINT": "http://127.0.0.1:9"}
     lost = warm.mm(*words[:-1], "me/other", env=again)
     assert lost.returncode == 1 and "Traceback" not in lost.stderr
+
+
+@pytest.mark.slow
+def test_hosts_that_found_different_commits_do_not_start(hub, tmp_path):
+    config = hub_config(tmp_path, wan(tmp_path))
+    found = []
+    for rank in range(2):
+        (tmp_path / "model/NOTES.md").write_text(str(rank))
+        found.append(hub.add("org/tiny", tmp_path / "model"))
+        fetched = [sys.executable, str(REPO / "tests/support/fetcher.py"), "hub:org/tiny"]
+        environment = {**os.environ, **hub.environment(tmp_path / f"home{rank}")}
+        subprocess.run(fetched, env=environment, check=True, capture_output=True)
+    with socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "mm_core.cli.main", "train", "--config", str(config)],
+            env={
+                **os.environ,
+                **hub.environment(tmp_path / f"home{rank}"),
+                "HF_HUB_OFFLINE": "1",
+                **{"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+                **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+            },
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    shown = "".join(rank.communicate(timeout=120)[1] for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [1, 1], shown
+    assert f"org/tiny@main: {found[0]} on rank 0; {found[1]} on rank 1" in shown, shown
+
+
+@pytest.mark.slow
+def test_a_resume_from_another_runs_checkpoint_reads_its_commit(hub, tmp_path):
+    config = hub_config(tmp_path, wan(tmp_path))
+    first = hub.add("org/tiny", tmp_path / "model")
+    online = {**os.environ, **hub.environment(tmp_path / "home")}
+    trained(config, "--stop-after=1", env=online, code=75)
+    (tmp_path / "model/NOTES.md").write_text("newer")
+    assert hub.add("org/tiny", tmp_path / "model") != first
+    for name, path in (("of-run", "x"), ("of-checkpoint", "x/checkpoints/step_00000001")):
+        trained(config, f"run.name={name}", "--resume", str(tmp_path / path), env=online)
+        assert json.loads((tmp_path / name / "manifest.json").read_text())["hub"]["org/tiny@main"] == first
+
+
+@pytest.mark.slow
+def test_an_export_of_a_pipeline_fetches_the_parts_that_the_run_never_read(hub, tmp_path):
+    document = wan(tmp_path)
+    config = hub_config(tmp_path, document)
+    commit = hub.add("org/tiny", tmp_path / "model")
+    environment = {**os.environ, **hub.environment(tmp_path / "home")}
+    trained(config, env=environment)
+    shutil.rmtree(tmp_path / "home")  # as on another machine
+    words = ["export", "--run", tmp_path / "x", "--to", "diffusers", "--out", tmp_path / "out"]
+    done = warm.mm(*words, env=environment)
+    assert done.returncode == 0, done.stderr
+    for part in ("vae", "text_encoder"):
+        kept = {file.name: file.read_bytes() for file in (tmp_path / "model" / part).iterdir()}
+        assert {file.name: file.read_bytes() for file in (tmp_path / "out" / part).iterdir()} == kept
+    assert f"org/tiny at {commit[:8]}" in (tmp_path / "out/README.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("label", "file"), [("peft", ""), ("diffusers", "style.safetensors")])
+def test_a_lora_is_pushed_with_its_card(hub, tmp_path, label, file):
+    document = wan(tmp_path)
+    document["train"] = {"adapters": [{"rank": 2, "targets": ["to_q"]}]}
+    config = hub_config(tmp_path, document)
+    hub.add("org/tiny", tmp_path / "model")
+    environment = {**os.environ, **hub.environment(tmp_path / "home"), "HF_TOKEN": "hf_secret"}
+    trained(config, env=environment)
+    out = tmp_path / "style" / file
+    words = ["export", "--run", tmp_path / "x", "--to", f"lora/{label}", "--out", out, "--push", "us/style"]
+    done = warm.mm(*words, env=environment)
+    assert done.returncode == 0, done.stderr
+    repo = hub.repos["us/style"]
+    held = repo.commits[repo.branches["main"]]
+    assert len(hub.pushed) == 1 and b"base_model: org/tiny" in held["README.md"]
+    assert {file or "adapter_model.safetensors", "README.md"} <= held.keys()
+    assert not any("/" in name for name in held)
+
+
+def hub_config(folder: Path, document: dict[str, Any]) -> Path:
+    """The config of a run of two steps whose model is `hub:org/tiny`."""
+    document["run"] = {"name": "x", "dir": str(folder), "seed": 5}
+    steps = {"steps": 2, "micro_batch_size": 1, "global_batch_size": 2}
+    document["train"] = {**document.get("train", {}), **steps}
+    config = folder / "x.yaml"
+    config.write_text(yaml.safe_dump(document).replace("MODEL", "hub:org/tiny"))
+    return config
 
 
 def trained(config: Path, *options: str, env: dict[str, str], code: int = 0) -> None:

@@ -10,8 +10,9 @@ import json
 import sys
 
 from mm_core.errors import MMError
-from mm_core.fetching import Use, fetch
+from mm_core.fetching import fetch
 from mm_core.hub import HubName
+from mm_core.hub_files import Use
 
 
 def main(words: list[str]) -> int:

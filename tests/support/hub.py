@@ -55,7 +55,9 @@ class Hub:
         tokens: what came as `Authorization`.
         bytes_a_second: how fast files are sent; None: at once.
         swapped: path in a repository -> bytes sent in place of the listed ones.
-        sizes: path in a repository -> bytes that are listed in place of its own.
+        sizes: path in a repository -> bytes that are listed in place of its own; None: no size is listed.
+        refuses: the HTTP status with which every listing is refused.
+        role: of the users' tokens.
         pushed: summaries of the pushed commits.
         uploads: what was uploaded for a commit, by its hash.
         endpoint: its address.
@@ -66,7 +68,9 @@ class Hub:
     tokens: set[str] = field(default_factory=set)
     bytes_a_second: float | None = None
     swapped: dict[str, bytes] = field(default_factory=dict)
-    sizes: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, int | None] = field(default_factory=dict)
+    refuses: int | None = None
+    role: str = "write"
     pushed: list[str] = field(default_factory=list)
     uploads: dict[str, bytes] = field(default_factory=dict)
     endpoint: str = ""
@@ -208,11 +212,15 @@ class _Handler(BaseHTTPRequestHandler):
         address = urlparse(self.path)
         path = unquote(address.path)
         if path == "/api/whoami-v2":
-            return self._json({"name": "me", "type": "user"})
+            auth = {"accessToken": {"role": self.served.role}}
+            return self._json({"name": "me", "type": "user", "orgs": [{"name": "us"}], "auth": auth})
         if api := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/(.+))?", path):
             repo, files, commit = self._found(api[1], api[3] or "main")
             if repo is None:
                 return None
+            if self.served.refuses is not None:
+                message = {"X-Error-Message": "Invalid credentials in Authorization header"}
+                return self._send(self.served.refuses, b"{}", message)
             sizes = {p: self.served.sizes.get(p, len(c)) for p, c in files.items()}
             if api[2] == "tree":
                 rows = [
@@ -221,7 +229,10 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._json(rows)
             blobs = "blobs" in parse_qs(address.query)
             siblings = [
-                {"rfilename": p, **({"size": sizes[p], "blobId": _oid(c)} if blobs else {})}
+                {
+                    "rfilename": p,
+                    **({"size": sizes[p], "blobId": _oid(c)} if blobs and sizes[p] is not None else {}),
+                }
                 for p, c in files.items()
             ]
             return self._json(

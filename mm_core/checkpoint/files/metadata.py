@@ -63,6 +63,15 @@ class _Record:
         self.state = state
 
 
+class _Inert(_Record):
+    """What stands for anything else that another program has written: a path, what is no tensor."""
+
+    kind = object
+
+    def __init__(self, *values: object) -> None:
+        pass
+
+
 def _values(found: object, kind: type) -> dict[str, Any]:
     """The fields of a record of type `kind`. CheckpointError for another type or an unknown field."""
     if not isinstance(found, _Record) or found.kind is not kind or not isinstance(found.state, dict):
@@ -76,15 +85,21 @@ def _values(found: object, kind: type) -> dict[str, Any]:
 class _Unpickler(pickle.Unpickler):
     """Resolves only the names that a `.metadata` consists of, as placeholders."""
 
-    def __init__(self, stream: IO[bytes]) -> None:
+    def __init__(self, stream: IO[bytes], foreign: bool) -> None:
         super().__init__(stream)
+        self._foreign = foreign
         self._stand_ins: dict[tuple[str, str], object] = {}
 
     def find_class(self, module: str, name: str) -> object:
         if module == "torch" and name in _DTYPES:
             return _DTYPES[name]  # neither a dtype nor a layout takes an attribute
         if (module, name) not in self._stand_ins:
-            self._stand_ins[module, name] = _stand_in(module, name)
+            try:
+                self._stand_ins[module, name] = _stand_in(module, name)
+            except CheckpointError:
+                if not self._foreign:
+                    raise
+                self._stand_ins[module, name] = type("Inert", (_Inert,), {})
         return self._stand_ins[module, name]
 
 
@@ -105,11 +120,17 @@ def _stand_in(module: str, name: str) -> object:
     )
 
 
-def read_metadata(folder: Path, files: Mapping[str, Checksum]) -> Metadata:
-    """Reads `.metadata` of a checkpoint without running code; it may refer only to bytes in `files`."""
+def read_metadata(folder: Path, files: Mapping[str, Checksum], *, foreign: bool = False) -> Metadata:
+    """Reads `.metadata` of a checkpoint without running code; it may refer only to bytes in `files`.
+
+    Args:
+        folder: the checkpoint.
+        files: its files.
+        foreign: another program wrote it: what is not a tensor is left out.
+    """
     try:
         with open_plain(folder / METADATA) as stream:
-            found = _metadata(_Unpickler(stream).load(), files)
+            found = _metadata(_Unpickler(stream, foreign).load(), files)
     except CheckpointError as fault:
         raise DamagedError(fault.what, where=str(folder), hint=DISTRUST) from None
     except Exception as fault:
@@ -126,7 +147,9 @@ def _metadata(found: object, files: Mapping[str, Checksum]) -> Metadata:
     """Every entry is a tensor, fully covered by chunks, in a file of this checkpoint."""
     held = _values(found, Metadata)
     entries: dict[str, STORAGE_TYPES] = {
-        str(name): _entry(str(name), one) for name, one in _items(held["state_dict_metadata"])
+        str(name): _entry(str(name), one)
+        for name, one in _items(held["state_dict_metadata"])
+        if not isinstance(one, _Inert)
     }
     places = dict(_place(index, one, files) for index, one in _items(held["storage_data"]))
     return Metadata(state_dict_metadata=entries, storage_data=places)

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from mm_core.cli.options import config_of, count, print_json, print_table, refuse_missing
@@ -136,7 +137,11 @@ def execute(args: argparse.Namespace) -> int:
 
 def _fetch(args: argparse.Namespace) -> Fetch:
     """What a run fetches of its names on the hub: for a plan only configs."""
-    return "configs" if args.dry_run else "anew" if args.resume == "never" else True
+    if args.dry_run:
+        return "configs"
+    if args.resume in ("auto", "last"):
+        return True
+    return "anew" if args.resume == "never" else Path(args.resume).resolve()
 
 
 def _be_rank(args: argparse.Namespace) -> NoReturn:

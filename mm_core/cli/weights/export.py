@@ -115,6 +115,7 @@ def _lora(args: argparse.Namespace, source: Path) -> int:
         trigger_words=args.trigger_words,
         overrides=args.overrides,
         allow_code=args.allow_code,
+        published=args.push,
         note=lambda sentence: print(f"mm: {printable(sentence)}", file=sys.stderr),
     )
     for path in files:

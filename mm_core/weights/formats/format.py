@@ -64,6 +64,8 @@ class Layout:
         refusal: returns why the library could not load files written in this layout, or "" if it can;
             called before anything is written.
         read_only: no export is written in this layout.
+        nested: an export is one torch.save file `<stem>.pt` with the tensors below this key, for programs that
+            read nothing else; all of them are in memory at once. "": safetensors.
     """
 
     keys: KeyMap = field(default_factory=KeyMap)
@@ -78,6 +80,7 @@ class Layout:
     reading: Callable[[StoredTensors], KeyMap] | None = None
     refusal: Callable[[], str] | None = None
     read_only: bool = False
+    nested: str = ""
 
 
 @dataclass(frozen=True)
