@@ -125,14 +125,20 @@ def _take(row: Key, match: re.Match[str] | None, node: Node, into: Migrated) -> 
 
 
 def _keys(rows: Sequence[Row], node: Node) -> Iterator[Node]:
-    """The values that rows are about: of mappings, and lists of them, only where a row names one itself."""
+    """The values that rows are about. Mappings, and lists of them, are taken apart, unless a row is about one as
+    a whole and none about a key in it."""
     inner = node.value if isinstance(node.value, list) else [node]
-    nested = bool(inner) and all(isinstance(each.value, dict) for each in inner)
-    if nested and (not node.path or _row_of(rows, node.path, to_python(node))[0] is None):
+    if not inner or not all(isinstance(each.value, dict) for each in inner):
+        yield node
+    elif node.path and _row_of(rows, node.path, to_python(node))[0] is not None and not _below(rows, node):
+        yield node
+    else:
         for child in node.children:
             yield from _keys(rows, child)
-    else:
-        yield node
+
+
+def _below(rows: Sequence[Row], node: Node) -> bool:
+    return any(row.theirs.startswith(f"{node.path}.") for row in rows)
 
 
 def _row_of(rows: Sequence[Row], path: str, value: Any) -> tuple[Row | None, re.Match[str] | None]:

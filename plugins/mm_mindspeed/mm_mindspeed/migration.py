@@ -120,7 +120,9 @@ def _recompute(files: Files, run: Migrated) -> None:
 def _settle(run: Migrated) -> None:
     """Lines that only hold together with others."""
     lines = run.lines
-    if lines["lr_schedule.type"].value == "constant" and (line := lines.pop("lr_schedule.min_lr", None)):
+    style = lines.get("lr_schedule.type")
+    constant = style is None or style.value == "constant"
+    if constant and (line := lines.pop("lr_schedule.min_lr", None)):
         run.dropped.append(Left(line.place, "min_lr", line.value, "a constant rate has no lowest one"))
     if "lr_schedule.warmup_fraction" in lines and (line := lines.pop("lr_schedule.warmup_steps", None)):
         run.dropped.append(Left(line.place, "warmup_steps", line.value, "the fraction counts"))

@@ -14,12 +14,14 @@ from mm_mindspeed.tables.data import DATA
 from mm_mindspeed.tables.video import HUNYUAN, SIZES, VIDEO
 
 _PRESETS = {
-    (1536, 30, 8960, 16, 16): "wan2.1-t2v-1.3b",
-    (5120, 40, 13824, 16, 16): "wan2.1-t2v-14b",
-    (5120, 40, 13824, 36, 16): "wan2.1-i2v-14b-480p",
-    (3072, 30, 14336, 48, 48): "wan2.2-ti2v-5b",
+    (1536, 30, 8960, 16, 16, ""): "wan2.1-t2v-1.3b",
+    (5120, 40, 13824, 16, 16, ""): "wan2.1-t2v-14b",
+    (5120, 40, 13824, 36, 16, "i2v"): "wan2.1-i2v-14b-480p",
+    (5120, 40, 13824, 36, 16, "flf2v"): "wan2.1-flf2v-14b-720p",
+    (5120, 40, 13824, 36, 16, "wan2.2-i2v"): "wan2.2-i2v-a14b",
+    (3072, 30, 14336, 48, 48, ""): "wan2.2-ti2v-5b",
 }
-"""Width, blocks, inner width, channels in and out -> the published model."""
+"""Width, blocks, inner width, channels in and out, model_type -> the published model."""
 _A14B = {"t2v": "wan2.2-t2v-a14b", "i2v": "wan2.2-i2v-a14b"}
 _BOUNDARY = {"t2v": 0.875, "i2v": 0.9}
 _FRAMES: dict[str, list[str]] = {"t2v": [], "i2v": ["first"], "ti2v": ["first"], "flf2v": ["first", "last"]}
@@ -107,6 +109,8 @@ def _predictor(files: Files, model: Node, pipeline: str, run: Migrated) -> None:
             Left(_place(model, "predictor.model_id"), "predictor.model_id", sizes.get("model_id"), why)
         )
     preset = _A14B[kind] if expert else _preset(sizes)
+    if expert and _boundary(kind, float(low or high), model)[0] != _BOUNDARY[kind]:
+        preset = None  # a preset has its boundary too
     if expert:
         run.set("task.predictor.train", expert, place_of(model.at("diffusion") or model))
         run.set("task.predictor.boundary", *_boundary(kind, float(low or high), model))
@@ -156,10 +160,12 @@ def _weights(files: Files, model: Node, pipeline: str, run: Migrated) -> None:
 
 
 def _preset(sizes: dict[str, Any]) -> str | None:
+    """The published model that has these sizes; those of a first frame differ in how they look at it."""
     key: Any = tuple(
         sizes.get(name) for name in ("hidden_size", "num_layers", "ffn_dim", "in_dim", "out_dim")
     )
-    return _PRESETS.get(key)
+    kind = sizes.get("model_type", "i2v" if sizes.get("in_dim") == 36 else "")
+    return _PRESETS.get((*key, kind)) or _PRESETS.get((*key, ""))
 
 
 def _sizes(model: Node, sizes: dict[str, Any], run: Migrated) -> None:

@@ -66,6 +66,14 @@ def test_each_key_goes_where_its_first_fitting_row_says_and_the_rest_is_unknown(
     ]
 
 
+def test_a_row_with_a_star_takes_a_mapping_as_a_whole_unless_another_row_is_about_a_key_in_it(tmp_path):
+    rows = (Key("a.one.x", "run.name"), Drop("a.*", "rest"))
+    run = Migrated("x")
+    apply(rows, source(tmp_path, "a: {one: {x: 1, y: 2}, two: {x: 3, y: 4}}\n"), run)
+    assert run.lines["run.name"].value == 1
+    assert [left.key for left in run.dropped] == ["a.one.y", "a.two"]
+
+
 def test_a_value_that_cannot_be_converted_has_no_counterpart(tmp_path):
     run = Migrated("x")
     apply(ROWS, source(tmp_path, "opt: {lr: 0, clip: 3, fused: true}\n"), run)

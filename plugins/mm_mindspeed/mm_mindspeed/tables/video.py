@@ -69,7 +69,7 @@ VIDEO: tuple[Row, ...] = (
     Drop("predictor.use_fused_rmsnorm", _FASTER),
     Drop("predictor.fp32_calculate", "norms and modulation are in float32 here too"),
     Drop("predictor.FPDT*", _FASTER),
-    Differs("predictor.vace_dit.*", "there is no branch for VACE's control clips here"),
+    Differs("predictor.vace_dit", "there is no branch for VACE's control clips here"),
     *_DIFFUSION,
     Key("ae.model_id", "task.autoencoder.type", one_of({"wan_video_vae": "wan/vae"})),
     Key("ae.from_pretrained", "task.autoencoder.from_pretrained", path),
