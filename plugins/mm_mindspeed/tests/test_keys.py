@@ -2,10 +2,10 @@
 
 import pytest
 from folders import CHATS, CLIPS, ENGINE, ONE_FILE, QWEN, REMOVED, WAN, changed, write, write_one
+from mm_mindspeed.migration import MindSpeedMM
 
 from mm_core.config.load import load_config
 from mm_core.interchange.migration import Migrated, to_yaml
-from mm_mindspeed.migration import MindSpeedMM
 
 
 def migrated(folder) -> Migrated:
