@@ -1,9 +1,13 @@
-"""A small run of MindSpeed-MM for tests."""
+"""A small run of MindSpeed-MM, and a small Wan, for tests."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _SCRIPT = """\
 NPUS=2
@@ -46,3 +50,13 @@ def examples(folder: Path) -> list[Path]:
     (folder / "data.json").write_text(json.dumps(data, indent=2), encoding="utf-8")
     (folder / "pretrain.sh").write_text(_SCRIPT.format(folder=folder), encoding="utf-8")
     return [folder]
+
+
+def tiny_wan() -> nn.Module:
+    """Diffusers' Wan transformer of one block, with random weights."""
+    from diffusers import WanTransformer3DModel
+
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4}
+    sizes |= {"text_dim": 8, "freq_dim": 8, "ffn_dim": 16, "num_layers": 1, "rope_max_seq_len": 32}
+    model: nn.Module = WanTransformer3DModel(**sizes)
+    return model
