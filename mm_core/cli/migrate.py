@@ -49,7 +49,7 @@ def execute(args: argparse.Namespace) -> int:
             "Behind each line: where it came from.",
             *("Launch:", *(f"  {line}" for line in _launch(run, file))),
         )
-        write_named(file, to_yaml(run, head), "--out")
+        _write(file, to_yaml(run, head))
         _print_lists(run, file, migration.tool)
         broken |= not _planned(file, run.world)
         print("\n".join(["", "launch:", *(f"  {line}" for line in _launch(run, file)), ""]))
@@ -57,6 +57,13 @@ def execute(args: argparse.Namespace) -> int:
     if differ and not args.accept:
         print("training would differ: see the third list; --accept takes it as it is")
     return int(broken or (differ and not args.accept))
+
+
+def _write(file: Path, text: str) -> None:
+    if file.is_file() and file.read_bytes() != text.encode():  # it may hold what a user has changed since
+        what, hint = "this file exists, and is not replaced", "name another file, or remove this one first"
+        raise MMError(what, where=str(file), hint=hint)
+    write_named(file, text, "--out")
 
 
 def _launch(run: Migrated, file: Path) -> Sequence[str]:

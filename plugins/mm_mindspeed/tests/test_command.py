@@ -147,3 +147,13 @@ def test_a_file_that_a_script_names_and_is_not_there_is_said(tmp_path, capsys):
     (tmp_path / "t2v/fsdp2.yaml").unlink()
     assert main(["migrate", "t2v", "--out", "run.yaml"]) == 1
     assert "this file is not there, so it was not read" in capsys.readouterr().out
+
+
+def test_a_file_that_a_user_has_changed_since_is_not_replaced(tmp_path, capsys):
+    write(tmp_path / "t2v", WAN, CLIPS)
+    assert main(["migrate", "t2v", "--out", "run.yaml"]) == 0
+    assert main(["migrate", "t2v", "--out", "run.yaml"]) == 0
+    Path("run.yaml").write_text(Path("run.yaml").read_text() + "# mine\n")
+    assert main(["migrate", "t2v", "--out", "run.yaml"]) == 1
+    assert "this file exists, and is not replaced" in capsys.readouterr().err
+    assert Path("run.yaml").read_text().endswith("# mine\n")

@@ -72,7 +72,7 @@ def source(folder: Path) -> tuple[Path, WanTransformer3DModel]:
     }
     encoders = {"from_pretrained": str(folder / "Wan/text_encoder"), "dtype": "fp32"}
     changes = {f"predictor.{key}": value for key, value in predictor.items()}
-    changes |= {"ae.from_pretrained": str(folder / "Wan/vae"), "ae.dtype": "fp32", "diffusion.shift": 5.0}
+    changes |= {"ae.from_pretrained": str(folder / "Wan/vae"), "ae.dtype": "fp32"}
     changes |= {f"text_encoder.{key}": value for key, value in encoders.items()}
     paths = {"data_path": str(folder / "clips.json"), "data_folder": str(folder / "clips")}
     sizes_of_clips = {"num_frames": FRAMES, "max_height": HEIGHT, "max_width": WIDTH, "train_fps": 16}
@@ -89,7 +89,7 @@ def source(folder: Path) -> tuple[Path, WanTransformer3DModel]:
     return write(folder / "run", changed(WAN, changes), data, flags, engine), model
 
 
-def levels(shift: float = 5.0, count: int = 1000) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def levels(shift: float = 3.0, count: int = 1000) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Their noise levels, timesteps, and weights of the squared error."""
     sigmas = torch.linspace(1.0, 0.003 / 1.002, count)
     sigmas = shift * sigmas / (1 + (shift - 1) * sigmas)
