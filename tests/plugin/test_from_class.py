@@ -417,3 +417,44 @@ def test_the_predictor_passes_the_checks_of_its_kind(new, capsys):
     new(DIT)
     capsys.readouterr()
     assert main(["plugins", "test", "my-dit"]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_class_of_a_migrated_run_trains_on_two_ranks(new, tmp_path, mm, site):
+    """A run of MindSpeed-MM with a predictor of the user's own, registered there as `mydit`."""
+    from folders import CLIPS as DATA_FILE
+    from folders import WAN, changed, write
+    from mm_wan.testing import make_tiny_checkpoint
+
+    new(DIT)
+    make_tiny_checkpoint(tmp_path / "Wan")
+    folder = clips(tmp_path / "clips", 8)
+    rows = [{"path": path.name, "cap": f"clip {path.stem}"} for path in sorted(Path(folder).glob("*.mp4"))]
+    (tmp_path / "clips.json").write_text(json.dumps(rows))
+    model = {"predictor.model_id": "mydit", "ae.from_pretrained": f"{tmp_path}/Wan/vae"}
+    model |= {"text_encoder.from_pretrained": f"{tmp_path}/Wan/text_encoder", "text_encoder.dtype": "fp32"}
+    paths = {"data_path": f"{tmp_path}/clips.json", "data_folder": f"{folder}"}
+    sizes = {"num_frames": 5, "max_height": 16, "max_width": 16}
+    data = {"basic_parameters": paths, "preprocess_parameters": sizes}
+    data["tokenizer_config"] = {"from_pretrained": f"{tmp_path}/Wan/tokenizer"}
+    flags = {"train-iters": 5, "lr": 1e-3, "num-workers": 1}
+    engine = {"sharding_size": "auto", "param_dtype": "fp32"}
+    write(
+        tmp_path / "theirs",
+        changed(WAN, model),
+        {"dataset_param": {**DATA_FILE["dataset_param"], **data}},
+        flags,
+        engine,
+    )
+    done = mm("migrate", tmp_path / "theirs", "--out", "run.yaml")
+    assert done.code == 1 and "mm plugins new NAME --from-class FILE:CLASS" in done.out, done.err
+    document = yaml.safe_load(Path("run.yaml").read_text())
+    own = {**SMALL, "in_channels": 16, "text_dim": 32, "text_tokens": 32}
+    document["task"]["predictor"] = {"type": "my_dit/my_dit", **own}
+    document["task"]["text_encoder"]["max_length"] = 32
+    Path("own.yaml").write_text(yaml.safe_dump(document))
+    done = mm("train", "--config", "own.yaml", "--nproc", 2, PYTHONPATH=str(site.folder), cwd=Path.cwd())
+    assert done.code == 0, done.err
+    (log,) = Path().rglob("metrics.jsonl")
+    losses = [row["loss"] for row in map(json.loads, log.read_text().splitlines()) if "loss" in row]
+    assert len(losses) == 5 and losses[-1] < losses[0]

@@ -15,6 +15,7 @@ from mm_mindspeed.tables.flags import FLAGS
 from mm_mindspeed.video import migrate_hunyuan, migrate_wan
 
 _ANCHOR = "an anchor of the file, which other keys repeat"
+_OF_WAN = ("wandit", "vacedit", "vace")
 _ASCEND = ("CUDA_DEVICE_MAX_CONNECTIONS",)  # Megatron checks it
 
 
@@ -70,7 +71,7 @@ def _model(files: Files, run: Migrated) -> None:
     name = value_at(model, "predictor.model_id")
     if name == "hunyuanvideo15dit":
         migrate_hunyuan(files, model, run)
-    elif name in ("wandit", "vacedit", "vace"):
+    elif name is not None and (name in _OF_WAN or model.at("ae") is not None):  # or one of the user's own
         migrate_wan(files, model, run)
     else:
         migrate_language(files, model, run)

@@ -115,7 +115,10 @@ def _predictor(files: Files, model: Node, pipeline: str, run: Migrated) -> None:
         expert = "high" if not low else "low"
     run.set("task.predictor.type", "wan/two_expert" if expert else "wan/transformer", place)
     if sizes.get("model_id") != "wandit":
-        why = "no predictor of this name is here: Wan's transformer stands in its place"
+        why = (
+            "no predictor of this name is here, and Wan's transformer stands in its place: make a plugin of"
+            " your class with `mm plugins new NAME --from-class FILE:CLASS`"
+        )
         run.differs.append(
             Left(_place(model, "predictor.model_id"), "predictor.model_id", sizes.get("model_id"), why)
         )

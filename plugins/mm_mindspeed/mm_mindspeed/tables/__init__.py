@@ -38,17 +38,18 @@ A folder with several scripts gives a config for each: `run.yaml` is of `pretrai
 
 ## Weights, both ways
 
-Saves of Wan are read as they are: the folder that `--load` names (`release`) or `--save` wrote (the newest `iter_...`),
-as `mp_rank_00/model_optim_rng.pt` or as torch_dcp of any number of ranks. Their optimizer states are not taken.
+Saves of Wan are read as they are: the folder that `--load` names (`release`) or `--save` wrote (the newest
+`iter_...`), as `mp_rank_00/model_optim_rng.pt` or as torch_dcp of any number of ranks. Their optimizer states
+are not taken.
 
 ```yaml
 init_from: {path: ckpt/wan2.1_mm}
 ```
 
-`mm import --from ckpt/wan2.1_mm` writes the same as the first checkpoint of a run, and `mm export --to mindspeed/wan`
-a folder that MindSpeed-MM loads. Saves of other models as torch_dcp are read too, where their names are those of the
-model's library ([`dcp`](weights.md#formats)). Saves that are divided by tensor or pipeline parallelism are joined first
-with its own `mm-convert`.
+`mm import --from ckpt/wan2.1_mm` writes the same as the first checkpoint of a run, and
+`mm export --to mindspeed/wan` a folder that MindSpeed-MM loads. Saves of other models as torch_dcp are read
+too, where their names are those of the model's library ([`dcp`](weights.md#formats)). Saves that are divided
+by tensor or pipeline parallelism are joined first with its own `mm-convert`.
 
 ## What changes numbers without a word
 
