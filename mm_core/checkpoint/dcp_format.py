@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from mm_core.checkpoint.files.layout import FACTS, METADATA, Checksum, DamagedError
 from mm_core.checkpoint.files.metadata import read_metadata
@@ -56,17 +56,20 @@ class DcpTensors:
         entry = self._entries[name]
         whole = [slice(None)] * (len(entry.size) - len(box))
         wanted = [one.indices(size)[:2] for one, size in zip((*box, *whole), entry.size, strict=True)]
-        found = torch.empty([stop - start for start, stop in wanted], dtype=self.dtypes[name])
+        found = torch.zeros([stop - start for start, stop in wanted], dtype=self.dtypes[name])
         for chunk in entry.chunks:
             bounds = zip(wanted, chunk.offsets, chunk.sizes, strict=True)
             shared = [(max(start, at), min(stop, at + size), start, at) for (start, stop), at, size in bounds]
             if all(first < last for first, last, *_ in shared):
-                piece = self._piece(MetadataIndex(self._prefix + name, chunk.offsets))
+                piece = self._piece(self._prefix + name, chunk, self.dtypes[name])
                 here = tuple(slice(first - start, last - start) for first, last, start, _ in shared)
                 found[here] = piece[tuple(slice(first - at, last - at) for first, last, _, at in shared)]
         return found
 
-    def _piece(self, index: MetadataIndex) -> Tensor:
+    def _piece(self, name: str, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> Tensor:
+        index = MetadataIndex(name, chunk.offsets)
+        if index not in self._held.storage_data:
+            raise DamagedError(f"no file holds a piece of {name}", where=str(self.where), hint=_HINT)
         place = self._held.storage_data[index]
         with open_plain(self.where / place.relative_path) as file:
             try:
@@ -74,10 +77,11 @@ class DcpTensors:
                 file.seek(place.offset)
                 found: object = torch.load(io.BytesIO(file.read(place.length)), weights_only=True)
             except Exception as fault:  # a pickle can fail in any way that the calls in it can
-                what = f"{place.relative_path} holds no tensor for {index.fqn} ({type(fault).__name__})"
+                what = f"{place.relative_path} holds no tensor for {name} ({type(fault).__name__})"
                 raise DamagedError(what, where=str(self.where), hint=_HINT) from None
-        if not isinstance(found, Tensor):
-            raise DamagedError(f"{index.fqn} is no tensor", where=str(self.where), hint=_HINT)
+        if not isinstance(found, Tensor) or found.shape != chunk.sizes or found.dtype != dtype:
+            what = f"a piece of {name} is no tensor of the shape and dtype that .metadata gives it"
+            raise DamagedError(what, where=str(self.where), hint=_HINT)
         return found
 
 

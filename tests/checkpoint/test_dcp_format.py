@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from mm_core.checkpoint.dcp_format import Dcp, DcpTensors
 from mm_core.errors import CheckpointError
@@ -91,6 +92,28 @@ def test_nothing_in_a_strangers_folder_runs(tmp_path):
     with pytest.raises(CheckpointError, match="does not describe a checkpoint"):
         DcpTensors(folder)
     assert not sign.exists()
+
+
+@pytest.mark.parametrize(
+    ("size", "chunks", "dtype", "words"),
+    [
+        ([3, 2], [([0, 0], [2, 2]), ([0, 0], [1, 2])], torch.float32, "does not list where all values"),
+        ([3, 2], [([0, 0], [1, 2]), ([2, 0], [2, 2])], torch.float32, "does not list where all values"),
+        ([9, 2], [([0, 0], [9, 2])], torch.float32, "no tensor of the shape and dtype"),
+        ([1, 2], [([0, 0], [1, 2])], torch.float32, "no tensor of the shape and dtype"),
+        ([3, 2], [([0, 0], [3, 2])], torch.int8, "no tensor of the shape and dtype"),
+        ([3, 2], [([0, 0], [1, 2]), ([1, 0], [2, 2])], torch.float32, "no tensor of the shape and dtype"),
+    ],
+)
+def test_pieces_that_are_not_as_listed_are_refused(tmp_path, size, chunks, dtype, words):
+    folder = saved_alone(tmp_path / "saved")
+    held = pickle.loads((folder / ".metadata").read_bytes())
+    entry = held.state_dict_metadata["model.weight"]
+    entry.size, entry.properties.dtype = torch.Size(size), dtype
+    entry.chunks = [ChunkStorageMetadata(torch.Size(at), torch.Size(sizes)) for at, sizes in chunks]
+    (folder / ".metadata").write_bytes(pickle.dumps(held))
+    with pytest.raises(CheckpointError, match=words):
+        DcpTensors(folder, "model.").read("weight", ())
 
 
 def test_a_folder_that_lacks_a_ranks_file_is_refused(tmp_path):

@@ -173,7 +173,14 @@ def _entry(name: str, entry: object) -> TensorStorageMetadata:
     chunks = [_values(chunk, ChunkStorageMetadata) for chunk in held["chunks"]]
     size = _size(held["size"])
     places = [ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks]
-    if sum(math.prod(place.sizes) for place in places) != math.prod(size):
+    filled = [place for place in places if math.prod(place.sizes)]
+    inside = all(
+        at + length <= whole
+        for place in filled
+        for at, length, whole in zip(place.offsets, place.sizes, size, strict=True)
+    )
+    total = sum(math.prod(place.sizes) for place in filled)
+    if total != math.prod(size) or len({place.offsets for place in filled}) < len(filled) or not inside:
         raise CheckpointError(f".metadata does not list where all values of {name!r} are stored")
     return TensorStorageMetadata(properties=properties, size=size, chunks=places)
 
