@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mm_core.interchange import Left, Migrated, Node, is_loose, place_of
-from mm_mindspeed.files import Files, resolve
+from mm_mindspeed.files import Files, resolve, value_at
 from mm_mindspeed.names import LATEST, RELEASE
 from mm_mindspeed.tables.converts import path
 
@@ -32,9 +32,9 @@ def begin(files: Files, load: Node | None, model: str, run: Migrated) -> None:
     place = resolve(text, files.main)
     latest = place / LATEST if place is not None else None
     saved = latest.read_text().strip() != RELEASE if latest is not None and latest.is_file() else None
-    given = files.one_file.value["training"] if files.one_file is not None else files.flags
-    kept = any(given.at(name) is not None for name in ("no_load_optim", "--no-load-optim"))
-    if files.flags.at("--finetune") is None and (saved or (saved is None and not kept)):
+    weights = value_at(files.flags, "--no-load-optim") or value_at(files.one_file, "training.no_load_optim")
+    resumes = load.path in ("--load", "training.load") and files.flags.at("--finetune") is None
+    if resumes and (saved or (saved is None and not weights)):
         run.todo.append(
             f"init_from.path: a run begins at step 0 with a new optimizer here; where {text} holds a save"
             " of a training, theirs goes on with its step and optimizer: set train.steps to the steps left"

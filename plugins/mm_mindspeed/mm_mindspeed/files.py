@@ -79,8 +79,8 @@ def find_runs(paths: Sequence[Path]) -> list[Files]:
     """
     found = []
     for path in paths:
-        starts = path.is_file() and path.suffix != ".sh" and _starts(path)
         part = path.is_file() and path.suffix != ".sh"
+        starts = part and _starts(path)
         folder = path if path.is_dir() else path.parent
         inside = sorted(folder.iterdir()) if path.is_dir() or part else [path]
         if part:  # the scripts that name it

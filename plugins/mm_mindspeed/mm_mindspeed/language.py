@@ -113,7 +113,7 @@ def _freeze(model: Node, run: Migrated) -> None:
         paths.append(projector)
     if value_at(model, "text_decoder.freeze", False) or value_at(model, "freeze_language_model", False):
         paths.append("model.model.language_model")
-    if paths and "train.adapters.0.rank" not in run.lines:
+    if paths:
         run.set("train.freeze", paths, place)
     if tower and not projector and frozen["vision_encoder"] != frozen["vision_projector"]:
         why = "the projector lies in the vision tower here: both are frozen, or none"

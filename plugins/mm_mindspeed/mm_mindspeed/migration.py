@@ -82,6 +82,7 @@ def _model(files: Files, run: Migrated) -> None:
 def _launch(files: Files, run: Migrated) -> None:
     """The command that launches the run, with the environment of the script."""
     given = files.launcher or Node({}, str(files.main), "")
+    given = given.holding({f"--{key[2:].replace('-', '_')}": node for key, node in given.value.items()})
     ranks, hosts = (value_at(given, name, 1) for name in ("--nproc_per_node", "--nnodes"))
     if files.script is None:
         run.todo.append(f"--nproc of the launch: no script that names {files.main.name} is here. {_RANKS}")

@@ -266,11 +266,7 @@ def _reading(data: Node, run: Migrated, cached: bool) -> None:
     if value_at(data, f"{parameters}video_processor_type") != "VACEVideoProcessor":
         ratio, short = value_at(data, f"{parameters}drop_short_ratio", 1.0), 1 if forced else 0
         why = "so are short clips treated here" if ratio == short else None
-        other = (
-            "clips that are too short are left out here"
-            if forced
-            else "short clips go to shorter buckets here"
-        )
+        other = f"clips that are too short {'are left out' if forced else 'go to shorter buckets'} here"
         _left(data, f"{parameters}drop_short_ratio", ratio, why, other, run)
 
 

@@ -1000,11 +1000,13 @@ def test_clips_of_features_are_read_and_encoded_as_they_were_extracted(tmp_path,
     parts = {"ae": {"model_id": "wan_video_vae", "dtype": "bf16"}, "text_encoder": {"model_id": "UMT5"}}
     (extracted / "model_t2v.json").write_text(json.dumps(parts))
     reading = changed(CLIPS, {D + "cfg": 0.0, D + "num_frames": 33, L + "sampler_type": "SequentialSampler"})
+    reading["dataset_param"]["preprocess_parameters"]["video_processor_type"] = "OpensoraplanVideoProcessor"
     (extracted / "data.json").write_text(json.dumps(reading))
     own = changed(CLIPS, {"dataset_param.dataset_type": "feature", L + "shuffle": True})
     run = migrated(write(folder, changed(WAN, FEATURES), own, {"load": "w/Wan/transformer"}))
     taken, dropped, differs = lists(run)
     assert taken["data.train.num_frames"] == 33 and taken["task.caption_dropout"] == 0.0
+    assert "theirs drew the beginning once" in run.lines["data.train.random_start"].note
     assert taken["data.loader.sampler"] == "random", "the order is that of the training"
     assert taken["task.autoencoder.dtype"] == "bf16" and taken["data.cache.dir"] == "cache"
     assert taken["task.autoencoder.from_pretrained"] == "w/Wan/vae"
@@ -1018,6 +1020,25 @@ def test_weights_of_a_vision_language_run_are_begun_with_unless_they_are_the_mod
     assert run.lines["init_from.path"].value == "mine" and run.todo == []
     run = migrated(write(folder, QWEN, CHATS, {"load": "mm/Qwen3-VL"}))
     assert "init_from.path" not in run.lines and run.dropped[-1].key == "--load"
+
+
+def test_what_is_frozen_stays_frozen_unless_adapters_are_trained(tmp_path, monkeypatch):
+    folder, model = in_folder(tmp_path, monkeypatch), changed(QWEN, {"text_decoder.freeze": True})
+    run = migrated(write(folder, model, CHATS, {"lora-r": 4}))
+    assert run.lines["train.freeze"].value == ["model.model.language_model"]
+    run = migrated(write(folder, model, CHATS, {"lora-r": 4, "lora-target-modules": "q_proj"}))
+    assert "train.freeze" not in run.lines and run.lines["train.adapters.0.rank"].value == 4
+
+
+def test_the_adapter_that_training_begins_at_names_its_targets_itself(tmp_path, monkeypatch):
+    folder = in_folder(tmp_path, monkeypatch)
+    content = changed(ONE_FILE, {T + "lora": {"enable": True, "pretrained_lora_path": "lora", "rank": 4}})
+    run = migrated(write_one(folder, content))
+    assert {key: line.value for key, line in run.lines.items() if key.startswith("train.adapters")} == {
+        "train.adapters.0.from": "lora",
+        "train.adapters.0.rank": 4,
+    }
+    valid(run, folder)
 
 
 @pytest.mark.parametrize(
@@ -1062,7 +1083,10 @@ def test_ranks_and_hosts_that_only_the_script_knows_are_to_be_set(tmp_path, monk
     folder = write_one(in_folder(tmp_path, monkeypatch), ONE_FILE)
     script = folder / "train.sh"
     unknown = "--nproc_per_node $(ls /dev | wc -l) --nnodes ${PET_NNODES}"
-    script.write_text(script.read_text().replace("--nproc_per_node 2", unknown))
+    launch = script.read_text()
+    script.write_text(launch.replace("--nproc_per_node", "--nproc-per-node"))
+    assert (migrated(folder).world, migrated(folder).todo) == (2, [])
+    script.write_text(launch.replace("--nproc_per_node 2", unknown))
     ranks, hosts = migrated(folder).todo
     assert ranks.startswith("--nproc of the launch: $(ls /dev | wc -l) is known only where the script runs.")
     assert hosts.startswith("--nnodes of the launch: ${PET_NNODES} is known only where the script runs.")
