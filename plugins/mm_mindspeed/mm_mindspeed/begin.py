@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mm_core.interchange import Left, Migrated, Node, is_loose, place_of
+from mm_core.interchange import Left, Migrated, Node, is_loose, place_of, to_python
 from mm_mindspeed.files import Files, resolve, value_at
 from mm_mindspeed.names import LATEST, RELEASE
 from mm_mindspeed.tables.converts import path
@@ -16,7 +16,9 @@ _CONVERTED = "the model's own weights, which are read from its folder"
 def load_of(files: Files) -> Node | None:
     """The weights that a run names."""
     found = files.one_file.at("training", "load") if files.one_file is not None else files.flags.at("--load")
-    return found if found is not None and found.value and not is_loose(found) else None
+    if found is None or found.value in (None, "", True) or is_loose(found):  # True: an empty variable
+        return None
+    return found
 
 
 def begin(files: Files, load: Node | None, model: str, run: Migrated) -> None:
@@ -24,7 +26,7 @@ def begin(files: Files, load: Node | None, model: str, run: Migrated) -> None:
     same name, which mm-convert wrote."""
     if load is None:
         return
-    text = path(load.value)
+    text = path(to_python(load))
     if Path(text).name == Path(model).name:
         run.dropped.append(Left(place_of(load), load.path, text, _CONVERTED))
         return

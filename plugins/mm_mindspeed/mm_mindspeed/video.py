@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mm_core.interchange import Left, Migrated, Node, apply, place_of, read_source
+from mm_core.interchange import Left, Migrated, Node, apply, place_of, read_source, to_python
 from mm_mindspeed.begin import begin, load_of
 from mm_mindspeed.files import Files, resolve, value_at
 from mm_mindspeed.tables.converts import path
@@ -163,7 +163,7 @@ def _weights(files: Files, model: Node, pipeline: str, run: Migrated, whole: boo
     load = load if load is not None and load.value else load_of(files)
     if load is None:
         return
-    text = path(load.value)
+    text = path(to_python(load))
     found = re.fullmatch(r"(.*)/(transformer(?:_2)?|[^/]*convert[^/]*)", text)
     if found is not None and (found[2].startswith("transformer") or found[1] == pipeline):
         folder, part = found.groups()
@@ -336,7 +336,7 @@ def migrate_hunyuan(files: Files, model: Node, run: Migrated) -> None:
         if any(key.startswith(f"task.{part}.") for key in run.lines):
             run.set(f"task.{part}.type", f"diffusers/{name}", place)
     load = load_of(files)
-    if load is not None and "transformer" not in Path(path(load.value)).parts:  # else the original files
+    if load is not None and "transformer" not in Path(path(to_python(load))).parts:  # else the original files
         begin(files, load, folder, run)
     _clips(files, run)
     for name in ("tokenizer", "max_length"):

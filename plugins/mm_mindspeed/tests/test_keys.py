@@ -388,6 +388,8 @@ CASES = [
         set(),
     ),
     ("own weights", {}, {}, {"load": "ckpt/mine"}, {}, {"init_from.path": "ckpt/mine"}, set(), set()),
+    ("of spaces", {}, {}, {"load": "my own"}, {}, {"init_from.path": "my own"}, set(), set()),
+    ("no weights", {}, {}, {"load": ""}, {}, {}, set(), set()),
     ("beside the model", {}, {}, {"load": "Wan/mine"}, {}, {"init_from.path": "Wan/mine"}, set(), set()),
     (
         "autoencoder",
