@@ -79,7 +79,8 @@ def find_runs(paths: Sequence[Path]) -> list[Files]:
     """
     found = []
     for path in paths:
-        part = path.is_file() and path.suffix != ".sh" and not _starts(path)
+        part = path.is_file() and path.suffix != ".sh"
+        starts = part and _starts(path)
         folder = path if path.is_dir() else path.parent
         inside = sorted(folder.iterdir()) if path.is_dir() or part else [path]
         if part:  # the scripts that name it
@@ -94,6 +95,8 @@ def find_runs(paths: Sequence[Path]) -> list[Files]:
         for file in inside:
             if file.suffix in (".yaml", ".yml") and file.name not in named:
                 runs += _of_yaml(file, _node(file))
+        if starts:
+            runs = [run for run in runs if run.main.samefile(path)] or list(_of_yaml(path, _node(path)))
         found += runs
     if not found:
         accepted = "a folder with a launch script, the script itself, or the YAML of a run"

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from mm_core.errors import plural
 from mm_core.interchange import Left, Migrated, Node, apply, place_of
+from mm_mindspeed.begin import begin, load_of
 from mm_mindspeed.files import SECTIONS, Files, value_at
 from mm_mindspeed.tables.language import LANGUAGE, LANGUAGE_DATA, TOKENS
 from mm_mindspeed.tables.one_file import ONE_FILE
 from mm_mindspeed.video import set_sampler
 
+_SHARING = ("tensor_parallel", "ulysses_parallel", "ring_attention")
 _IMAGES = "AutoModelForImageTextToText"
 _MODELS: dict[str, tuple[str, str, str]] = {
     **dict.fromkeys(
@@ -34,6 +37,7 @@ def migrate_language(files: Files, model: Node, run: Migrated) -> None:
     apply(LANGUAGE, model, run)
     if "task.from_pretrained" not in run.lines:
         _folder(files, run)
+    begin(files, load_of(files), run.lines["task.from_pretrained"].value, run)
     _tokens([model], run)
     _freeze(model, run)
     _data(files, run)
@@ -45,10 +49,16 @@ def migrate_one_file(files: Files, root: Node, run: Migrated) -> None:
     _task(root.at("model") or root, run, value_at(root, "model.model_id"))
     apply(ONE_FILE, root.holding({key: root.value[key] for key in SECTIONS if key in root.value}), run)
     _tokens([root.at("model"), root.at("features")], run)
-    steps, ranks = value_at(root, "training.gradient_accumulation_steps") or 1, run.world
+    folder = run.lines.get("task.from_pretrained")
+    begin(files, load_of(files), folder.value if folder is not None else "", run)
+    steps = value_at(root, "training.gradient_accumulation_steps") or 1
+    sharing = [value_at(root, f"parallel.{name}_size", 1) for name in _SHARING]
+    shared = math.prod(each for each in sharing if isinstance(each, int))
+    ranks = max(run.world // shared, 1)
     micro = value_at(root, "training.micro_batch_size", 1)
     place = place_of(root.at("training", "gradient_accumulation_steps") or root)
     note = f"{micro} x {steps} accumulated x {plural(ranks, 'rank')}"
+    note += f", as {shared} of {run.world} share their samples" if shared > 1 else ""
     run.set("train.global_batch_size", micro * steps * ranks, place, note)
     if "train.epochs" in run.lines:
         run.leave("train.steps", "the epochs count")
@@ -103,7 +113,7 @@ def _freeze(model: Node, run: Migrated) -> None:
         paths.append(projector)
     if value_at(model, "text_decoder.freeze", False) or value_at(model, "freeze_language_model", False):
         paths.append("model.model.language_model")
-    if paths and "train.adapters.0.rank" not in run.lines:
+    if paths:
         run.set("train.freeze", paths, place)
     if tower and not projector and frozen["vision_encoder"] != frozen["vision_projector"]:
         why = "the projector lies in the vision tower here: both are frozen, or none"

@@ -16,6 +16,7 @@ from mm_mindspeed.video import migrate_hunyuan, migrate_wan
 
 _ANCHOR = "an anchor of the file, which other keys repeat"
 _OF_WAN = ("wandit", "vacedit", "vace")
+_RANKS = "It counts as 1 here, also in a train.global_batch_size that is made of the accumulated steps"
 _ASCEND = ("CUDA_DEVICE_MAX_CONNECTIONS",)  # Megatron checks it
 
 
@@ -62,6 +63,7 @@ def _run(files: Files) -> Migrated:
             apply(ENGINE, files.engine, run)
         _model(files, run)
         _recompute(files, run)
+    _adapters(files, run)
     _settle(run)
     return run
 
@@ -80,7 +82,13 @@ def _model(files: Files, run: Migrated) -> None:
 def _launch(files: Files, run: Migrated) -> None:
     """The command that launches the run, with the environment of the script."""
     given = files.launcher or Node({}, str(files.main), "")
+    given = given.holding({f"--{key[2:].replace('-', '_')}": node for key, node in given.value.items()})
     ranks, hosts = (value_at(given, name, 1) for name in ("--nproc_per_node", "--nnodes"))
+    if files.script is None:
+        run.todo.append(f"--nproc of the launch: no script that names {files.main.name} is here. {_RANKS}")
+    for ours, count in (("--nproc", ranks), ("--nnodes", hosts)):
+        if not isinstance(count, int):
+            run.todo.append(f"{ours} of the launch: {count} is known only where the script runs. {_RANKS}")
     words = ["mm-train --config {config}"]
     if isinstance(ranks, int):
         words.append(f"--nproc {ranks}")
@@ -112,14 +120,39 @@ def _exports(files: Files) -> dict[str, str]:
 
 def _recompute(files: Files, run: Migrated) -> None:
     """Megatron's recomputation of the first blocks."""
-    count = files.flags.at("--recompute-num-layers")
-    if count is None or "engine.recompute_modules" in run.lines:
+    count = value_at(files.flags, "--recompute-num-layers")
+    if "engine.recompute_modules" in run.lines:
+        return
+    uniform = value_at(files.flags, "--recompute-method") == "uniform"  # in chunks of so many: all of them
+    if not uniform and not (isinstance(count, int) and count):
         return
     blocks: Any = "auto"
-    if run.lines["task.type"].value == "text_to_video":
-        last = min(int(count.value), value_at(files.model, "predictor.num_layers", 10**6)) - 1
+    if not uniform and run.lines["task.type"].value == "text_to_video":
+        last = min(count, value_at(files.model, "predictor.num_layers", 10**6)) - 1
         blocks = [f"predictor.blocks.{{0-{last}}}"]
-    run.set("engine.recompute_modules", blocks, f"{files.main.name} --recompute-num-layers")
+    flag = "--recompute-method" if uniform else "--recompute-num-layers"
+    run.set("engine.recompute_modules", blocks, f"{files.main.name} {flag}")
+
+
+def _adapters(files: Files, run: Migrated) -> None:
+    """Low-rank adapters, where they are asked for, with the defaults of their keys."""
+    start = "train.adapters.0."
+    on, switch = files.flags.at("--lora-target-modules"), "--lora-target-modules is absent"
+    targets: Any = "auto"
+    if files.one_file is not None:
+        on, switch = files.one_file.at("training", "lora", "enable"), "training.lora.enable is not true"
+        targets = ["q_proj", "k_proj", "v_proj"]
+    if on is None or not on.value:
+        for key in [key for key in run.lines if key.startswith(start)]:
+            run.leave(key, f"no adapter is trained: {switch}")
+        return
+    run.leave("train.freeze", "adapters alone are trained")
+    if f"{start}from" in run.lines:
+        run.leave(f"{start}targets", "the adapter's files name them")
+        return
+    for name, value in (("rank", 8), ("alpha", 16.0), ("targets", targets)):
+        note = "in the place of theirs" if value == "auto" else "default of the tool"
+        run.lines.setdefault(start + name, Line(value, place_of(on), note))
 
 
 def _settle(run: Migrated) -> None:
@@ -132,7 +165,3 @@ def _settle(run: Migrated) -> None:
         run.leave("lr_schedule.warmup_steps", "the fraction counts")
     if "engine.context_parallel.size" not in lines:
         run.leave("engine.context_parallel.kind", "each rank has its own samples")
-    if "train.adapters.0.rank" in lines:
-        run.leave("train.freeze", "adapters alone are trained")
-        place = lines["train.adapters.0.rank"].place
-        lines.setdefault("train.adapters.0.targets", Line("auto", place, "in the place of theirs"))

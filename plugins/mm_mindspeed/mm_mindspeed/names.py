@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+LATEST, RELEASE = "latest_checkpointed_iteration.txt", "release"
+"""The file of a folder of saves that names the newest, and its text for converted weights."""
+
 WAN_LORA: Mapping[str, tuple[str, ...]] = {
     "proj_q": ("to_q",),
     "proj_k": ("to_k",),

@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mm_core.interchange import Left, Migrated, Node, apply, place_of, read_source
+from mm_core.interchange import Left, Migrated, Node, apply, place_of, read_source, to_python
+from mm_mindspeed.begin import begin, load_of
 from mm_mindspeed.files import Files, resolve, value_at
 from mm_mindspeed.tables.converts import path
 from mm_mindspeed.tables.data import DATA, RESIZES
@@ -21,7 +22,11 @@ _PRESETS = {
     (3072, 30, 14336, 48, 48, ""): "wan2.2-ti2v-5b",
 }
 """Width, blocks, inner width, channels in and out, model_type -> the published model."""
+_PUBLISHED: dict[str, Any] = {"patch_size": [1, 2, 2], "text_dim": 4096, "freq_dim": 256, "img_dim": 1280}
+_PUBLISHED |= {"cross_attn_norm": True, "eps": 1e-6, "max_seq_len": 1024}
+"""Sizes that all published models have."""
 _A14B = {"t2v": "wan2.2-t2v-a14b", "i2v": "wan2.2-i2v-a14b"}
+_OF_PAIRS = ("wan2.1-t2v-14b", "wan2.2-i2v-a14b")  # sizes of Wan 2.2's experts
 _BOUNDARY = {"t2v": 0.875, "i2v": 0.9}
 _FRAMES: dict[str, list[str]] = {"t2v": [], "i2v": ["first"], "ti2v": ["first"], "flf2v": ["first", "last"]}
 _ENCODERS = "features that were extracted before; the encoders are those of the pipeline"
@@ -111,8 +116,8 @@ def _predictor(files: Files, model: Node, pipeline: str, run: Migrated) -> None:
     kind = "i2v" if sizes.get("in_dim") == 36 else "t2v"
     place = place_of(model.at("predictor") or model)
     expert = None
-    if (low, high) not in ((None, None), (0.0, 1.0)) and kind in _A14B:
-        expert = "high" if not low else "low"
+    if bool(low) != (high not in (None, 1)) and _preset(sizes) in _OF_PAIRS:  # else the scheduler has both
+        expert = "low" if low else "high"
     run.set("task.predictor.type", "wan/two_expert" if expert else "wan/transformer", place)
     if sizes.get("model_id") != "wandit":
         why = (
@@ -139,7 +144,7 @@ def _predictor(files: Files, model: Node, pipeline: str, run: Migrated) -> None:
     else:
         _sizes(model, sizes, run)
     run.set("task.autoencoder.latent_channels", sizes.get("out_dim", 16), place)
-    _weights(files, model, pipeline, run)
+    _weights(files, model, pipeline, run, preset is not None or expert is not None)
 
 
 def _boundary(kind: str, share: float, model: Node) -> tuple[float, str]:
@@ -152,26 +157,37 @@ def _boundary(kind: str, share: float, model: Node) -> tuple[float, str]:
     return (published if abs(sigma - published) < 1e-3 else round(sigma, 6)), place
 
 
-def _weights(files: Files, model: Node, pipeline: str, run: Migrated) -> None:
+def _weights(files: Files, model: Node, pipeline: str, run: Migrated, whole: bool) -> None:
     """Where training begins: at the pipeline's transformer, or at weights of their own."""
     load = model.at("predictor", "from_pretrained")
-    load = load if load is not None and load.value else files.flags.at("--load")
+    load = load if load is not None and load.value else load_of(files)
     if load is None:
         return
-    text = path(load.value)
-    own = re.sub(r"/transformer(_2)?\Z", "", text)
-    if own != text or (pipeline and f"{text}/".startswith(f"{pipeline}/")):
-        folder = own if own != text else pipeline
-        note = f"its weights are those that were converted to {text}"
-        whole = "task.predictor.preset" in run.lines
+    text = path(to_python(load))
+    found = re.fullmatch(r"(.*)/(transformer(?:_2)?|[^/]*convert[^/]*)", text)
+    if found is not None and (found[2].startswith("transformer") or found[1] == pipeline):
+        folder, part = found.groups()
+        part = part if part.startswith("transformer") else "transformer"
+        pair = run.lines["task.predictor.type"].value == "wan/two_expert"
+        folder = folder if whole and (pair or part == "transformer") else f"{folder}/{part}"
         key = "task.predictor.from_pretrained" if whole else "init_from.path"
-        run.set(key, folder if whole else f"{folder}/transformer", place_of(load), note)
-    else:
-        run.set("init_from.path", text, place_of(load), "weights to begin with, in MindSpeed-MM's names")
+        run.set(key, folder, place_of(load), f"its weights are those that were converted to {text}")
+        return
+    begin(files, load, "", run)
+    if pipeline and f"{text}/".startswith(f"{pipeline}/"):
+        run.todo.append(
+            f"init_from.path: {text} counts as weights of a training of your own; if they are the"
+            f" published ones, set task.predictor.from_pretrained: {pipeline} in its place"
+        )
 
 
 def _preset(sizes: dict[str, Any]) -> str | None:
     """The published model that has these sizes; those of a first frame differ in how they look at it."""
+    heads = sizes.get("num_heads", 0)
+    if any(sizes.get(name, value) != value for name, value in _PUBLISHED.items()):
+        return None
+    if heads and sizes.get("hidden_size") != 128 * heads:
+        return None
     key: Any = tuple(
         sizes.get(name) for name in ("hidden_size", "num_layers", "ffn_dim", "in_dim", "out_dim")
     )
@@ -221,17 +237,47 @@ def _clips(files: Files, run: Migrated, cached: bool = False) -> None:
         run.set("task.caption_dropout", 0.0, place, "features of captions are never dropped")
         run.leave("task.text_encoder.max_length", "of features that were extracted before")
     _sources(files, data, run, features)
-    forced = value_at(data, "dataset_param.preprocess_parameters.force_resolution", True)
-    for side in ("height", "width"):
-        found = data.at("dataset_param", "preprocess_parameters", f"max_{side}")
-        value = 480 if side == "height" else 640
-        value = value if found is None else found.value
-        name = f"data.train.{'' if forced else 'max_'}{side}"
-        run.set(name, value, place_of(found) if found is not None else f"default of the tool for max_{side}")
-    if not forced:
-        place = _place(data, "dataset_param.preprocess_parameters.force_resolution")
-        run.set("data.loader.mode", "variable", place, "buckets keep the aspect of clips, nearly")
+    _reading(data, run, cached)
     set_sampler(data, run)
+
+
+def _reading(data: Node, run: Migrated, cached: bool) -> None:
+    """Which frames of a clip, at which size, and what becomes of clips that are too short."""
+    parameters = "dataset_param.preprocess_parameters."
+    forced = value_at(data, f"{parameters}force_resolution", True)
+    sizes = []
+    for side, value in (("height", 480), ("width", 640)):
+        found = data.at(*f"{parameters}max_{side}".split("."))
+        sizes.append(value if found is None else found.value)
+        name = f"data.train.{'' if forced else 'max_'}{side}"
+        place = place_of(found) if found is not None else f"default of the tool for max_{side}"
+        run.set(name, sizes[-1], place)
+    if not forced:
+        place = _place(data, f"{parameters}force_resolution")
+        run.set("data.loader.mode", "variable", place, "buckets keep the aspect of clips, nearly")
+    if value_at(data, f"{parameters}auto_interval", True) is False:
+        run.set("data.train.fps", None, _place(data, f"{parameters}auto_interval"), "every frame is taken")
+    if cached and (line := run.lines.get("data.train.random_start")) is not None and line.value:
+        note = "theirs drew the beginning once, with the features; so does data.cache"
+        run.set("data.train.random_start", True, line.place, note)
+    area = value_at(data, f"{parameters}max_hxw", sizes[0] * sizes[1])
+    why = "the area of max_height and max_width" if forced or area == sizes[0] * sizes[1] else None
+    _left(data, f"{parameters}max_hxw", area, why, "buckets are up to max_height x max_width here", run)
+    if value_at(data, f"{parameters}video_processor_type") != "VACEVideoProcessor":
+        ratio, short = value_at(data, f"{parameters}drop_short_ratio", 1.0), 1 if forced else 0
+        why = "so are short clips treated here" if ratio == short else None
+        other = f"clips that are too short {'are left out' if forced else 'go to shorter buckets'} here"
+        _left(data, f"{parameters}drop_short_ratio", ratio, why, other, run)
+
+
+def _left(data: Node, key: str, value: Any, same: str | None, other: str, run: Migrated) -> None:
+    """Says what a key, or its default, means here: the same, or something different."""
+    found = data.at(*key.split("."))
+    place = place_of(found) if found is not None else f"default of the tool for {key}"
+    if same is None:
+        run.differs.append(Left(place, key, value, other))
+    elif found is not None:
+        run.dropped.append(Left(place, key, value, same))
 
 
 def _antialias(data: Node, run: Migrated) -> None:
@@ -289,6 +335,9 @@ def migrate_hunyuan(files: Files, model: Node, run: Migrated) -> None:
     for part, name in (("autoencoder", "vae"), ("scheduler", "schedule")):
         if any(key.startswith(f"task.{part}.") for key in run.lines):
             run.set(f"task.{part}.type", f"diffusers/{name}", place)
+    load = load_of(files)
+    if load is not None and "transformer" not in Path(path(to_python(load))).parts:  # else the original files
+        begin(files, load, folder, run)
     _clips(files, run)
     for name in ("tokenizer", "max_length"):
         run.leave(f"task.text_encoder.{name}", "as in the pipeline's folder")

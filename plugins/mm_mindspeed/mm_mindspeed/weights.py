@@ -26,9 +26,9 @@ from mm_core.weights import (
     Written,
     open_saved,
 )
+from mm_mindspeed.names import LATEST, RELEASE
 
 CLASS = "WanTransformer3DModel"
-LATEST, RELEASE = "latest_checkpointed_iteration.txt", "release"
 _FIRST = "patch_embedding.weight"
 _RANK, _FILE = "mp_rank_00", "model_optim_rng"
 

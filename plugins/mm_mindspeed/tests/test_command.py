@@ -48,7 +48,7 @@ def test_a_folder_becomes_a_config_that_is_valid_and_planned_with_three_lists(tm
 
 
 def test_a_run_that_would_train_differently_ends_with_1_unless_it_is_accepted(tmp_path, capsys):
-    write(tmp_path / "t2v", WAN, changed(CLIPS, {D + "force_resolution": False}))
+    write(tmp_path / "t2v", WAN, changed(CLIPS, {D + "force_resolution": False, D + "drop_short_ratio": 0.0}))
     assert main(["migrate", "t2v", "--out", "run.yaml"]) == 1
     out = capsys.readouterr().out
     assert "no counterpart: training would differ (1)" in out
@@ -59,7 +59,9 @@ def test_a_run_that_would_train_differently_ends_with_1_unless_it_is_accepted(tm
 def test_further_scripts_of_a_folder_are_written_beside_the_first(tmp_path, capsys):
     write(tmp_path / "t2v", WAN, CLIPS)
     script = (tmp_path / "t2v/pretrain.sh").read_text()
-    (tmp_path / "t2v/finetune_lora.sh").write_text(script.replace("--lr 1e-05", "--lr 3 --lora-r 4"))
+    (tmp_path / "t2v/finetune_lora.sh").write_text(
+        script.replace("--lr 1e-05", "--lr 3 --lora-r 4 --lora-target-modules proj_q")
+    )
     (tmp_path / "t2v/inference.sh").write_text(script.replace("pretrain_x", "inference_sora"))
     assert main(["migrate", "t2v", "--out", "run.yaml"]) == 0
     assert load_config("run.yaml").optimizer.options["lr"] == 1e-5

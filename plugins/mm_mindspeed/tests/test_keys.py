@@ -70,6 +70,7 @@ OF_WAN = {
     "data.train.sources.0.annotations": "clips.json",
     "data.train.sources.0.folder": "clips",
     "data.train.num_frames": 17,
+    "data.train.fps": 24,
     "data.train.height": 480,
     "data.train.width": 832,
 }
@@ -245,6 +246,26 @@ CASES = [
         set(),
     ),
     (
+        "recompute all",
+        {},
+        {},
+        {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1},
+        {},
+        {"engine.recompute_modules": "auto"},
+        set(),
+        set(),
+    ),
+    (
+        "recompute none",
+        {},
+        {},
+        {"recompute-granularity": "full", "recompute-method": "block", "recompute-num-layers": 0},
+        {},
+        {},
+        set(),
+        set(),
+    ),
+    (
         "aliased",
         {},
         {D + "train_pipeline": {"video": [{"trans_type": "CenterCropResizeVideo"}]}},
@@ -279,13 +300,24 @@ CASES = [
         set(),
         set(),
     ),
+    ("no lora", {}, {}, {"lora-r": 16, "lora-alpha": 32}, {}, {}, {"--lora-r", "--lora-alpha"}, set()),
+    (
+        "lora of defaults",
+        {},
+        {},
+        {"lora-target-modules": "proj_q"},
+        {},
+        {"train.adapters.0.rank": 8, "train.adapters.0.alpha": 16.0, "train.adapters.0.targets": ["to_q"]},
+        set(),
+        set(),
+    ),
     (
         "joined lora",
         {},
         {},
         {"lora-r": 16, "lora-target-modules": "linear_qkv"},
         {},
-        {"train.adapters.0.rank": 16, "train.adapters.0.targets": "auto"},
+        {"train.adapters.0.rank": 16, "train.adapters.0.alpha": 16.0, "train.adapters.0.targets": "auto"},
         set(),
         {"--lora-target-modules"},
     ),
@@ -356,6 +388,9 @@ CASES = [
         set(),
     ),
     ("own weights", {}, {}, {"load": "ckpt/mine"}, {}, {"init_from.path": "ckpt/mine"}, set(), set()),
+    ("of spaces", {}, {}, {"load": "my own"}, {}, {"init_from.path": "my own"}, set(), set()),
+    ("no weights", {}, {}, {"load": ""}, {}, {}, set(), set()),
+    ("beside the model", {}, {}, {"load": "Wan/mine"}, {}, {"init_from.path": "Wan/mine"}, set(), set()),
     (
         "autoencoder",
         {
@@ -398,6 +433,36 @@ CASES = [
         },
         set(),
         set(),
+    ),
+    *(
+        (
+            f"another {theirs}",
+            {P + theirs: value},
+            {},
+            {},
+            {},
+            {
+                "task.predictor.preset": REMOVED,
+                "task.predictor.num_layers": 30,
+                "task.predictor.num_attention_heads": 12,
+                "task.predictor.attention_head_dim": 128,
+                "task.predictor.ffn_dim": 8960,
+                "task.predictor.in_channels": 16,
+                "task.predictor.out_channels": 16,
+                **ours,
+            },
+            set(),
+            set(),
+        )
+        for theirs, value, ours in (
+            ("text_dim", 512, {"task.predictor.text_dim": 512}),
+            ("cross_attn_norm", False, {"task.predictor.cross_attn_norm": False}),
+            (
+                "num_heads",
+                24,
+                {"task.predictor.num_attention_heads": 24, "task.predictor.attention_head_dim": 64},
+            ),
+        )
     ),
     (
         "i2v",
@@ -454,6 +519,7 @@ CASES = [
         "high",
         {
             **OF_I2V,
+            "predictor.model_type": "wan2.2-i2v",
             "diffusion.shift": 5,
             "diffusion.min_timestep_boundary": 0.0,
             "diffusion.max_timestep_boundary": 0.358,
@@ -471,6 +537,36 @@ CASES = [
             "engine.sub_modules_to_wrap": ["predictor.{*}.blocks.{*}"],
         },
         {"diffusion.min_timestep_boundary", "diffusion.max_timestep_boundary"},
+        set(),
+    ),
+    (
+        "a share of the levels",
+        {"diffusion.max_timestep_boundary": 0.5},
+        {},
+        {},
+        {},
+        {"task.scheduler.max_timestep_boundary": 0.5},
+        set(),
+        set(),
+    ),
+    (
+        "both bounds",
+        {
+            **OF_I2V,
+            "predictor.model_type": "wan2.2-i2v",
+            "diffusion.min_timestep_boundary": 0.2,
+            "diffusion.max_timestep_boundary": 0.5,
+        },
+        {},
+        {},
+        {},
+        {
+            "task.predictor.preset": "wan2.2-i2v-a14b",
+            "task.frames": ["first"],
+            "task.scheduler.min_timestep_boundary": 0.2,
+            "task.scheduler.max_timestep_boundary": 0.5,
+        },
+        set(),
         set(),
     ),
     (
@@ -518,7 +614,70 @@ CASES = [
             "data.loader.mode": "variable",
         },
         {D + "max_hxw"},
-        {D + "force_resolution"},
+        {D + "force_resolution", D + "drop_short_ratio"},
+    ),
+    (
+        "sizes of buckets",
+        {},
+        {
+            D + "force_resolution": False,
+            D + "max_hxw": 1000,
+            D + "hw_aspect_thr": 5,
+            D + "drop_short_ratio": 0.0,
+        },
+        {},
+        {},
+        {
+            "data.train.height": REMOVED,
+            "data.train.width": REMOVED,
+            "data.train.max_height": 480,
+            "data.train.max_width": 832,
+            "data.loader.mode": "variable",
+        },
+        {D + "drop_short_ratio"},
+        {D + "force_resolution", D + "max_hxw", D + "hw_aspect_thr"},
+    ),
+    ("short clips", {}, {D + "drop_short_ratio": 0.0}, {}, {}, {}, set(), {D + "drop_short_ratio"}),
+    ("no short clips", {}, {D + "drop_short_ratio": 1.0}, {}, {}, {}, {D + "drop_short_ratio"}, set()),
+    (
+        "every frame",
+        {},
+        {D + "auto_interval": False, D + "frame_interval": 1, D + "train_fps": 16},
+        {},
+        {},
+        {"data.train.fps": None},
+        {D + "frame_interval"},
+        set(),
+    ),
+    (
+        "frames",
+        {},
+        {D + "auto_interval": True, D + "train_fps": 16},
+        {},
+        {},
+        {"data.train.fps": 16},
+        set(),
+        set(),
+    ),
+    (
+        "starts",
+        {},
+        {D + "video_processor_type": "OpensoraplanVideoProcessor"},
+        {},
+        {},
+        {"data.train.random_start": True},
+        set(),
+        set(),
+    ),
+    (
+        "other starts",
+        {},
+        {D + "video_processor_type": "CogVideoXProcessor"},
+        {},
+        {},
+        {},
+        set(),
+        {D + "video_processor_type"},
     ),
     (
         "sequential",
@@ -669,8 +828,8 @@ LANGUAGE = [
         {},
         {D + "image_max_pixels": 1024, D + "video_maxlen": 64, D + "video_fps": 2.0},
         {"data.train.frames": 64},
-        {D + "video_fps"},
-        {D + "image_max_pixels"},
+        set(),
+        {D + "image_max_pixels", D + "video_fps"},
     ),
     (
         "loader",
@@ -756,9 +915,23 @@ NEWER = [
             "train.adapters.0.targets": ["q_proj"],
             "train.adapters.0.init": "pissa",
         },
-        {T + "lora.enable"},
+        set(),
         set(),
     ),
+    (
+        "lora of defaults",
+        {T + "lora.enable": True},
+        {
+            "train.adapters.0.rank": 8,
+            "train.adapters.0.alpha": 16.0,
+            "train.adapters.0.targets": ["q_proj", "k_proj", "v_proj"],
+        },
+        set(),
+        set(),
+    ),
+    ("no lora", {T + "lora.enable": False, T + "lora.rank": 8}, {}, {T + "lora.rank"}, set()),
+    ("weights", {T + "load": "ckpt/mine"}, {"init_from.path": "ckpt/mine"}, set(), set()),
+    ("the model's weights", {T + "load": "ckpt/mm/Qwen3-VL"}, {}, {T + "load"}, set()),
     (
         "muon",
         {T + "optimizer": "muon", T + "muon_momentum": 0.9, T + "ns_steps": 4},
@@ -797,7 +970,7 @@ NEWER = [
             "parallel.context_parallel_size": 1,
             "parallel.tensor_parallel_size": 2,
         },
-        {},
+        {"train.global_batch_size": 2},
         {"parallel.ulysses_parallel_size", "parallel.context_parallel_size", "parallel.tensor_parallel_size"},
         {"parallel.ring_attention_size"},
     ),
@@ -829,13 +1002,100 @@ def test_clips_of_features_are_read_and_encoded_as_they_were_extracted(tmp_path,
     parts = {"ae": {"model_id": "wan_video_vae", "dtype": "bf16"}, "text_encoder": {"model_id": "UMT5"}}
     (extracted / "model_t2v.json").write_text(json.dumps(parts))
     reading = changed(CLIPS, {D + "cfg": 0.0, D + "num_frames": 33, L + "sampler_type": "SequentialSampler"})
+    reading["dataset_param"]["preprocess_parameters"]["video_processor_type"] = "OpensoraplanVideoProcessor"
     (extracted / "data.json").write_text(json.dumps(reading))
     own = changed(CLIPS, {"dataset_param.dataset_type": "feature", L + "shuffle": True})
     run = migrated(write(folder, changed(WAN, FEATURES), own, {"load": "w/Wan/transformer"}))
     taken, dropped, differs = lists(run)
     assert taken["data.train.num_frames"] == 33 and taken["task.caption_dropout"] == 0.0
+    assert "theirs drew the beginning once" in run.lines["data.train.random_start"].note
     assert taken["data.loader.sampler"] == "random", "the order is that of the training"
     assert taken["task.autoencoder.dtype"] == "bf16" and taken["data.cache.dir"] == "cache"
     assert taken["task.autoencoder.from_pretrained"] == "w/Wan/vae"
     assert (dropped, differs) == ({"dataset_param"}, set())
     valid(run, folder)
+
+
+def test_weights_of_a_vision_language_run_are_begun_with_unless_they_are_the_models(tmp_path, monkeypatch):
+    folder = in_folder(tmp_path, monkeypatch)
+    run = migrated(write(folder, QWEN, CHATS, {"load": "mine", "no-load-optim": True}))
+    assert run.lines["init_from.path"].value == "mine" and run.todo == []
+    run = migrated(write(folder, QWEN, CHATS, {"load": "mm/Qwen3-VL"}))
+    assert "init_from.path" not in run.lines and run.dropped[-1].key == "--load"
+
+
+def test_what_is_frozen_stays_frozen_unless_adapters_are_trained(tmp_path, monkeypatch):
+    folder, model = in_folder(tmp_path, monkeypatch), changed(QWEN, {"text_decoder.freeze": True})
+    run = migrated(write(folder, model, CHATS, {"lora-r": 4}))
+    assert run.lines["train.freeze"].value == ["model.model.language_model"]
+    run = migrated(write(folder, model, CHATS, {"lora-r": 4, "lora-target-modules": "q_proj"}))
+    assert "train.freeze" not in run.lines and run.lines["train.adapters.0.rank"].value == 4
+
+
+def test_the_adapter_that_training_begins_at_names_its_targets_itself(tmp_path, monkeypatch):
+    folder = in_folder(tmp_path, monkeypatch)
+    content = changed(ONE_FILE, {T + "lora": {"enable": True, "pretrained_lora_path": "lora", "rank": 4}})
+    run = migrated(write_one(folder, content))
+    assert {key: line.value for key, line in run.lines.items() if key.startswith("train.adapters")} == {
+        "train.adapters.0.from": "lora",
+        "train.adapters.0.rank": 4,
+    }
+    valid(run, folder)
+
+
+@pytest.mark.parametrize(
+    ("latest", "flags", "said"),
+    [
+        ("release", {}, False),
+        ("200", {}, True),
+        ("200", {"no-load-optim": True}, True),
+        ("200", {"finetune": True}, False),
+        (None, {}, True),
+        (None, {"no-load-optim": True}, False),
+    ],
+)
+def test_a_save_of_a_training_that_theirs_would_resume_is_said(latest, flags, said, tmp_path, monkeypatch):
+    folder = in_folder(tmp_path, monkeypatch)
+    if latest is not None:
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "mine/latest_checkpointed_iteration.txt").write_text(f"{latest}\n")
+    run = migrated(write(folder, WAN, CLIPS, {"load": "mine", **flags}))
+    assert run.lines["init_from.path"].value == "mine"
+    assert [text for text in run.todo if "begins at step 0" in text] == run.todo and bool(run.todo) is said
+
+
+def test_weights_beside_a_pipeline_count_as_those_of_a_training(tmp_path, monkeypatch):
+    flags = {"load": "Wan/mine", "no-load-optim": True}
+    (said,) = migrated(write(in_folder(tmp_path, monkeypatch), WAN, CLIPS, flags)).todo
+    assert said.startswith("init_from.path: Wan/mine counts as weights of a training of your own")
+    assert said.endswith("set task.predictor.from_pretrained: Wan in its place")
+
+
+def test_a_yaml_given_alone_is_launched_as_the_script_that_names_it(tmp_path, monkeypatch):
+    folder = in_folder(tmp_path, monkeypatch)
+    (run,) = MindSpeedMM().migrate([write_one(folder, ONE_FILE) / "run_config.yaml"])
+    assert (run.world, run.lines["train.global_batch_size"].value, run.todo) == (2, 4, [])
+    (folder / "train.sh").unlink()
+    (run,) = MindSpeedMM().migrate([folder / "run_config.yaml"])
+    assert run.lines["train.global_batch_size"].value == 2
+    assert run.todo[0].startswith("--nproc of the launch: no script that names run_config.yaml is here.")
+
+
+def test_ranks_and_hosts_that_only_the_script_knows_are_to_be_set(tmp_path, monkeypatch):
+    folder = write_one(in_folder(tmp_path, monkeypatch), ONE_FILE)
+    script = folder / "train.sh"
+    unknown = "--nproc_per_node $(ls /dev | wc -l) --nnodes ${PET_NNODES}"
+    launch = script.read_text()
+    script.write_text(launch.replace("--nproc_per_node", "--nproc-per-node"))
+    assert (migrated(folder).world, migrated(folder).todo) == (2, [])
+    script.write_text(launch.replace("--nproc_per_node 2", unknown))
+    ranks, hosts = migrated(folder).todo
+    assert ranks.startswith("--nproc of the launch: $(ls /dev | wc -l) is known only where the script runs.")
+    assert hosts.startswith("--nnodes of the launch: ${PET_NNODES} is known only where the script runs.")
+
+
+def test_ranks_that_share_samples_count_once_in_the_global_batch(tmp_path, monkeypatch):
+    content = changed(ONE_FILE, {"parallel.ulysses_parallel_size": 2})
+    run = migrated(write_one(in_folder(tmp_path, monkeypatch), content))
+    line = run.lines["train.global_batch_size"]
+    assert (line.value, line.note) == (2, "1 x 2 accumulated x 1 rank, as 2 of 2 share their samples")

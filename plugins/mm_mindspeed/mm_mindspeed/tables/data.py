@@ -12,6 +12,7 @@ _READ = "how their reader works"
 _SHORT = "a clip that is too short is left out, and counted in data_failures.jsonl"
 _READERS = {"DecordVideo": "decord", "torchvision": "pyav", "av": "pyav"}
 RESIZES = ("ResizeVideo", "CenterCropResizeVideo", "ResizeCropVideo", "ResizeToFill")
+_STARTS = {"OpensoraplanVideoProcessor": True, "VACEVideoProcessor": False}
 _STAGES = (*RESIZES, "ToTensorVideo", "norm_fun", "ToTensorAfterResize")
 
 
@@ -41,23 +42,26 @@ _PREPROCESS = under(
     Key("max_height", note="height, or max_height of buckets"),
     Key("max_width", note="width, or max_width of buckets"),
     Key("train_fps", "data.train.fps"),
+    Default("train_fps", "data.train.fps", 24),
+    Key("auto_interval", note="false: data.train.fps is null, every frame, and train_fps does nothing"),
     Key("cfg", "task.caption_dropout", float),
     Default("cfg", "task.caption_dropout", 0.1, "absent, theirs drops a tenth of the captions"),
     Drop("force_resolution", "one size: height, width", only=(True,)),
     Differs("force_resolution", "each clip keeps its own size up to max_hxw; here the nearest bucket has it"),
-    Drop("max_hxw", "the area of max_height and max_width"),
+    Key(
+        "max_hxw", note="of clips that keep their sizes: max_height x max_width, the largest area of buckets"
+    ),
     Drop("hw_stride", "buckets are multiples of what the model takes"),
-    Drop("hw_aspect_thr", "buckets go from 1:2 to 2:1, and crop the rest"),
+    Differs("hw_aspect_thr", "clips of other aspects are cropped here; theirs leaves them out"),
     Drop("min_num_frames", _SHORT),
-    Drop("drop_short_ratio", _SHORT, only=(0, 0.0)),
-    Differs("drop_short_ratio", "short clips go to shorter buckets here"),
-    Drop("frame_interval", "frames are taken at fps", only=(1,)),
+    Key("drop_short_ratio", note="1: short clips are left out, as here at one size; 0: kept, as in buckets"),
+    Drop("frame_interval", "frames are taken at fps, or all of them", only=(1,)),
     Drop("speed_factor", "clips keep their speed", only=(1, 1.0)),
-    Drop("auto_interval", "frames are taken at fps"),
     Drop("truncate_t_by_sp", "for their sequence parallelism"),
     Drop("keep_last", _READ, only=(False,)),
     Drop("zero_start", _READ, only=(True,)),
-    *drops("video_processor_type image_processer_type image_reader_type", _READ),
+    Key("video_processor_type", "data.train.random_start", one_of(_STARTS), "longer clips begin anywhere"),
+    *drops("image_processer_type image_reader_type", _READ),
     Key("video_reader_type", "data.train.reader.type", one_of(_READERS)),
     Key("train_pipeline.video", "data.train.interpolation", interpolation),
     Key("train_pipeline.video_and_first_frame", "data.train.interpolation", interpolation),

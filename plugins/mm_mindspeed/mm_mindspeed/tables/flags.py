@@ -52,7 +52,7 @@ FLAGS = under(
     Key("save", "run.dir", path),
     Key("save-interval", "checkpoint.every"),
     Key("log-interval", "log.every"),
-    Key("load", note="weights to begin with: task.predictor.from_pretrained, or init_from"),
+    Key("load", note="task.predictor.from_pretrained, init_from, or a model's folder, with its name"),
     Key("bf16", "engine.param_dtype", always("bf16")),
     Key("fp16", "engine.param_dtype", always("fp16")),
     Key("lora-r", "train.adapters.0.rank"),

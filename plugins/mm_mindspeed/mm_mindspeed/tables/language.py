@@ -19,7 +19,7 @@ _PIXELS = (
     "set the limits in the model's preprocessor_config.json: they are resized by the processor alone here"
 )
 _FOLDER = "as in the model's folder"
-_VIDEO = "videos are shown as `frames` pictures, evenly spread"
+_VIDEO = "videos are shown as data.train.frames images; it does nothing where there is none"
 
 _KINDS = {"huggingface": "conversations", "multimodal": "internvl/conversations"}
 _COMPUTED = {"default": "auto", "chunk": "chunked", "dynamic_chunk": "chunked"}
@@ -84,8 +84,8 @@ _PREPROCESS = under(
     Key("model_name_or_path", "data.train.processor", path),
     Differs("image_max_pixels", _PIXELS),
     Differs("image_min_pixels", _PIXELS),
-    Key("video_maxlen", "data.train.frames", note=_VIDEO),
-    Drop("video_*", _VIDEO),
+    Key("video_maxlen", "data.train.frames", note="most frames of a video, evenly spread"),
+    Differs("video_*", _VIDEO),
     *drops("use_fast_tokenizer fix_mistral_regex", _FOLDER),
     Drop("split_special_tokens", "off here too", only=(False,)),
     Key("trust_remote_code", "data.train.trust_remote_code", only=(True,)),
