@@ -101,15 +101,17 @@ def export_lora(
             for sentence in _write(stage, part, plan.planner, task.get_submodule(part.root)):
                 note(sentence)
 
-    folder = layout == "lora/peft"
-    if folder:
-        with staged_folder(out) as stage:
-            fill(stage)
-    files = sorted(path for path in out.rglob("*") if path.is_file()) if folder else _moved(out, fill)
+    files = _in_folder(out, fill) if layout == "lora/peft" else _moved(out, fill)
     if published:
-        files.append(out / "README.md" if folder else out.with_suffix(".md"))
+        files.append(out / "README.md" if out.is_dir() else out.with_suffix(".md"))
         write_durably(files[-1], card_of(plan, out.name, published))
     return files
+
+
+def _in_folder(out: Path, fill: Callable[[Path], None]) -> list[Path]:
+    with staged_folder(out) as stage:
+        fill(stage)
+    return sorted(path for path in out.rglob("*") if path.is_file())
 
 
 def _write(stage: Path, part: Part, planner: Planner, component: nn.Module) -> Iterator[str]:

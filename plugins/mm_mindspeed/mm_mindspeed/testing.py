@@ -52,7 +52,7 @@ def examples(folder: Path) -> list[Path]:
     return [folder]
 
 
-def tiny_wan() -> nn.Module:
+def tiny_wan(folder: Path) -> nn.Module:
     """Diffusers' Wan transformer of one block, with random weights."""
     from diffusers import WanTransformer3DModel
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mm_core.checkpoint import Dcp, DcpTensors
 from mm_core.contracts import TaskModule
-from mm_core.errors import CheckpointError
+from mm_core.errors import CheckpointError, plural
 from mm_core.weights import (
     AdapterLayout,
     Companions,
@@ -107,7 +107,7 @@ class MindSpeedWan:
 
     def recognises(self, path: Path) -> bool:
         """Whether a folder is one of Megatron's, or torch_dcp with MindSpeed-MM's names of Wan."""
-        if (path / LATEST).is_file() or (path / _RANK).is_dir():
+        if (path / LATEST).is_file() or any((path / each / _RANK).is_dir() for each in ("", RELEASE)):
             return True
         return Dcp().recognises(path) and any(
             ".self_attn.proj_q." in name for name in DcpTensors(path).shapes
@@ -116,7 +116,7 @@ class MindSpeedWan:
     def folders(self, path: Path) -> Sequence[str]:
         """The folder of the newest save: `release`, `iter_0000100`; [""] if it is the path itself."""
         if not (path / LATEST).is_file():
-            return [""]
+            return [RELEASE] if (path / RELEASE / _RANK).is_dir() else [""]
         newest = (path / LATEST).read_text(errors="replace").strip()
         return [newest if newest == RELEASE else f"iter_{newest:0>7}"]
 
@@ -130,7 +130,7 @@ class MindSpeedWan:
         ranks = sorted(found.name for found in saved.glob("mp_rank_*"))
         if len(ranks) > 1:
             raise CheckpointError(
-                f"this save is divided among {len(ranks)} ranks of tensor or pipeline parallelism",
+                f"this save is divided among {plural(len(ranks), 'rank')} of tensor or pipeline parallelism",
                 where=str(saved),
                 hint="join it first with MindSpeed-MM's own `mm-convert WanConverter resplit`",
             )
