@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mm_core.checkpoint import Dcp, DcpTensors
 from mm_core.contracts import TaskModule
-from mm_core.errors import CheckpointError
+from mm_core.errors import CheckpointError, plural
 from mm_core.weights import (
     AdapterLayout,
     Companions,
@@ -130,7 +130,7 @@ class MindSpeedWan:
         ranks = sorted(found.name for found in saved.glob("mp_rank_*"))
         if len(ranks) > 1:
             raise CheckpointError(
-                f"this save is divided among {len(ranks)} ranks of tensor or pipeline parallelism",
+                f"this save is divided among {plural(len(ranks), 'rank')} of tensor or pipeline parallelism",
                 where=str(saved),
                 hint="join it first with MindSpeed-MM's own `mm-convert WanConverter resplit`",
             )
