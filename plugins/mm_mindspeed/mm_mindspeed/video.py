@@ -271,7 +271,7 @@ def _reading(data: Node, run: Migrated, cached: bool) -> None:
 
 
 def _left(data: Node, key: str, value: Any, same: str | None, other: str, run: Migrated) -> None:
-    """Says what a key, or its default, means here: the same, or something different."""
+    """Lists a key, or its default: among what is dropped if it is the same here, else as different."""
     found = data.at(*key.split("."))
     place = place_of(found) if found is not None else f"default of the tool for {key}"
     if same is None:

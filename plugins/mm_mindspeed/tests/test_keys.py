@@ -1024,6 +1024,16 @@ def test_weights_of_a_vision_language_run_are_begun_with_unless_they_are_the_mod
     assert "init_from.path" not in run.lines and run.dropped[-1].key == "--load"
 
 
+@pytest.mark.parametrize(
+    ("load", "taken"), [("mine", "mine"), ("HunyuanVideo1.5/transformer/720p_t2v", None)]
+)
+def test_own_weights_of_hunyuan_video_are_begun_with(load, taken, tmp_path, monkeypatch):
+    model = {"task": "t2v", "predictor": {"model_id": "hunyuanvideo15dit"}}
+    flags = {"load": load, "no-load-optim": True}
+    run = migrated(write(in_folder(tmp_path, monkeypatch), model, CLIPS, flags))
+    assert getattr(run.lines.get("init_from.path"), "value", None) == taken
+
+
 def test_what_is_frozen_stays_frozen_unless_adapters_are_trained(tmp_path, monkeypatch):
     folder, model = in_folder(tmp_path, monkeypatch), changed(QWEN, {"text_decoder.freeze": True})
     run = migrated(write(folder, model, CHATS, {"lora-r": 4}))

@@ -70,7 +70,7 @@ Each of these is written out in the config, with a comment.
 | `OpensoraplanVideoProcessor` | longer clips begin anywhere: `data.train.random_start: true` |
 | clips of other aspects, by `hw_aspect_thr`, are left out | **no counterpart**: they are cropped |
 | `force_resolution: false`, no `drop_short_ratio` | **no counterpart**: theirs leaves short clips out |
-| `--load` of a training's save goes on with its step | `init_from` begins at step 0: `mm migrate` says so |
+| `--load` of a training's save goes on with its step | `init_from` begins at step 0, which is printed |
 | `--lora-target-modules`, `lora.enable: true` | only these make adapters; by default of rank 8 and alpha 16 |
 | a clip that cannot be read is replaced by one at random | it is left out, and counted |
 | `cutoff_len` is absent | `data.train.max_length: 1024`; of scripts it is `--seq-length` |
