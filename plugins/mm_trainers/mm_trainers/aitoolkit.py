@@ -119,6 +119,7 @@ def _model(source: Source) -> str:
         what, accepted = f"the architecture {arch!r} has no counterpart here", ", ".join([*_WAN, *_PIPELINES])
         hint = "other pipelines of flow matching are added by a recipe: docs/diffusers-family.md"
         raise ConfigError(what, where=where, accepted=accepted, hint=hint)
+    source.run.set("task.type", source.run.lines["task.type"].value, where)
     source.run.set("task.latents", "sample", "default of the tool", "a draw of the autoencoder's posterior")
     return arch
 

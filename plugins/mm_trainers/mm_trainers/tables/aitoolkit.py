@@ -37,7 +37,7 @@ SCHEDULES |= {"cosine_with_restarts": "cosine"}  # theirs restarts after the who
 
 
 JOB: tuple[Row, ...] = (
-    Key("job", note="extension, train: trainings"),
+    Drop("job", "the type of each process counts"),
     Key("config.name", "run.name", str),
     Key("config.process", note="each process that trains becomes a config, by the table below"),
     Drop("meta*", EXPORT),
