@@ -58,7 +58,7 @@ def migrates(probe: Probe) -> None:
         probe.expect(not unplaced, f"{', '.join(unplaced[:3])} came from nowhere", accepted="a place")
         without_reason = [left.key for left in (*run.dropped, *run.differs) if not left.why]
         probe.expect(not without_reason, f"{', '.join(without_reason[:3])} is left out without a reason")
-        file = probe.folder / f"migrated_{number}.yaml"
+        file = Path(tempfile.mkdtemp(dir=probe.folder)) / f"migrated_{number}.yaml"
         file.write_text(to_yaml(run), encoding="utf-8")
         try:
             load_config(file)
@@ -92,7 +92,7 @@ def accounts(probe: Probe) -> None:
 
 def _sources(paths: Sequence[Path]) -> Iterator[tuple[Path, Node]]:
     for path in paths:
-        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        for file in sorted(path.iterdir()) if path.is_dir() else [path]:
             with suppress(MMError):  # another file of the run, such as rows
                 if file.suffix == ".sh":
                     for program in read_script(file).programs():

@@ -76,7 +76,7 @@ def _run(root: Node, process: Node) -> Migrated:
         what = f"a process of the type {kind!r} is no training that is known here"
         raise ConfigError(what, where=where, accepted=", ".join(_TRAINS))
     run.set("run.name", run.name, where)
-    run.set("engine.type", "fsdp2", where)
+    run.set("engine.type", "fsdp2", where, f"job: {root.value['job'].value}")
     arch = _model(source)
     apply(JOB, root, run)
     apply(PROCESS, source.node, run)

@@ -84,7 +84,7 @@ VLM = {
 def test_a_small_run_has_the_defaults_of_the_tool_and_alpha_of_twice_the_rank(sft, lists):
     run = migrated(sft())
     taken, dropped, differs = lists(run)
-    assert (taken, [*dropped], [*differs]) == (VLM, ["do_train"], ["image_max_pixels"])
+    assert (taken, [*dropped], [*differs]) == (VLM, ["do_train", "chats.formatting"], ["image_max_pixels"])
     assert run.lines["train.adapters.0.alpha"].note == "absent, twice the rank; ours is the rank"
     assert any("times the ranks" in each for each in run.todo)
 
@@ -103,7 +103,8 @@ def test_a_whole_model_of_text_with_steps_and_warm_up(sft, lists):
         },
     }
     taken, dropped, differs = lists(migrated(sft(**changed)))
-    assert (dropped.keys(), differs) == ({"do_train", "num_train_epochs", "lora_rank"}, {})
+    told = {"do_train", "num_train_epochs", "lora_rank", "chats.formatting"}
+    assert (dropped.keys(), differs) == (told, {})
     changes = {key: value for key, value in taken.items() if VLM.get(key, "absent") != value}
     assert changes == {
         "task.from_pretrained": "hub:Qwen/Qwen3-4B",

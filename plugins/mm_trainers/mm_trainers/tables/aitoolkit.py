@@ -37,7 +37,7 @@ SCHEDULES |= {"cosine_with_restarts": "cosine"}  # theirs restarts after the who
 
 
 JOB: tuple[Row, ...] = (
-    Drop("job", "the type of each process counts"),
+    Key("job", note="extension, train: trainings"),
     Key("config.name", "run.name", str),
     Key("config.process", note="each process that trains becomes a config, by the table below"),
     Drop("meta*", EXPORT),
