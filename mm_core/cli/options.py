@@ -41,15 +41,24 @@ def config_of(args: argparse.Namespace, *more: str, fetch: Fetch = False) -> Run
     Raises:
         MMError: lists every error in the config; or it is a file of another tool.
     """
-    from mm_core.config.load import load_config
+    from mm_core.config.load import included_files, load_config
 
+    included = included_files(Path(args.config))
     try:
+        _refuse_foreign(included)  # some of their keys are also ours
         return load_config(args.config, [*args.overrides, *more], allow_code=args.allow_code, fetch=fetch)
-    except ConfigError as error:
+    except ConfigError:
+        _refuse_foreign([Path(args.config)])
+        raise
+
+
+def _refuse_foreign(files: Iterable[Path]) -> None:
+    for file in files:
         from mm_core.interchange import foreign
         from mm_core.plugin.registry import get_registry
 
-        raise foreign(get_registry(), Path(args.config)) or error from None
+        if error := foreign(get_registry(), file):
+            raise error from None
 
 
 def count(text: str) -> int:

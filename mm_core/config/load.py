@@ -6,6 +6,7 @@ import os
 import re
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -140,6 +141,14 @@ def load_with_places(
         unknown_commands=unknown_commands(config, root, sources),
     )
     return with_task_values(config), root
+
+
+def included_files(path: Path) -> Sequence[Path]:
+    """The files that a config includes, by which others are included too; as far as they can be read."""
+    sources = Sources()
+    with suppress(ConfigError):
+        _ConfigReader(sources).read(path, ())
+    return sources.files()[1:]
 
 
 class _ConfigReader:

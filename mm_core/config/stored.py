@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,6 +81,13 @@ class Sources:
         within = any(self._files[str(other)] for other in chain[:-1])
         stored = self.stored if self.stored is not None else within or is_stored(path)
         self._files |= {str(path): stored, str(chain[-1]): stored}
+
+    def files(self) -> Sequence[Path]:
+        """The files that were noted, each once."""
+        found: dict[Path, Path] = {}
+        for file in map(Path, self._files):
+            found.setdefault(file.resolve(), file)
+        return [*found.values()]
 
     def withholds(self, node: Node) -> bool:
         """Whether a stored run's config must not read the environment at this value.

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from mm_core.config.load import load_config
 from mm_core.errors import MMError
-from mm_core.interchange import Migrated, to_yaml
+from mm_core.interchange import Migrated, Node, read_script, read_source, to_yaml
 from mm_core.plugin.records import one_line
 from mm_core.testing.kit import Kit, Probe, by_name
 
@@ -55,7 +58,7 @@ def migrates(probe: Probe) -> None:
         probe.expect(not unplaced, f"{', '.join(unplaced[:3])} came from nowhere", accepted="a place")
         without_reason = [left.key for left in (*run.dropped, *run.differs) if not left.why]
         probe.expect(not without_reason, f"{', '.join(without_reason[:3])} is left out without a reason")
-        file = probe.folder / f"migrated_{number}.yaml"
+        file = Path(tempfile.mkdtemp(dir=probe.folder)) / f"migrated_{number}.yaml"
         file.write_text(to_yaml(run), encoding="utf-8")
         try:
             load_config(file)
@@ -65,5 +68,38 @@ def migrates(probe: Probe) -> None:
             )
 
 
-KIT = Kit(by_name(strangers, migrates))
+def accounts(probe: Probe) -> None:
+    """Each key of the author's example is the place of a line, or is in a list or a note: none is lost."""
+    migration: Any = probe.build()
+    paths = [Path(path) for path in probe.examples or ()]
+    runs = [*migration.migrate(paths)]
+    lines = [line for run in runs for line in run.lines.values()]
+    left = [each for run in runs for each in (*run.dropped, *run.differs)]
+    places = [each.place.rpartition(" ") for each in (*lines, *left)]
+    texts = [*(line.note for line in lines), *(text for run in runs for text in (*run.todo, run.launch))]
+    words = {word for text in texts for word in re.split(r"[\s,:;()]+", text)}
+    whole = {Path(line.value).name for line in lines if isinstance(line.value, str)}
+    lost = [
+        f"{file.name} {leaf.path}"
+        for file, root in _sources(paths)
+        for leaf in root.leaves()
+        if file.name not in whole and leaf.path not in words
+        if not any(f".{key}." in f".{leaf.path}." for at, _, key in places if at.split(":")[0] == file.name)
+    ]
+    what = f"{', '.join(lost[:5])}: in no list, and no line came from it"
+    probe.expect(not lost, what, hint="give it a row that is a Drop or a Differs, or name it as a place")
+
+
+def _sources(paths: Sequence[Path]) -> Iterator[tuple[Path, Node]]:
+    for path in paths:
+        for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+            with suppress(MMError):  # another file of the run, such as rows
+                if file.suffix == ".sh":
+                    for program in read_script(file).programs():
+                        yield from ((file, flags) for flags in (program.launcher, program.flags))
+                elif file.suffix in (".json", ".yaml", ".yml", ".toml"):
+                    yield file, read_source(file)
+
+
+KIT = Kit(by_name(strangers, migrates, accounts))
 """The conformance checks of migrations."""

@@ -10,7 +10,7 @@ from mm_core.plugin.scaffold.new_plugin import template_of
 from mm_core.testing.kit import Examination
 from support.conformance import edited
 
-CHECKS = ("strangers", "migrates")
+CHECKS = ("strangers", "migrates", "accounts")
 
 
 @pytest.fixture
@@ -53,6 +53,12 @@ def test_the_example_of_a_new_plugin_keeps_the_contract(good):
             "came from nowhere",
         ),
         ("migrates", '"optimizer.lr"', '"optimizer.rate"', "rate"),
+        (
+            "accounts",
+            'Key("trainer.rate", "optimizer.lr")',
+            'Key("trainer.rate")',
+            "trainer.rate: in no list",
+        ),
         ("migrates", "clips are not mixed here", "", "without a reason"),
         ("migrates", 'return [folder / "settings.json"]', "return []", "no example"),
     ],

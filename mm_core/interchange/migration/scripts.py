@@ -10,6 +10,8 @@ from pathlib import Path
 from mm_core.config.yaml_nodes import read_plain
 from mm_core.schema.nodes import Node, from_python
 
+_LAUNCHERS = frozenset({"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"})
+_LAUNCHERS |= {"deepspeed", "deepspeed.launcher.runner"}
 _FLAG = re.compile(r"--?[A-Za-z][\w.-]*")
 
 
@@ -55,11 +57,13 @@ class Script:
         found = []
         for words in self.commands:
             texts = [word.text for word in words]
-            named = [i for i, text in enumerate(texts) if text.endswith(".py") or texts[i - 1 : i] == ["-m"]]
+            modules = [i for i, before in enumerate(texts[:-1], 1) if before == "-m"]
+            start = max((i + 1 for i in modules if texts[i] in _LAUNCHERS), default=0)
+            named = [i for i in range(start, len(texts)) if i in modules or texts[i].endswith(".py")]
             if named:
                 after = words[named[0] + 1 :]
                 flag = next((i for i, word in enumerate(after) if _FLAG.match(word.text)), len(after))
-                launcher = self.flags(words[: named[0]])
+                launcher = self.flags(words[start : named[0] - (named[0] in modules)])
                 found.append(Program(words[named[0]], launcher, after[:flag], self.flags(after[flag:])))
         return found
 

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from operator import add, mod, mul, sub
 from pathlib import Path
 
 from mm_core.errors import ConfigError
 from mm_core.files import read_plain
+from mm_core.interchange.migration.arithmetic import calculated
 from mm_core.interchange.migration.scripts import Script, Unrun, Word
 
 MOST, MOST_EXPANDED = 256 * 1024, 4_000_000
 """Most characters in a script, and in all that its variables expand to: `A=$A$A` doubles in every line."""
-_LARGEST = 2**63
+_PIECE = 32  # characters that a part of a word counts as, however short
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-_BRACED = re.compile(r"([A-Za-z_]\w*)(?:\[([@*]|\d+)\]|:?-(.*))?\Z", re.DOTALL)
+_BRACED = re.compile(r"([A-Za-z_]\w*)(?:\[([@*]|\d+)\]|(:?-)(.*))?\Z", re.DOTALL)
+_CHANGED = re.compile(r"(\w+)\s*(?:[-+*/%&|^]|<<|>>)?=(?!=)|(\w+)\s*(?:\+\+|--)|(?:\+\+|--)\s*(\w+)")
 _REDIRECT = re.compile(r"(?:\d+|&)?(<<<|<<-?|[<>]&|>>|>\||[<>])")
 _PLAIN, _IN_SINGLE = re.compile(r"""[^\s\\;&|<>()$`'"]+"""), re.compile(r"[^'\n]+|\n")
 _IN_DOUBLE = re.compile(r'[^"$`\\\n]+|\n')
@@ -74,6 +74,8 @@ class _Reader:
         self.variables = variables  # name -> its items; one, unless it is an array
         self.words: list[list[_Piece]] = []
         self.open: list[str] = []  # what ends the blocks that are open, which are not evaluated
+        self.either = False  # whether `&&` or `||` decides about this statement
+        self.typed: set[str] = set()  # whose values `declare -i` and the like change
         self.documents: list[str] = []  # here-documents that begin with the next line
 
     def read(self) -> None:
@@ -89,8 +91,10 @@ class _Reader:
             elif redirect:
                 self._redirected(redirect)
             elif char in "\n;&|":
-                self._skip(1)
+                sign = self._skip(2 if self.text.startswith(("&&", "||"), self.at) else 1)
+                kept = self.either and not self.words  # `&&` at the end of a line
                 self._ended()
+                self.either = kept or sign in ("&&", "||")
                 self._skip_documents(char)
             elif char in "()":
                 self._bracket(char)
@@ -130,6 +134,13 @@ class _Reader:
             self._ended()
             if self.open[-1:] == [")"]:
                 self.open.pop()
+        elif self.text.startswith("((", self.at):
+            line, text = self.line, self._balanced("(", ")")
+            names = [name for found in _CHANGED.findall(text) for name in found if name]
+            self._note(text, "this arithmetic is not evaluated", line, bool(names))
+            self._forget(names, line)
+            self.words.append([_Piece(text, line)])
+            return
         elif self.words:  # the definition of a function
             self._note(_shown(self.words), "a function is not evaluated")
             self._skip(self.text.find(")", self.at) - self.at if ")" in self.text[self.at :] else 1)
@@ -143,13 +154,19 @@ class _Reader:
         assigned = _ASSIGNED.match(self.text, self.at)
         before = _begun(self.words)
         first = _shown(before[:1])
-        names = all(map(_is_assignment, before[1:]))
+        options = [_shown([word]) for word in before[1:] if not _is_assignment(word)]
+        names = all(first in _EXPORTS and option.startswith("-") for option in options)
         if assigned and names and (not before or first in _EXPORTS or _is_assignment(before[0])):
             line = self.line
             self._skip(len(assigned[0]))
             items = self._array() if self.text.startswith("(", self.at) else [self._pieces()]
             self.words.append([_Piece(assigned[0], line), *(p for item in items for p in item)])
-            if not self.open:
+            if any(re.search("[^-agrx]", option) for option in options):
+                self._note(_shown(_begun(self.words)), "its values are not evaluated", line, True)
+                self.typed.add(assigned[1])
+            if self.either or assigned[1] in self.typed:
+                self._forget([assigned[1]], line)
+            elif not self.open:
                 self._assign(assigned[1], items, bool(assigned[2]), first == "export")
         else:
             self.words.append(self._pieces())
@@ -177,6 +194,11 @@ class _Reader:
         self.variables[name] = [*before, *items]
         if exported:
             self.script.exports[name] = " ".join(_shown([item]) for item in self.variables[name])
+
+    def _forget(self, names: Iterable[str], line: int) -> None:
+        """Only a shell that runs the script knows the values of these variables."""
+        for name in names if not self.open else ():
+            self.variables[name] = [[_Piece(f"${name}", line, True, True)]]
 
     def _pieces(self) -> list[_Piece]:
         """The next word, up to a space or operator outside of quotes."""
@@ -259,59 +281,42 @@ class _Reader:
             match = _BRACED.match(inner[1:-1])
             if match is None:
                 return self._unknown("$" + inner, line, "this expansion is not evaluated")
-            return self._value(match[1], match[2], match[3], "$" + inner, line, quoted)
+            return self._value(match[1], "$" + inner, line, quoted, *match.groups("")[1:])
         if self.text.startswith(("'", '"'), self.at):
             return []  # $'...'
         if name := _NAME.match(self.text, self.at):
-            return self._value(self._skip(len(name[0])), None, None, "$" + name[0], line, quoted)
+            return self._value(self._skip(len(name[0])), "$" + name[0], line, quoted)
         if self.text[self.at : self.at + 1] and self.text[self.at] in "0123456789@*#?$!-":
             return self._unknown("$" + self._skip(1), line, "an argument of the script, or its state")
         return [_Piece("$", line, quoted)]
 
     def _value(
-        self, name: str, index: str | None, default: str | None, text: str, line: int, quoted: bool
+        self, name: str, text: str, line: int, quoted: bool, at: str = "", sign: str = "", other: str = ""
     ) -> list[_Piece]:
         items = self.variables.get(name)
-        if items is None and default is not None:
-            text = '"' + default.replace('"', "") + '"'
+        if sign and (not items or (sign == ":-" and not _shown(items[:1]))):
+            text = '"' + other.replace('"', "") + '"'
             items = [_Reader(self.script, text, line, self.variables)._pieces()]
         if items is None:
             return self._unknown(text, line, f"{name} is not set in this script")
-        place = int(index) if index and index.isdigit() else 0
-        chosen = items if index in ("@", "*") else items[place : place + 1]
-        self.script.expanded += sum(len(piece.text) for item in chosen for piece in item)
+        place = int(at) if at.isdigit() else 0
+        chosen = items if at in ("@", "*") else items[place : place + 1]
+        self.script.expanded += sum(len(piece.text) + _PIECE for item in chosen for piece in item)
         if self.script.expanded > MOST_EXPANDED:
             where, accepted = f"{self.script.path}:{line}", f"{MOST_EXPANDED:,} characters"
             raise ConfigError(
                 "the variables of this script expand to too much", where=where, accepted=accepted
             )
-        if index in ("@", "*"):
+        if at in ("@", "*"):
             return [piece for item in chosen for piece in (_Piece(" ", line), *item)][1:]
         return [replace(piece, solid=quoted or piece.unknown) for item in chosen for piece in item]
 
     def _arithmetic(self, text: str, line: int) -> list[_Piece]:
         try:
-            tree = ast.parse(
-                re.sub(r"\$\{?(\w+)\}?", r"\1", text[2:-2]).strip().replace("\n", " "), mode="eval"
-            )
-            return [_Piece(str(self._number(tree.body)), line)]
-        except (SyntaxError, ValueError, ArithmeticError, MemoryError):
+            value = calculated(text[2:-2], lambda name: _shown(self.variables[name][:1]))
+            return [_Piece(str(value), line)]
+        except ValueError:
             return self._unknown("$" + text, line, "this arithmetic is not evaluated")
-
-    def _number(self, node: ast.expr) -> int:
-        if isinstance(node, ast.Constant) and type(node.value) is int:
-            value = node.value
-        elif isinstance(node, ast.Name) and node.id in self.variables:
-            value = int(_shown(self.variables[node.id][:1]))
-        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            value = -self._number(node.operand)
-        elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-            value = _OPERATORS[type(node.op)](self._number(node.left), self._number(node.right))
-        else:
-            raise ValueError
-        if abs(value) >= _LARGEST:
-            raise ValueError
-        return value
 
     def _ended(self) -> None:
         """Evaluates the statement whose words were read."""
@@ -330,26 +335,15 @@ class _Reader:
         elif first in _BLOCKS:
             self._note(_shown(words), "conditions, loops and functions are not evaluated", words[0][0].line)
             self.open.append(_BLOCKS[first])
-        elif first in _MAY_SET:
+        elif first in _MAY_SET or _shown(words[:2]) == "printf -v":
             why = f"`{first}` is not run: it may set variables"
             self._note(_shown(words), why, words[0][0].line, True)
+            self._forget((name[0] for word in words[1:] if (name := _NAME.match(_shown([word])))), self.line)
+        elif self.either and (first in _EXPORTS or all(map(_is_assignment, words))):
+            self._note(_shown(words), "the command before it decides whether it runs", words[0][0].line, True)
         elif first not in _EXPORTS:
             command = tuple(map(_word_of, _split_all(w for w in words if not _is_assignment(w))))
             self.script.commands += [command] if command else []
-
-
-def _quotient(left: int, right: int) -> int:
-    """As a shell divides: towards 0."""
-    return abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)
-
-
-_OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: add,
-    ast.Sub: sub,
-    ast.Mult: mul,
-    ast.Div: _quotient,
-    ast.Mod: mod,
-}
 
 
 def _begun(words: list[list[_Piece]]) -> list[list[_Piece]]:

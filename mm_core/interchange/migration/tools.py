@@ -47,9 +47,17 @@ def foreign(registry: Registry, path: Path) -> ConfigError | None:
             migration = _built(registry, each.qualified)
             if not migration.recognise([path]):
                 continue
-            command = f"`mm migrate {path} --out run.yaml` makes a config of it, or give its folder"
-            return ConfigError(f"this is a file of {migration.tool}", where=str(path), hint=command)
+            hint = f"`mm migrate {path} --out run.yaml` makes a config of it, or give its folder"
+            if not _starts(migration, path):
+                hint = "it starts no run alone: give `mm migrate` all files of the run, or their folder"
+            return ConfigError(f"this is a file of {migration.tool}", where=str(path), hint=hint)
     return None
+
+
+def _starts(migration: Migration, path: Path) -> bool:
+    with suppress(MMError):
+        return bool(migration.migrate([path]))
+    return False
 
 
 def _built(registry: Registry, name: str) -> Migration:

@@ -76,7 +76,7 @@ def _run(root: Node, process: Node) -> Migrated:
         what = f"a process of the type {kind!r} is no training that is known here"
         raise ConfigError(what, where=where, accepted=", ".join(_TRAINS))
     run.set("run.name", run.name, where)
-    run.set("engine.type", "fsdp2", where)
+    run.set("engine.type", "fsdp2", where, f"job: {root.value['job'].value}")
     arch = _model(source)
     apply(JOB, root, run)
     apply(PROCESS, source.node, run)
@@ -119,6 +119,7 @@ def _model(source: Source) -> str:
         what, accepted = f"the architecture {arch!r} has no counterpart here", ", ".join([*_WAN, *_PIPELINES])
         hint = "other pipelines of flow matching are added by a recipe: docs/diffusers-family.md"
         raise ConfigError(what, where=where, accepted=accepted, hint=hint)
+    source.run.set("task.type", source.run.lines["task.type"].value, where)
     source.run.set("task.latents", "sample", "default of the tool", "a draw of the autoencoder's posterior")
     return arch
 

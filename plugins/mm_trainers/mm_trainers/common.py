@@ -87,6 +87,10 @@ class Source:
         """Lists what has no counterpart."""
         self.run.differs.append(Left(self.place(path), path, self.get(path, ""), why))
 
+    def drop(self, path: str, why: str) -> None:
+        """Lists what does nothing here."""
+        self.run.dropped.append(Left(self.place(path), path, self.get(path, ""), why))
+
     def take_off(self, why: str, *keys: str) -> None:
         """Moves lines of ours to what does nothing here."""
         for key in keys:

@@ -10,7 +10,7 @@ from mm_core.errors import ConfigError
 from mm_core.interchange import Left, Migrated, Node, apply, read_source
 from mm_trainers.common import Source, checked, file_of, files_of, settle, words
 from mm_trainers.tables.arguments import ARGUMENTS
-from mm_trainers.tables.llamafactory import LLAMA_FACTORY
+from mm_trainers.tables.llamafactory import DATA_SET, LLAMA_FACTORY, ROWS
 
 _SUFFIXES = (".yaml", ".yml", ".json")
 _SEES = re.compile(
@@ -20,7 +20,6 @@ _VISUAL = re.compile(r"qwen|glm|moss|keye|dots", re.I)
 _TOWER = {True: "model.model.visual", False: "model.model.vision_tower"}
 _PROJECTOR = {True: "model.model.visual.merger", False: "model.model.multi_modal_projector"}
 """Whether the tower holds the projector -> their paths."""
-_ROWS = "rows of instruction, input and output: write them as messages, or as query and response"
 _SHRINKS = "theirs shrinks larger images before the processor; here the processor alone decides"
 _RANKS = "train.global_batch_size: of one rank; theirs is that times the ranks"
 _PACKED = "theirs packs without masks, so that conversations see each other; here each sees itself"
@@ -126,6 +125,7 @@ def _of_factory(source: Source) -> Migrated:
             f"the stage {stage!r} has no counterpart here", where=source.place("stage"), accepted=accepted
         )
     apply(LLAMA_FACTORY, source.node, run)
+    source.set("task.type", "pretrained", "stage")
     name = f"{source.get('model_name_or_path')} {source.get('template', '')}"
     sees = _task(source, name)
     if kind not in ("lora", "full"):
@@ -142,7 +142,7 @@ def _of_factory(source: Source) -> Migrated:
         source.set("data.train.packing", True, "packing")
         source.differ("packing", _PACKED)
     if "template" in source.node.value:
-        run.todo.append("the chat template is the model's own: see `mm data inspect`")
+        run.todo.append("template: the model's own, see `mm data inspect`")
     length = run.lines["data.train.max_length"]
     run.set("data.train.max_length", length.value, length.place, _CUT)
     _settle(source, [])
@@ -163,7 +163,8 @@ def _adapter(source: Source) -> None:
         source.take_off("the files of the adapter decide", f"{start}.rank")
         return
     target = source.get("lora_target", "all")
-    source.set(f"{start}.targets", "auto" if target == "all" else words(target), "lora_target")
+    modules = "auto" if target == "all" else words(target)
+    source.set(f"{start}.targets", modules, "lora_target", "by finetuning_type")
     source.fill(f"{start}.rank", 8, "lora_rank")
     alpha = 2.0 * run.lines[f"{start}.rank"].value
     source.take(f"{start}.alpha", "lora_alpha", alpha, "absent, twice the rank; ours is the rank")
@@ -218,17 +219,17 @@ def _sources(source: Source, path: str, ours: str) -> None:
         start, info = f"{ours}.sources.{number}", known.at(name) if known is not None else None
         entry = Source(info or Node({}, source.node.where, ""), source.run)
         named = entry.get("file_name", f"{name}.json")
-        source.set(f"{start}.annotations", str(PurePosixPath(folder) / str(named)), path)
+        by, key = (source, path) if entry.get("file_name") is None else (entry, "file_name")
+        by.set(f"{start}.annotations", str(PurePosixPath(folder) / str(named)), key)
         source.set(f"{start}.folder", str(source.get("media_dir", folder)), path)
-        if info is None and known is None:
+        if known is None:
             continue
+        apply(DATA_SET, known.holding({name: info} if info is not None else {}), source.run)
         why = ""
         if entry.get("file_name") is None:
             why = "no file of this name is in dataset_info.json: fetch it, and name its file"
-        elif entry.get("formatting", "alpaca") != "sharegpt":
-            why = _ROWS
-        elif entry.get("ranking", False) or entry.get("columns.chosen"):
-            why = "preferences are of another stage"
+        elif entry.get("formatting") is None:
+            why = ROWS
         if why:
             source.run.differs.append(Left(source.place(path), name, name, why))
 

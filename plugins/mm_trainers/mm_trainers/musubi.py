@@ -28,6 +28,7 @@ _WAN = {
     "t2v-A14B": ("wan2.2-t2v-a14b", "Wan2.2-T2V-A14B"),
     "i2v-A14B": ("wan2.2-i2v-a14b", "Wan2.2-I2V-A14B"),
 }
+_EDGE = "--timestep_boundary"
 _EDGES = {"wan2.2-t2v-a14b": 0.875, "wan2.2-i2v-a14b": 0.9}
 _OLD = {"--edit": "edit", "--edit_plus": "edit-2509"}
 _PIPELINES = {
@@ -123,6 +124,7 @@ def _run(script: Script, program: Program, match: re.Match[str], tomls: Sequence
         run.differs.append(Left(f"{script.path.name}:{first.line}", first.text, "", why))
     _density(flags)
     _optimizer(flags)
+    _checkpoints(flags)
     if match[2]:
         _adapter(flags, pipeline)
     else:
@@ -171,6 +173,10 @@ def _wan(flags: Source) -> None:
     preset, name = _WAN[task]
     pair, folder = preset in models.PAIRS, f"hub:Wan-AI/{name}-Diffusers"
     both = flags.get("--dit_high_noise") is not None
+    if (edge := flags.get(_EDGE)) is not None and pair and both:
+        flags.set("task.predictor.boundary", edge / 1000 if edge > 1 else edge, _EDGE)
+    elif edge is not None:
+        flags.drop(_EDGE, "it is read only where both experts are trained")
     alone = "high" if flags.get("--min_timestep", 0) >= 500 else "low"
     models.set_wan(run, preset, folder, flags.place("--task"), "both" if both else alone)
     if pair:
@@ -222,7 +228,7 @@ def _bounds(flags: Source) -> None:
     trained = run.lines.get("task.predictor.train")
     if edge in (low, high) and trained is not None and trained.value != "both":
         why = "the expert's own share of the timesteps, by task.predictor.boundary"
-        run.dropped.append(Left(flags.place(bound), bound, flags.get(bound), why))
+        flags.drop(bound, why)
     else:
         shift = run.lines["task.scheduler.shift"].value
         for ours, flag, time in (("min", "--max_timestep", high), ("max", "--min_timestep", low)):
@@ -230,6 +236,16 @@ def _bounds(flags: Source) -> None:
             flags.set(f"task.scheduler.{ours}_timestep_boundary", share, flag, "counted from noise")
     if not flags.get("--preserve_distribution_shape", False):
         flags.differ(bound, _SQUEEZED)
+
+
+def _checkpoints(flags: Source) -> None:
+    """They keep those of the last steps, here is how many."""
+    path = "--save_last_n_steps"
+    every, last = flags.get("--save_every_n_steps"), flags.get(path)
+    if last is not None and every:
+        flags.set("checkpoint.keep", last // every + 1, path, f"those of the last {last} steps")
+    elif last is not None:
+        flags.drop(path, "it does nothing without save_every_n_steps")
 
 
 def _optimizer(flags: Source) -> None:
@@ -308,7 +324,7 @@ def _base(flags: Source, adapted: bool) -> None:
 def _data(data: Source, flags: Source) -> None:
     run, every = data.run, [f"datasets.{number}" for number in range(len(data.node.items("datasets")))]
     apply(DATASETS, data.node, run)
-    run.set("data.train.type", "media_text", file_of(data.node).name)
+    flags.set("data.train.type", "media_text", "--dataset_config", file_of(data.node).name)
     run.set("task.caption_dropout", 0.0, "default of the tool", "it drops no captions")
     run.set("data.cache.dir", "cache", "theirs caches")
     run.set("data.cache.missing", "encode", "theirs caches", "or `mm cache build` fills it before the run")
@@ -344,7 +360,7 @@ def _data(data: Source, flags: Source) -> None:
     size, path = first["batch_size"]
     data.set("train.micro_batch_size", size, path)
     steps = flags.get("--gradient_accumulation_steps", 1)
-    note = f"{size} x {steps} accumulated x {plural(run.world, 'rank')}"
+    note = f"{size} x {steps} accumulated x {plural(run.world, 'rank')} of --num_processes"
     flags.set("train.global_batch_size", size * steps * run.world, "--gradient_accumulation_steps", note)
 
 

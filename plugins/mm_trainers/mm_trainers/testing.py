@@ -66,8 +66,8 @@ def musubi_tuner(folder: Path) -> list[Path]:
 def llama_factory(folder: Path) -> list[Path]:
     """Writes a run of LLaMA-Factory: a LoRA of Qwen3-VL 4B."""
     (folder / "data").mkdir()
-    _written(folder / "data" / "dataset_info.json", _INFO)
-    return [_written(folder / "sft.yaml", _LLAMA_FACTORY)]
+    info = _written(folder / "data" / "dataset_info.json", _INFO)
+    return [_written(folder / "sft.yaml", _LLAMA_FACTORY), info]
 
 
 def training_arguments(folder: Path) -> list[Path]:

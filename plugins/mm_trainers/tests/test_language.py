@@ -84,7 +84,7 @@ VLM = {
 def test_a_small_run_has_the_defaults_of_the_tool_and_alpha_of_twice_the_rank(sft, lists):
     run = migrated(sft())
     taken, dropped, differs = lists(run)
-    assert (taken, [*dropped], [*differs]) == (VLM, ["do_train"], ["image_max_pixels"])
+    assert (taken, [*dropped], [*differs]) == (VLM, ["do_train", "chats.formatting"], ["image_max_pixels"])
     assert run.lines["train.adapters.0.alpha"].note == "absent, twice the rank; ours is the rank"
     assert any("times the ranks" in each for each in run.todo)
 
@@ -103,7 +103,8 @@ def test_a_whole_model_of_text_with_steps_and_warm_up(sft, lists):
         },
     }
     taken, dropped, differs = lists(migrated(sft(**changed)))
-    assert (dropped.keys(), differs) == ({"do_train", "num_train_epochs", "lora_rank"}, {})
+    told = {"do_train", "num_train_epochs", "lora_rank", "chats.formatting"}
+    assert (dropped.keys(), differs) == (told, {})
     changes = {key: value for key, value in taken.items() if VLM.get(key, "absent") != value}
     assert changes == {
         "task.from_pretrained": "hub:Qwen/Qwen3-4B",
@@ -139,6 +140,27 @@ def test_adapters_quantised_bases_and_frozen_parts(sft, lists):
     assert taken["train.freeze"] == ["model.model.vision_tower", "model.model.multi_modal_projector"]
 
 
+def test_every_key_of_a_data_set_is_read_or_told(sft, written, lists):
+    file = sft()
+    usual = {"columns": {"messages": "messages", "images": "images"}, "tags": {"role_tag": "role"}}
+    written("data/dataset_info.json", json.dumps({"chats": {**INFO["chats"], "split": "train", **usual}}))
+    run = migrated(file)
+    _, dropped, differs = lists(run)
+    assert differs.keys() == {"image_max_pixels", "chats.split"}
+    assert {key for key in dropped if key.startswith("chats.")} == {
+        *("chats.formatting", "chats.columns.messages", "chats.columns.images", "chats.tags.role_tag"),
+    }
+    assert run.lines["data.train.sources.0.annotations"].place == "dataset_info.json:1 chats.file_name"
+    odd = {"num_samples": 9, "hf_hub_url": "org/x", "ranking": True, "colour": "blue"}
+    odd |= {"columns": {"messages": "talk", "chosen": "good"}, "tags": {"user_tag": "me"}}
+    written("data/dataset_info.json", json.dumps({"chats": {**INFO["chats"], **odd, "formatting": "alpaca"}}))
+    _, _, differs = lists(migrated(file))
+    assert {key.removeprefix("chats.") for key in differs} == {
+        *("image_max_pixels", "formatting", "num_samples", "hf_hub_url", "ranking", "colour"),
+        *("columns.messages", "columns.chosen", "tags.user_tag"),
+    }
+
+
 def test_data_sets_are_found_by_the_file_that_describes_them(sft, lists):
     changed = {"dataset": "chats, alpaca,far", "eval_dataset": "more", "eval_steps": 50, "max_samples": 9}
     taken, _, differs = lists(migrated(sft(**changed, default_system="Be brief.")))
@@ -150,7 +172,7 @@ def test_data_sets_are_found_by_the_file_that_describes_them(sft, lists):
         "data.validation.sources.0.annotations": "data/more.jsonl",
     }
     assert (taken["data.validation.system"], taken["validation.every"]) == ("Be brief.", 50)
-    assert differs.keys() == {"image_max_pixels", "max_samples", "alpaca", "far"}
+    assert differs.keys() == {"image_max_pixels", "max_samples", "alpaca", "far", "far.hf_hub_url"}
     assert "write them as messages" in differs["alpaca"]
     run = migrated(sft(dataset_dir="elsewhere"))
     assert any("elsewhere/dataset_info.json is not there" in each for each in run.todo)

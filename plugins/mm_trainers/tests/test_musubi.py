@@ -161,6 +161,24 @@ def test_an_expert_is_known_by_its_bounds_and_the_squeezed_density_is_told(folde
     assert lists(migrated(folder(both)))[0]["task.predictor.train"] == "both"
 
 
+def test_the_boundary_of_two_experts_is_a_share_and_counts_where_both_are_trained(folder, lists):
+    both = {"task": "t2v-A14B", "dit_high_noise": "high.safetensors"}
+    for given, share in ((900, 0.9), (0.85, 0.85)):
+        taken, _, differs = lists(migrated(folder({**both, "timestep_boundary": given})))
+        assert (taken["task.predictor.boundary"], differs) == (share, {})
+    for alone in ({"task": "t2v-A14B"}, {}):
+        taken, dropped, _ = lists(migrated(folder({**alone, "timestep_boundary": 900})))
+        assert "task.predictor.boundary" not in taken and "both experts" in dropped["--timestep_boundary"]
+
+
+def test_checkpoints_that_stay_are_counted_and_prompts_of_samples_are_told(folder, lists):
+    flags = {"save_last_n_steps": 30, "sample_prompts": "prompts.txt"}
+    taken, dropped, _ = lists(migrated(folder({**flags, "save_every_n_steps": 10})))
+    assert taken["checkpoint.keep"] == 4  # of step 50: 20, 30, 40, 50
+    assert "validation.samples.prompts" in dropped["--sample_prompts"]
+    assert "without save_every_n_steps" in lists(migrated(folder(flags)))[1]["--save_last_n_steps"]
+
+
 def test_bounds_that_count_from_clean_are_turned_round_before_the_shift(folder, lists):
     bounds = {"min_timestep": 200, "max_timestep": 750, "preserve_distribution_shape": ""}
     taken, _, differs = lists(migrated(folder(bounds)))

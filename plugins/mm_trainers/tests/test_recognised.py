@@ -29,7 +29,11 @@ def test_the_migration_keeps_the_contract_of_migrations(name):
 @pytest.mark.parametrize("name", TOOLS)
 def test_files_of_a_tool_are_recognised_by_its_migration_alone(name, tmp_path):
     paths = getattr(testing, name)(tmp_path)
-    for given in (paths, [tmp_path], *([path] for path in paths if path.name != "ds.json")):
+    for given in (
+        paths,
+        [tmp_path],
+        *([path] for path in paths if path.name not in ("ds.json", "dataset_info.json")),
+    ):
         assert [each for each, tool in TOOLS.items() if tool().recognise(given)] == [name]
         assert migration_of(get_registry(), given).tool == TOOLS[name].tool
 

@@ -61,6 +61,12 @@ SAID = [
     ("python train.py --save a\\ b", {"--save": "a b"}),
     ("python train.py --n ${N:-4} --m ${M-x}", {"--n": 4, "--m": "x"}),
     ("N=2\npython train.py --n ${N:-4}", {"--n": 2}),
+    ("N=\npython train.py --n ${N:-4} --m ${N-5}", {"--n": 4, "--m": True}),
+    ("N=()\npython train.py --n ${N:-4} --m ${N-5}", {"--n": 4, "--m": 5}),
+    ("declare -r N=2\ndeclare -xg M=3\npython train.py --n $N --m $M", {"--n": 2, "--m": 3}),
+    ("A=1; cd x && A=2 python train.py --lr 1", {"--lr": 1}),
+    ("true &&\n  python train.py --lr 1\nLR=2\npython none --lr $LR", {"--lr": 1}),
+    ("A=1\nfor ((i = 0; i < 2; i++)); do A=2; done; A=3\npython train.py --a $A", {"--a": 3}),
     ("D=out\npython train.py --n ${N:-$D/x}", {"--n": "out/x"}),
     ("python train.py --lr 1 2>&1 | tee log.txt", {"--lr": 1}),
     ("python train.py --lr 1 > log.txt 2>&1 &", {"--lr": 1}),
@@ -113,7 +119,18 @@ def test_each_flag_knows_the_line_where_it_was_written(tmp_path):
     assert to_python(program.launcher) == {"--n": 8}
 
 
+SETS = [
+    ("A=1\n[ -f x ] && A=2\npython train.py --a $A", 2, "A=2"),
+    ("A=1\n[ -f x ] ||\n  A=2 && B=3\npython train.py --a $A", 3, "A=2"),
+    ("A=1\ntest x && export A=2\npython train.py --a $A", 2, "export A=2"),
+    ("A=1\n(( A *= 5 ))\npython train.py --a $A", 2, "(( A *= 5 ))"),
+    ("A=1\n((++A))\npython train.py --a $A", 2, "((++A))"),
+    ("declare -i A=1\nA=A+1\npython train.py --a $A", 1, "declare -i A=1"),
+    ("A=1\nprintf -v A %s 2\npython train.py --a $A", 2, "printf -v A"),
+    ("A=1\nlet A=2 B=3\npython train.py --a $A", 2, "let A=2"),
+]
 HOSTILE = [
+    *SETS,
     ("python train.py --a $(touch ran)", 1, "$(touch ran)"),
     ("A=1\nB=`touch ran`\npython train.py --a $B", 2, "`touch ran`"),
     ('A="x $(touch ran) y"\npython train.py --a "$A"', 1, "$(touch ran)"),
@@ -145,8 +162,44 @@ def test_nothing_runs_and_what_was_not_evaluated_is_said_by_its_line(text, line,
     assert len(found.programs()) == 1
 
 
-def test_a_script_that_grows_without_end_is_refused(tmp_path):
-    text = "A=xxxxxxxxxxxxxxxx\n" + 'A="$A$A"\n' * 40 + "python train.py --a $A"
+@pytest.mark.parametrize("text", [text for text, _, _ in SETS])
+def test_a_variable_that_may_be_set_again_is_unknown_where_it_is_used(text, tmp_path):
+    found = script(tmp_path, text)
+    (program,) = found.programs()
+    assert program.flags.value["--a"].loose
+    assert any(each.sets for each in found.unrun)
+
+
+def test_arithmetic_that_sets_nothing_sets_nothing(tmp_path):
+    found = script(tmp_path, "A=1\n(( A <= 2 && A != 3 && A == 1 )) || exit 1\npython train.py --a $A")
+    assert [each.sets for each in found.unrun] == [False]
+    assert to_python(found.programs()[0].flags) == {"--a": 1}
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "python -m torch.distributed.run",
+        "python3 -m torch.distributed.launch",
+        "accelerate launch",
+        "python -m accelerate.commands.launch",
+        "deepspeed",
+    ],
+)
+@pytest.mark.parametrize("name", ["train.py", "-m trainer"])
+def test_the_launcher_of_a_script_is_not_taken_for_it(launcher, name, tmp_path):
+    (program,) = script(tmp_path, f"{launcher} --num_nodes 2 {name} --lr 1").programs()
+    assert program.name.text == name.removeprefix("-m ")
+    assert to_python(program.launcher) == {"--num_nodes": 2}
+    assert to_python(program.flags) == {"--lr": 1}
+
+
+GROWS = ["A=xxxxxxxxxxxxxxxx\n" + 'A="$A$A"\n' * 40, 'A=("" "")\n' + 'A=("${A[@]}" "${A[@]}")\n' * 18]
+
+
+@pytest.mark.parametrize("grows", GROWS)
+def test_a_script_that_grows_without_end_is_refused(grows, tmp_path):
+    text = grows + "python train.py --a $A"
     with pytest.raises(ConfigError, match="expand to too much"):
         script(tmp_path, text)
 

@@ -2,7 +2,7 @@
 
 from mm_trainers.tables.aitoolkit import JOB, PROCESS
 from mm_trainers.tables.arguments import ARGUMENTS
-from mm_trainers.tables.llamafactory import LLAMA_FACTORY
+from mm_trainers.tables.llamafactory import DATA_SET, LLAMA_FACTORY
 from mm_trainers.tables.musubi import DATASETS, FLAGS, LAUNCHER
 
 TABLES = {
@@ -12,6 +12,7 @@ TABLES = {
     "musubi-tuner: flags of the launcher": LAUNCHER,
     "musubi-tuner: the TOML of datasets": DATASETS,
     "LLaMA-Factory: its own keys": LLAMA_FACTORY[: -len(ARGUMENTS)],
+    "LLaMA-Factory: dataset_info.json": DATA_SET,
     "TrainingArguments, also in LLaMA-Factory": ARGUMENTS,
 }
 """Table -> its rows, by the title on the page."""

@@ -12,6 +12,29 @@ _STAGE = "of another stage than sft"
 _VOCABULARY = "the tokenizer stays as the model has it"
 _VIDEO = "videos are shown as data.train.frames images; it does nothing where there is none"
 ATTENTION = {"auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2"}
+_PREFERENCES = "preferences are of another stage"
+_NAMES = {
+    **{"columns.messages": ("conversations", "messages"), "columns.images": ("images", "image")},
+    **{"columns.videos": ("videos", "video"), "columns.system": ("system",), "columns.tools": ("tools",)},
+    **{"tags.role_tag": ("from", "role"), "tags.content_tag": ("value", "content")},
+    **{"tags.user_tag": ("human", "user"), "tags.assistant_tag": ("gpt", "assistant")},
+    **{"tags.observation_tag": ("observation", "tool"), "tags.function_tag": ("function_call", "tool_call")},
+    "tags.system_tag": ("system",),
+}
+ROWS = "rows of instruction, input and output: write them as messages, or as query and response"
+
+DATA_SET: tuple[Row, ...] = (
+    Key("*.file_name", note="annotations of a source"),
+    Drop("*.formatting", "rows of messages, as here", only=("sharegpt", "openai")),
+    Differs("*.formatting", ROWS),
+    *(Drop(f"*.{key}", "rows are read by this name here too", only=names) for key, names in _NAMES.items()),
+    *(Differs(f"*.columns.{name}", _PREFERENCES) for name in ("chosen", "rejected", "kto_tag")),
+    *(Differs(f"*.{name}.*", "write the rows with the usual names") for name in ("columns", "tags")),
+    *off("*.", _PREFERENCES, ranking=False),
+    Differs("*.num_samples", "all rows are used: shorten the file, or set weight of the source"),
+    Differs("*_url", "theirs reads it in the place of file_name: fetch it, and name its file"),
+    *(Differs(f"*.{name}", "of a data set on the hub") for name in ("subset", "split", "folder")),
+)
 
 LLAMA_FACTORY: tuple[Row, ...] = (
     Key("model_name_or_path", "task.from_pretrained", model_name),

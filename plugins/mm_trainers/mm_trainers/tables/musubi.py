@@ -47,12 +47,13 @@ def _trackers(value: object) -> list[str]:
 
 
 _MODEL = "task model_version edit edit_plus dit dit_high_noise vae t5 clip text_encoder"
-_FILES = "text_encoder1 text_encoder2 byt5 image_encoder timestep_boundary"
+_FILES = "text_encoder1 text_encoder2 byt5 image_encoder"
 
 FLAGS: tuple[Row, ...] = (
     Key("--dataset_config", note="the TOML of datasets, below"),
     Differs("--config_file", "write its flags into the command"),
     *(Key(f"--{name}", note="which model") for name in (*_MODEL.split(), *_FILES.split())),
+    Key("--timestep_boundary", note="task.predictor.boundary, where both experts are trained"),
     *known("--learning_rate", "optimizer.lr", 2e-06, float),
     *known("--optimizer_type", "optimizer.type", "adamw", one_of(OPTIMIZERS, "adamw")),
     Key("--optimizer_args", note="optimizer: weight_decay, betas, eps"),
@@ -101,12 +102,12 @@ FLAGS: tuple[Row, ...] = (
     Key("--output_dir", "run.dir", str),
     Key("--output_name", "run.name", str),
     Key("--save_every_n_steps", "checkpoint.every"),
-    Key("--save_last_n_steps", note="checkpoint.keep"),
+    Key("--save_last_n_steps", note="checkpoint.keep: the steps by save_every_n_steps"),
     *drops("--", "save_every_n_epochs sample_every_n_epochs save_last_n_epochs*", _EPOCHS),
     *drops("--", "save_state* save_last_n_steps_state", "checkpoints hold all that a resume needs"),
     Drop("--resume", "the same command resumes by itself"),
     *drops("--", "sample_every_n_steps sample_at_first", SAMPLING),
-    Key("--sample_prompts", note="validation.samples.prompts: write the lines of the file"),
+    Drop("--sample_prompts", f"{SAMPLING}: write its lines as validation.samples.prompts"),
     Key("--max_data_loader_n_workers", "data.loader.workers"),
     Key("--log_with", "log.trackers", _trackers),
     *drops("--", "logging_dir log_* wandb_* show_timesteps training_comment", LOGGING),
