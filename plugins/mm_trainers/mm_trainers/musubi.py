@@ -243,7 +243,7 @@ def _checkpoints(flags: Source) -> None:
     path = "--save_last_n_steps"
     every, last = flags.get("--save_every_n_steps"), flags.get(path)
     if last is not None and every:
-        flags.set("checkpoint.keep", last // every + 1, path, f"those of the last {last} steps")
+        flags.set("checkpoint.keep", last // every + 1, path, f"theirs keeps the last {plural(last, 'step')}")
     elif last is not None:
         flags.drop(path, "it does nothing without save_every_n_steps")
 
