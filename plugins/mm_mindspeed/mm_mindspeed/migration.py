@@ -15,6 +15,7 @@ from mm_mindspeed.tables.flags import FLAGS
 from mm_mindspeed.video import migrate_hunyuan, migrate_wan
 
 _ANCHOR = "an anchor of the file, which other keys repeat"
+_FILES = ("--mm-model", "--mm-data", "--mm-tool", "--fsdp2-config-path", "--layerzero-config")
 _OF_WAN = ("wandit", "vacedit", "vace")
 _RANKS = "It counts as 1 here, also in a train.global_batch_size that is made of the accumulated steps"
 _ASCEND = ("CUDA_DEVICE_MAX_CONNECTIONS",)  # Megatron checks it
@@ -45,8 +46,10 @@ class MindSpeedMM:
 
 def _run(files: Files) -> Migrated:
     run = Migrated(files.main.stem)
-    run.set("run.name", files.name, files.main.name)
-    run.set("engine.type", "fsdp2", files.main.name)
+    named = [flag.path for flag in files.flags.children if flag.path in _FILES]
+    run.set("run.name", files.name, files.main.name, f"with the files of {', '.join(named)}" if named else "")
+    given = [flag.path for flag in files.launcher.children] if files.launcher is not None else []
+    run.set("engine.type", "fsdp2", files.main.name, f"launched by {', '.join(given)}" if given else "")
     run.set("optimizer.type", "adamw", files.main.name, "decoupled weight decay, as theirs")
     _launch(files, run)
     for path in files.missing:

@@ -35,7 +35,7 @@ _ENCODERS = "features that were extracted before; the encoders are those of the 
 def migrate_wan(files: Files, model: Node, run: Migrated) -> None:
     """A run of Wan 2.1 or 2.2."""
     where = f"{Path(model.where).name} predictor"
-    run.set("task.type", "text_to_video", where)
+    run.set("task.type", "text_to_video", where if model.at("task") is None else _place(model, "task"))
     cached = bool(value_at(model, "load_video_features") or value_at(model, "load_text_features"))
     apply(VIDEO, model, run)
     encoders = _encoders(files, model, run) if cached else model
@@ -223,7 +223,7 @@ def _clips(files: Files, run: Migrated, cached: bool = False) -> None:
     """data.json as a dataset of clips, and its loader."""
     run.leave("data.train.max_length", "clips have no tokens of their own")
     data = files.data
-    where = files.main.name if data is None else Path(data.where).name.partition(":")[0]
+    where = files.main.name if data is None else _place(data, "dataset_param.dataset_type")
     note = "a clip that cannot be read is left out and counted; theirs takes another one at random"
     run.set("data.train.type", "media_text", where, note)
     if data is None:
@@ -295,6 +295,7 @@ def _sources(files: Files, data: Node, run: Migrated, features: bool) -> None:
     place = _place(data, "dataset_param.basic_parameters.data_path")
     found = resolve(listed, files.main) if listed else None
     rows: list[tuple[str, str | None]] = []
+    of_folder = ""
     if features or not listed:
         rows = [("data/annotation.json", None)]
     elif listed.endswith(".txt") and found is not None and found.is_file():
@@ -304,10 +305,11 @@ def _sources(files: Files, data: Node, run: Migrated, features: bool) -> None:
         place = f"{found.name}:1, by {place}"
     else:
         rows = [(listed, value_at(data, "dataset_param.basic_parameters.data_folder"))]
+        of_folder = _place(data, "dataset_param.basic_parameters.data_folder")
     for number, (table, folder) in enumerate(rows):
         run.set(f"data.train.sources.{number}.annotations", table, place)
         if folder:
-            run.set(f"data.train.sources.{number}.folder", folder, place)
+            run.set(f"data.train.sources.{number}.folder", folder, of_folder or place)
 
 
 def set_sampler(data: Node, run: Migrated) -> None:
