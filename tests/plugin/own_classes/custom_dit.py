@@ -47,7 +47,7 @@ class CustomDiT(nn.Module):
         self.time_embedder = TimestepEmbedding(freq_dim, dim)
         self.time_to_six = nn.Sequential(act(), nn.Linear(dim, 6 * dim))
         self.text_embedder = nn.Linear(text_dim, dim)
-        angles = torch.arange(max_tokens)[:, None] * 10000 ** -torch.linspace(0, 1, dim // 2)
+        angles = torch.arange(max_tokens)[:, None] * torch.exp(-9.2 * torch.linspace(0, 1, dim // 2))
         self.register_buffer("positions", torch.cat([angles.sin(), angles.cos()], dim=1), persistent=False)
         self.blocks = nn.ModuleList(
             Block(dim, num_attention_heads, attention_head_dim, ffn_dim) for _ in range(num_layers)
