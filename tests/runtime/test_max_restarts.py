@@ -66,7 +66,7 @@ def test_a_killed_rank_starts_again_and_the_run_is_the_same(faulty, mm, start, t
     assert mm(*train, "--nproc", 2, "run.name=alone").code == 0
     run = tmp_path / "killed"
     running = start(*mm_train(*train, "--nproc", 2, "--max-restarts", 3, "run.name=killed"), FAULT="slow")
-    wait_until(lambda: step_of(run) >= 3)
+    wait_until(lambda: step_of(run) >= 3, 300)
     os.kill(pids_of(run)[1], signal.SIGKILL)
     ended = running.end()
     assert ended.code == 0, ended.err
@@ -142,7 +142,7 @@ def test_two_hosts_agree_and_go_on(what, hosts, mm, tmp_path, wait_until):
     )
     run = tmp_path / "killed"
     both.up(2)
-    wait_until(lambda: step_of(run) >= 3, 120)
+    wait_until(lambda: step_of(run) >= 3, 300)
     if what == "rank":
         os.kill(pids_of(run)[1], signal.SIGKILL)
     else:

@@ -122,14 +122,8 @@ def passing(error: BaseException) -> bool:
     names = {kind.__name__ for kind in type(error).__mro__}
     if _OF_CODE.search(str(error)) or "RuntimeError" not in names:
         return False
-    ours = names & {
-        "AcceleratorError",
-        "_DistError",
-        "_DistBackendError",
-        "_DistNetworkError",
-        "_DistStoreError",
-    }
-    return bool(ours or _OF_DEVICE.search(str(error)))
+    ours = any(name.startswith(("Dist", "AcceleratorError")) for name in names)
+    return ours or bool(_OF_DEVICE.search(str(error)))
 
 
 def _failure(code: int, error: BaseException) -> str:
