@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import time
@@ -154,4 +155,57 @@ def test_two_hosts_agree_and_go_on(what, hosts, mm, tmp_path, wait_until):
     if what == "rank":
         assert all("mm: restart 1 of 99 in 1 s, from step 2: " in ended.err for ended in ends)
         assert len(restarts_of(run)) == 1
+    equal(tmp_path / "alone", run)
+
+
+def below(launcher: int, pids: list[int]) -> list[int]:
+    """Those of the ranks that this launcher has started."""
+    found = []
+    for pid in pids:
+        with suppress(OSError):
+            if int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) == launcher:
+                found.append(pid)
+    return found
+
+
+def disturb(what: str, both: Hosts, run: Path, drawn: random.Random) -> None:
+    """Kills or stops something of the run, and starts again what nothing else starts."""
+    victim = drawn.choice(both.running)
+    launcher = victim.command.process.pid
+    ranks = below(launcher, pids_of(run))
+    if what in ("kill rank", "stop rank") and ranks:
+        os.kill(drawn.choice(ranks), signal.SIGKILL if what == "kill rank" else signal.SIGSTOP)
+    elif what == "stop launcher":
+        victim.send(signal.SIGSTOP)
+        time.sleep(drawn.uniform(1, 8))
+        victim.send(signal.SIGCONT)
+    else:
+        for pid in (launcher, *(ranks if what == "kill host" else [])):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(drawn.uniform(0, 5))
+        both.up(2)
+
+
+@pytest.mark.slow
+def test_twenty_kills_and_stops_leave_no_trace(hosts, mm, tmp_path, wait_until):
+    """KILLS and KILL_SEED in the environment set their number and their draws."""
+    kills, drawn = int(os.environ.get("KILLS", "20")), random.Random(os.environ.get("KILL_SEED", "1"))
+    both = hosts(6 * kills + 4, "2", 2, "killed", every=1, stuck_after=20.0)
+    train = ["train", "--config", tmp_path / "faulty.yaml", f"run.dir={tmp_path}", "--nproc", 4]
+    assert mm(*train, "run.name=alone").code == 0
+    run, done = tmp_path / "killed", 0
+    both.up(2)
+    for number in range(kills):
+        what = ("kill rank", "kill launcher", "stop rank", "kill host", "stop launcher")[number % 5]
+        before = step_of(run)
+        wait_until(lambda: step_of(run) > before + 1, 400)  # noqa: B023 - within this turn
+        if step_of(run) >= 6 * kills:
+            break
+        time.sleep(drawn.uniform(0, 1))
+        disturb(what, both, run, drawn)
+        done += 1
+    ends = [each.end(600) for each in both.running]
+    assert [ended.code for ended in ends] == [0, 0], "\n-----\n".join(ended.err for ended in ends)
+    assert done == kills, f"the run ended after {done} of {kills} disturbances"
     equal(tmp_path / "alone", run)

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from mm_core.errors import MMError
 from mm_core.runtime.launch.attempt import Attempt, environment, not_started
 from mm_core.runtime.launch.launch_folder import LOST, LaunchFolder
 from mm_core.runtime.launch.meeting import Asked, Meeting, Nodes
@@ -43,7 +44,7 @@ class _Run:
         self._asked_at = self._began = time.monotonic()
         self._reported = ""
         self._alone: list[Decision] = []  # of a run on one host
-        self._killed = False
+        self._killed = self._ran = False  # whether all ranks are killed; whether any have been started
         several = nodes.endpoint is not None
         self._meeting = Meeting(nodes, tries.facts, lambda: bool(self.asked)) if several else None
 
@@ -80,7 +81,9 @@ class _Run:
         try:
             return self._meeting.join()
         except (TimeoutError, RuntimeError) as fault:
-            raise not_started(fault, self.nodes) from fault
+            lost = not_started(fault, self.nodes)
+            lost.passing = True
+            raise lost from fault
 
     def _attempt(self, nodes: Nodes) -> End:
         folder = Path(tempfile.mkdtemp(prefix="mm_core-"))
@@ -94,7 +97,13 @@ class _Run:
                     return self.current.work()
                 with self._meeting.watching(lambda what: launch_folder.mark(LOST, what)):
                     return self.current.work()
+        except MMError as fault:  # a host was lost before any rank had started
+            if self._meeting is None or not self.tries.most:
+                raise
+            sys.stderr.write(f"mm: error: {fault.render()}\n")
+            return End(PASSING, fault.what, own=False)
         finally:
+            self._ran = True
             self.current = None
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -183,7 +192,7 @@ class _Run:
     def outcome(self) -> int:
         """The exit code."""
         if isinstance(self.fault, Asked) or self.abandoned():
-            if not self._earlier:
+            if not self._ran:
                 sys.stderr.write("mm: stopped before any rank had started\n")
                 return 128 + self.asked[0]
             sys.stderr.write("mm: stopped before a restart; the next start resumes\n")
@@ -251,3 +260,5 @@ def launch(
         return ended
     finally:
         logging.disable(logging.NOTSET)
+        if run.current is not None and run.current.folder.path is not None:
+            shutil.rmtree(run.current.folder.path, ignore_errors=True)
