@@ -128,7 +128,7 @@ def hosts(start, free_port, faulty, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["rank", "launcher"])
 def test_two_hosts_agree_and_go_on(what, hosts, mm, tmp_path, wait_until):
-    both = hosts(8, "2", 1, "killed")
+    both = hosts(12, "2", 1, "killed")
     assert (
         mm(
             "train",
@@ -150,7 +150,7 @@ def test_two_hosts_agree_and_go_on(what, hosts, mm, tmp_path, wait_until):
         both.running[0].send(signal.SIGKILL)
         time.sleep(3)
         both.up(2)
-    ends = [each.end() for each in both.running]
+    ends = [each.end(400) for each in both.running]
     assert [ended.code for ended in ends] == [0, 0], "\n-----\n".join(ended.err for ended in ends)
     if what == "rank":
         assert all("mm: restart 1 of 99 in 1 s, from step 2: " in ended.err for ended in ends)
