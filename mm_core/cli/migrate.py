@@ -39,17 +39,18 @@ def execute(args: argparse.Namespace) -> int:
     if not runs:
         raise MMError(f"these files of {migration.tool} describe no training", where=", ".join(args.paths))
     differ = broken = False
-    names: list[str] = []
-    for run in runs:
-        again = f"_{names.count(run.name)}" if run.name in names[1:] else ""
-        file = out.with_name(f"{out.stem}_{run.name}{again}{out.suffix}") if names else out
-        names.append(run.name)
+    files = _files(out, [run.name for run in runs])
+    texts = []
+    for run, file in zip(runs, files, strict=True):
         head = (
             f"From {migration.tool}, by mm migrate {' '.join(args.paths)}",
             "Behind each line: where it came from.",
             *("Launch:", *(f"  {line}" for line in _launch(run, file))),
         )
-        _write(file, to_yaml(run, head))
+        texts.append(to_yaml(run, head))
+    _refuse_existing(files, texts)
+    for run, file, text in zip(runs, files, texts, strict=True):
+        write_named(file, text, "--out")
         _print_lists(run, file, migration.tool)
         broken |= not _planned(file, run.world)
         print("\n".join(["", "launch:", *(f"  {line}" for line in _launch(run, file)), ""]))
@@ -59,11 +60,24 @@ def execute(args: argparse.Namespace) -> int:
     return int(broken or (differ and not args.accept))
 
 
-def _write(file: Path, text: str) -> None:
-    if file.is_file() and file.read_bytes() != text.encode():  # it may hold what a user has changed since
-        what, hint = "this file exists, and is not replaced", "name another file, or remove this one first"
-        raise MMError(what, where=str(file), hint=hint)
-    write_named(file, text, "--out")
+def _files(out: Path, names: Sequence[str]) -> list[Path]:
+    """A file for each run: the first is the one that the user names."""
+    files = [out]
+    for number, name in enumerate(names[1:], 1):
+        again = f"_{names[:number].count(name)}" if name in names[1:number] else ""
+        files.append(out.with_name(f"{out.stem}_{name}{again}{out.suffix}"))
+    return files
+
+
+def _refuse_existing(files: Sequence[Path], texts: Sequence[str]) -> None:
+    """Raises MMError if a file exists with another text: it may hold what a user has changed since."""
+    for file, text in zip(files, texts, strict=True):
+        if file.is_file() and file.read_bytes() != text.encode():
+            what, hint = (
+                "this file exists, and is not replaced",
+                "name another file, or remove this one first",
+            )
+            raise MMError(what, where=str(file), hint=hint)
 
 
 def _launch(run: Migrated, file: Path) -> Sequence[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -21,10 +22,25 @@ def read_source(path: Path) -> Node:
     Raises:
         ConfigError: it cannot be read, or is no mapping.
     """
-    root = _toml(path) if path.suffix == ".toml" else read_foreign(path)
+    try:
+        root = _toml(path) if path.suffix == ".toml" else read_foreign(path)
+    except ConfigError:
+        if path.suffix == ".json":
+            _check_json(path)
+        raise
     if not isinstance(root.value, dict):
         raise ConfigError("the file holds no mapping", where=str(path), accepted="keys with values")
     return root
+
+
+def _check_json(path: Path) -> None:
+    """Raises ConfigError for text that is no JSON, with its own line and words rather than those of YAML."""
+    try:
+        json.loads(read_plain(path))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"this is not JSON: {error.msg}", where=f"{path}:{error.lineno}") from None
+    except (OSError, ValueError):
+        return
 
 
 def _toml(path: Path) -> Node:
