@@ -21,10 +21,23 @@ class Row:
     Attributes:
         theirs: its dotted path; `*` stands for any text.
         only: the row is about these values of the key alone; empty: about all.
+        when: another key and values of it, None where it is absent: the row counts with these alone.
+        unless: the same, where the row does not count.
     """
 
     theirs: str
     only: tuple[Any, ...] = field(default=(), kw_only=True)
+    when: tuple[Any, ...] = field(default=(), kw_only=True)
+    unless: tuple[Any, ...] = field(default=(), kw_only=True)
+
+    def counts(self, source: Node) -> bool:
+        """Whether the row counts, by other keys of a file."""
+
+        def holds(key: str, *values: Any) -> bool:
+            found = source.at(*key.split("."))
+            return (None if found is None else to_python(found)) in values
+
+        return not (self.when and not holds(*self.when)) and not (self.unless and holds(*self.unless))
 
     def match(self, path: str, value: object) -> re.Match[str] | None:
         """How the row is about a key with a value; None if it is not."""
@@ -39,7 +52,7 @@ class Key(Row):
 
     Attributes:
         ours: our dotted key, where a `*` stands for the text of theirs. Empty: the migration reads the key
-            itself, with others.
+            itself, with others. Several, with spaces between: `convert` makes a value for each.
         convert: makes our value of theirs; a ValueError states why it has no counterpart.
         note: what users should know of it.
     """
@@ -54,7 +67,8 @@ class Default(Row):
     """A key that, where it is absent, has another default in the tool than here.
 
     Attributes:
-        ours: our dotted key.
+        ours: our dotted key; what other keys of theirs set it to stays. Empty: the tool's default has no
+            counterpart, for the reason in `note`.
         value: what the tool's default is here.
         note: what users should know of it.
     """
@@ -95,6 +109,7 @@ def apply(rows: Sequence[Row], source: Node, into: Migrated) -> None:
         source: a mapping.
         into: receives the lines.
     """
+    rows = [row for row in rows if row.counts(source)]
     for node in _keys(rows, source):
         value = to_python(node)
         row, match = _row_of(rows, node.path, value)
@@ -111,17 +126,21 @@ def apply(rows: Sequence[Row], source: Node, into: Migrated) -> None:
         left.append(Left(place_of(node), node.path, value, why))
     for row in rows:
         if isinstance(row, Default) and source.at(*row.theirs.split(".")) is None:
-            into.set(row.ours, row.value, f"default of the tool for {row.theirs}", row.note)
+            place = f"default of the tool for {row.theirs}"
+            if not row.ours:
+                into.differs.append(Left(place, row.theirs, row.value, row.note))
+            elif row.ours not in into.lines:
+                into.set(row.ours, row.value, place, row.note)
 
 
 def _take(row: Key, match: re.Match[str] | None, node: Node, into: Migrated) -> None:
-    value = to_python(node)
+    value: Any = to_python(node)
     value = row.convert(value) if row.convert is not None else value
-    ours = row.ours
-    for text in match.groups() if match is not None else ():
-        ours = ours.replace("*", text, 1)
-    if ours:
-        into.set(ours, value, place_of(node), row.note)
+    names = row.ours.split()
+    for ours, each in zip(names, value if len(names) > 1 else [value], strict=False):
+        for text in match.groups() if match is not None else ():
+            ours = ours.replace("*", text, 1)
+        into.set(ours, each, place_of(node), row.note)
 
 
 def _keys(rows: Sequence[Row], node: Node) -> Iterator[Node]:

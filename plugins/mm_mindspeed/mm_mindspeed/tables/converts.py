@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from mm_core.interchange import Drop, Key, Row
+from mm_core.interchange import Default, Drop, Key, Row
 
 
 def drops(names: str, why: str) -> tuple[Drop, ...]:
@@ -24,6 +24,19 @@ def under(prefix: str, *rows: Row) -> tuple[Row, ...]:
     return tuple(replace(row, theirs=prefix + row.theirs) for row in rows)
 
 
+def known(
+    theirs: str,
+    ours: str,
+    default: Any,
+    convert: Callable[[Any], Any] | None = None,
+    note: str = "",
+    absent: str = "",
+    **when: Any,
+) -> tuple[Row, ...]:
+    """Rows for a key whose default is written out, too."""
+    return Key(theirs, ours, convert, note, **when), Default(theirs, ours, default, absent, **when)
+
+
 def always(value: Any) -> Callable[[Any], Any]:
     """A conversion to one value."""
     return lambda _: value
@@ -39,6 +52,10 @@ def one_of(known: Mapping[Any, Any]) -> Callable[[Any], Any]:
 
     return convert
 
+
+STYLES = {each: each for each in ("constant", "linear", "cosine")}
+"""Styles of the learning rate that are schedules here."""
+FASTER = "it changes speed or memory, not what is computed"
 
 dtype = one_of(
     {
@@ -62,3 +79,27 @@ def path(value: Any) -> str:
 def sharding(value: Any) -> int | str:
     """Ranks of a shard group."""
     return value if value == "auto" else int(value)
+
+
+def training(decay: float, style: str, seed: int) -> tuple[Row, ...]:
+    """Keys of every generation, which have other defaults of the weight decay, the schedule and the seed."""
+    return (
+        Key("micro_batch_size", "train.micro_batch_size"),
+        Key("train_iters", "train.steps"),
+        Key("lr", "optimizer.lr", float),
+        *known("weight_decay", "optimizer.weight_decay", decay, float),
+        *known("adam_beta1", "optimizer.betas.0", 0.9, float),
+        *known("adam_beta2", "optimizer.betas.1", 0.999, float),
+        *known("adam_eps", "optimizer.eps", 1e-8, float),
+        *known("lr_decay_style", "lr_schedule.type", style, one_of(STYLES)),
+        *known("clip_grad", "train.clip_grad_norm", 1.0, norm, "0 is off, which is null here"),
+        *known("seed", "run.seed", seed, note="other random numbers than theirs"),
+        Drop("save", "the run's folder: run.dir", only=(None,)),
+        Key("save", "run.dir", path),
+        Key("save_interval", "checkpoint.every"),
+        Key("log_interval", "log.every"),
+        *drops(
+            "no_load_optim no_load_rng no_save_optim no_save_rng",
+            "checkpoints always hold everything; weights alone are loaded without the rest",
+        ),
+    )
