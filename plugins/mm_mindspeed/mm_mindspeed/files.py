@@ -24,7 +24,7 @@ _KEYS: tuple[set[str], ...] = (
     {"zero3_size", "transformer_layers"},
 )
 """Keys of the tool's files; a file with all of one set is one of them."""
-_PARTS = {
+PARTS = {
     "--mm-model": "model",
     "--mm-data": "data",
     "--fsdp2-config-path": "engine",
@@ -69,7 +69,7 @@ class Files:
 
     def __post_init__(self) -> None:
         self.read.append(self.main.resolve())
-        for flag, part in _PARTS.items():
+        for flag, part in PARTS.items():
             named = self.flags.at(flag)
             if named is None or not isinstance(named.value, str):
                 continue

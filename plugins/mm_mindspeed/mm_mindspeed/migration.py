@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mm_core.interchange import UNKNOWN, Left, Line, Migrated, apply, place_of, to_python
-from mm_mindspeed.files import Files, find_runs, is_of_tool, value_at
+from mm_mindspeed.files import PARTS, Files, find_runs, is_of_tool, value_at
 from mm_mindspeed.language import migrate_language, migrate_one_file
 from mm_mindspeed.tables.engine import ENGINE
 from mm_mindspeed.tables.flags import FLAGS
@@ -46,9 +46,10 @@ class MindSpeedMM:
 
 def _run(files: Files) -> Migrated:
     run, main = Migrated(files.main.stem), files.main.name
+    launcher = files.program.launcher.value if files.program is not None else {}
     for key, value, note in (
-        ("run.name", files.name, ""),
-        ("engine.type", "fsdp2", ""),
+        ("run.name", files.name, ", ".join(flag for flag in PARTS if flag in files.flags.value)),
+        ("engine.type", "fsdp2", ", ".join(launcher)),
         ("optimizer.type", "adamw", "decoupled weight decay, as theirs"),
     ):
         run.set(key, value, main, note)
