@@ -49,11 +49,19 @@ def _lines(rows: Iterable[Row]) -> list[str]:
     for row in rows:
         name = f"`{row.theirs}`"
         if row.only:
-            name += " = " + ", ".join(f"`{_plain(value)}`" for value in row.only)
+            name += " = " + _any(row.only)
+        if isinstance(row, Default):
+            name += " absent"
+        for word, condition in (("where", row.when), ("unless", row.unless)):
+            if condition:
+                values = ["absent" if value is None else value for value in condition[1:]]
+                name += f" {word} `{condition[0].rpartition('.')[2]}` is {_any(values)}"
         if isinstance(row, Key):
-            lines.append(_line(name, f"`{row.ours}`" if row.ours else "", row.note))
+            lines.append(_line(name, ", ".join(f"`{ours}`" for ours in row.ours.split()), row.note))
+        elif isinstance(row, Default) and row.ours:
+            lines.append(_line(name, f"`{row.ours}: {_plain(row.value)}`", row.note))
         elif isinstance(row, Default):
-            lines.append(_line(f"{name} absent", f"`{row.ours}: {_plain(row.value)}`", row.note))
+            left.setdefault((Differs, row.note), []).append(name)
         elif isinstance(row, (Drop, Differs)):
             left.setdefault((type(row), row.why), []).append(name)
     for (kind, why), names in left.items():
@@ -63,6 +71,10 @@ def _lines(rows: Iterable[Row]) -> list[str]:
 
 def _line(*cells: str) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _any(values: Iterable[object]) -> str:
+    return ", ".join(f"`{_plain(value)}`" for value in values if value != "")
 
 
 def _plain(value: object) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mm_core.interchange import Differs, Drop, Key
+from mm_core.interchange import Default, Differs, Drop, Key
 from mm_mindspeed.names import lora_targets
 from mm_mindspeed.tables.converts import FASTER, always, drops, known, one_of, training, under
 
@@ -31,8 +31,10 @@ FLAGS = under(
     Key("fp16", "engine.param_dtype", always("fp16")),
     Drop("lora-register-forward-hook", _SHARDED),
     Drop("lora-*", "no adapter is trained: --lora-target-modules is absent", when=_NO_LORA),
-    *known("lora-r", "train.adapters.0.rank", 8, unless=_NO_LORA),
-    *known("lora-alpha", "train.adapters.0.alpha", 16.0, float, unless=_NO_LORA),
+    Key("lora-r", "train.adapters.0.rank"),
+    Key("lora-alpha", "train.adapters.0.alpha", float),
+    Default("lora-r", "train.adapters.0.rank", 8, unless=_NO_LORA),
+    Default("lora-alpha", "train.adapters.0.alpha", 16.0, unless=_NO_LORA),
     Key("lora-dropout", "train.adapters.0.dropout", float),
     Key("lora-target-modules", "train.adapters.0.targets", lora_targets),
     Drop("context-parallel-size", _SPREADING, only=(1,)),
