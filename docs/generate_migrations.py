@@ -49,15 +49,18 @@ def _lines(rows: Iterable[Row]) -> list[str]:
     for row in rows:
         name = f"`{row.theirs}`"
         if row.only:
-            name += " = " + _any(row.only)
+            name += " = " + ", ".join(f"`{_plain(value)}`" for value in row.only)
         if isinstance(row, Default):
             name += " absent"
-        for word, condition in (("where", row.when), ("unless", row.unless)):
-            if condition:
-                values = ["absent" if value is None else value for value in condition[1:]]
-                name += f" {word} `{condition[0].rpartition('.')[2]}` is {_any(values)}"
+        for each in row.given.split():
+            path, equals, values = each.partition("=")
+            shown = " or ".join(values.replace("none", "absent").strip("|").split("|")) if equals else "given"
+            name += f" where `{path.rstrip('!').rpartition('.')[2]}` is{' not' * path.endswith('!')} {shown}"
         if isinstance(row, Key):
-            lines.append(_line(name, ", ".join(f"`{ours}`" for ours in row.ours.split()), row.note))
+            ours = ", ".join(f"`{each}`" for each in row.ours.split())
+            lines.append(_line(name, ours, row.note))
+            if row.absent is not ...:
+                lines.append(_line(f"{name} absent", f"{ours}: `{_plain(row.absent)}`", "as converted"))
         elif isinstance(row, Default) and row.ours:
             lines.append(_line(name, f"`{row.ours}: {_plain(row.value)}`", row.note))
         elif isinstance(row, Default):
@@ -71,10 +74,6 @@ def _lines(rows: Iterable[Row]) -> list[str]:
 
 def _line(*cells: str) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
-
-
-def _any(values: Iterable[object]) -> str:
-    return ", ".join(f"`{_plain(value)}`" for value in values if value != "")
 
 
 def _plain(value: object) -> str:

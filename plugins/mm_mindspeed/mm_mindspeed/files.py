@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from mm_core import interchange
 from mm_core.errors import MMError
-from mm_core.interchange import Node, Program, Script, place_of, read_script, read_source, to_python
+from mm_core.interchange import Node, Program, Script, place_of, read_script, read_source
 
 _TRAINS = re.compile(r"(?:.*/)?(?:pretrain_\w+|posttrain_\w+|trainer|train)\.py\Z")
 _YAML = (".yaml", ".yml")
@@ -178,8 +179,7 @@ def rooted(node: Node, start: str = "") -> Node:
 
 def value_at(node: Node | None, path: str, default: Any = None) -> Any:
     """The plain value at a dotted path below a node."""
-    found = node.at(*path.split(".")) if node is not None else None
-    return default if found is None else to_python(found)
+    return default if node is None else interchange.value_at(node, path, default)
 
 
 def place_at(node: Node, path: str) -> str:

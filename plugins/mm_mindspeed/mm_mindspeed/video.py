@@ -10,7 +10,7 @@ from mm_core.interchange import Key, Left, Migrated, Node, apply, place_of, read
 from mm_mindspeed.begin import begin, load_of
 from mm_mindspeed.files import Files, place_at, resolve, value_at
 from mm_mindspeed.tables.converts import path
-from mm_mindspeed.tables.data import BUCKETS, DATA, RESIZES, P
+from mm_mindspeed.tables.data import DATA, RESIZES, P
 from mm_mindspeed.tables.video import HUNYUAN, VIDEO
 
 _SIZES = ("hidden_size", "num_layers", "ffn_dim", "in_dim", "out_dim")
@@ -171,8 +171,8 @@ def _clips(files: Files, run: Migrated, cached: bool = False) -> None:
     if cached and (line := run.lines.get("data.train.random_start")) is not None and line.value:
         note = "theirs drew the beginning once, with the features; so does data.cache"
         run.set("data.train.random_start", True, line.place, note)
-    if value_at(data, BUCKETS[0]) is False:
-        place = place_at(data, BUCKETS[0])
+    if "data.train.max_height" in run.lines:
+        place = place_at(data, f"{P}force_resolution")
         run.set("data.loader.mode", "variable", place, "buckets keep the aspect of clips, nearly")
         largest = run.lines["data.train.max_height"].value * run.lines["data.train.max_width"].value
         if (area := value_at(data, f"{P}max_hxw")) is not None:

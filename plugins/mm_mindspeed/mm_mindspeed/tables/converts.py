@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from mm_core.interchange import Default, Drop, Key, Row
+from mm_core.interchange import Drop, Key, Row
 
 
 def drops(names: str, why: str) -> tuple[Drop, ...]:
@@ -22,19 +22,6 @@ def same(names: str, ours: str) -> tuple[Key, ...]:
 def under(prefix: str, *rows: Row) -> tuple[Row, ...]:
     """Rows about keys below a prefix."""
     return tuple(replace(row, theirs=prefix + row.theirs) for row in rows)
-
-
-def known(
-    theirs: str,
-    ours: str,
-    default: Any,
-    convert: Callable[[Any], Any] | None = None,
-    note: str = "",
-    absent: str = "",
-    **when: Any,
-) -> tuple[Row, ...]:
-    """Rows for a key whose default is written out, too."""
-    return Key(theirs, ours, convert, note, **when), Default(theirs, ours, default, absent, **when)
 
 
 def always(value: Any) -> Callable[[Any], Any]:
@@ -87,13 +74,13 @@ def training(decay: float, style: str, seed: int) -> tuple[Row, ...]:
         Key("micro_batch_size", "train.micro_batch_size"),
         Key("train_iters", "train.steps"),
         Key("lr", "optimizer.lr", float),
-        *known("weight_decay", "optimizer.weight_decay", decay, float),
-        *known("adam_beta1", "optimizer.betas.0", 0.9, float),
-        *known("adam_beta2", "optimizer.betas.1", 0.999, float),
-        *known("adam_eps", "optimizer.eps", 1e-8, float),
-        *known("lr_decay_style", "lr_schedule.type", style, one_of(STYLES)),
-        *known("clip_grad", "train.clip_grad_norm", 1.0, norm, "0 is off, which is null here"),
-        *known("seed", "run.seed", seed, note="other random numbers than theirs"),
+        Key("weight_decay", "optimizer.weight_decay", float, absent=decay),
+        Key("adam_beta1", "optimizer.betas.0", float, absent=0.9),
+        Key("adam_beta2", "optimizer.betas.1", float, absent=0.999),
+        Key("adam_eps", "optimizer.eps", float, absent=1e-8),
+        Key("lr_decay_style", "lr_schedule.type", one_of(STYLES), absent=style),
+        Key("clip_grad", "train.clip_grad_norm", norm, "0 is off, which is null here", absent=1.0),
+        Key("seed", "run.seed", note="other random numbers than theirs", absent=seed),
         Drop("save", "the run's folder: run.dir", only=(None,)),
         Key("save", "run.dir", path),
         Key("save_interval", "checkpoint.every"),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mm_core.interchange import Default, Differs, Drop, Key
+from mm_core.interchange import Differs, Drop, Key
 from mm_mindspeed.names import lora_targets
-from mm_mindspeed.tables.converts import FASTER, always, drops, known, one_of, training, under
+from mm_mindspeed.tables.converts import FASTER, always, drops, one_of, training, under
 
 _SPREADING = (
     "how tensors are spread over devices: fully_shard spreads them here, and the global batch stays the same"
@@ -14,7 +14,7 @@ _SPREADING = (
 _CONTEXT = {"ulysses_cp_algo": "ulysses", "megatron_cp_algo": "ring"}
 _SHARDED = "fully_shard always works so"
 _CHECK = "Megatron checks it; the model comes from its own files"
-_NO_LORA = ("--lora-target-modules", None, "", True)  # True: of an empty variable
+_LORA = "--lora-target-modules!=none||true"
 
 FLAGS = under(
     "--",
@@ -25,21 +25,20 @@ FLAGS = under(
     Key("lr-warmup-iters", "lr_schedule.warmup_steps"),
     Key("lr-warmup-fraction", "lr_schedule.warmup_fraction", float),
     Key("lr-warmup-init", "lr_schedule.warmup_init", float, "of the first step; 0 changes no weight"),
-    *known("num-workers", "data.loader.workers", 2),
+    Key("num-workers", "data.loader.workers", absent=2),
     Key("load", note="task.predictor.from_pretrained, init_from, or a model's folder, with its name"),
     Key("bf16", "engine.param_dtype", always("bf16")),
     Key("fp16", "engine.param_dtype", always("fp16")),
     Drop("lora-register-forward-hook", _SHARDED),
-    Drop("lora-*", "no adapter is trained: --lora-target-modules is absent", when=_NO_LORA),
-    Key("lora-r", "train.adapters.0.rank"),
-    Key("lora-alpha", "train.adapters.0.alpha", float),
-    Default("lora-r", "train.adapters.0.rank", 8, unless=_NO_LORA),
-    Default("lora-alpha", "train.adapters.0.alpha", 16.0, unless=_NO_LORA),
-    Key("lora-dropout", "train.adapters.0.dropout", float),
+    Drop("lora-target-modules", "an empty variable: no adapter is trained", only=("", True)),
     Key("lora-target-modules", "train.adapters.0.targets", lora_targets),
+    Key("lora-r", "train.adapters.0.rank", absent=8, given=_LORA),
+    Key("lora-alpha", "train.adapters.0.alpha", float, absent=16.0, given=_LORA),
+    Key("lora-dropout", "train.adapters.0.dropout", float, given=_LORA),
+    Drop("lora-*", "no adapter is trained: --lora-target-modules is absent"),
     Drop("context-parallel-size", _SPREADING, only=(1,)),
     Key("context-parallel-size", "engine.context_parallel.size"),
-    Drop("context-parallel-algo", "each rank has its own samples", when=("--context-parallel-size", None, 1)),
+    Drop("context-parallel-algo", "each rank has its own samples", given="--context-parallel-size=none|1"),
     Key("context-parallel-algo", "engine.context_parallel.kind", one_of(_CONTEXT)),
     Key("recompute-granularity", note="with the next two: engine.recompute_modules"),
     Key("recompute-method", note="see recompute-granularity"),

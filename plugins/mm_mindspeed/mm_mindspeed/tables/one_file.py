@@ -9,8 +9,8 @@ from mm_mindspeed.tables.engine import DTYPES, PLAIN
 from mm_mindspeed.tables.language import LOSS, TOKENS
 
 _SPREADING = "how tensors are spread over devices: fully_shard spreads them here, with the same numbers"
-_NO_LORA = ("training.lora.enable", None, False)
-_NEW = ("training.lora.pretrained_lora_path", None, "")
+_NO_LORA = "training.lora.enable=none|false"
+_NEW = "training.lora.enable=true training.lora.pretrained_lora_path=none|"
 _TARGETS = ["q_proj", "k_proj", "v_proj"]
 _BLOCKS = "the model's own blocks are wrapped and recomputed: memory, not numbers"
 LENGTH = "dataset_param.basic_parameters.cutoff_len"
@@ -41,15 +41,15 @@ _TRAINING = under(
     Drop("val_interval", "no validation", only=(0, None)),
     Drop("val_micro_batch_size", "evaluations use train.micro_batch_size"),
     Key("lora.enable", note="true: train.adapters, with the defaults below"),
-    Drop("lora.*", "no adapter is trained: training.lora.enable is not true", when=_NO_LORA),
+    Drop("lora.*", "no adapter is trained: training.lora.enable is not true", given=_NO_LORA),
     Key("lora.rank", "train.adapters.0.rank"),
     Key("lora.alpha", "train.adapters.0.alpha", float),
     Key("lora.dropout", "train.adapters.0.dropout", float),
-    Drop("lora.target_modules", "the adapter's files name them", unless=_NEW),
+    Drop("lora.target_modules", "the adapter's files name them", given="training.lora.pretrained_lora_path"),
     Key("lora.target_modules", "train.adapters.0.targets"),
-    Default("lora.rank", "train.adapters.0.rank", 8, when=_NEW, unless=_NO_LORA),
-    Default("lora.alpha", "train.adapters.0.alpha", 16.0, when=_NEW, unless=_NO_LORA),
-    Default("lora.target_modules", "train.adapters.0.targets", _TARGETS, when=_NEW, unless=_NO_LORA),
+    Default("lora.rank", "train.adapters.0.rank", 8, given=_NEW),
+    Default("lora.alpha", "train.adapters.0.alpha", 16.0, given=_NEW),
+    Default("lora.target_modules", "train.adapters.0.targets", _TARGETS, given=_NEW),
     Key("lora.init_lora_weights", "train.adapters.0.init", one_of(_INITS)),
     Drop("lora.pretrained_lora_path", "none", only=(None, "")),
     Key("lora.pretrained_lora_path", "train.adapters.0.from", path),
@@ -88,7 +88,7 @@ _MODEL = under(
     Drop("activation_offload_plan*", FASTER),
     Key("enable_chunk_loss", "task.loss", one_of(_CHUNKED)),
     Drop("chunkloss_plan.*", "task.chunk_tokens"),
-    Default("loss_cfg.loss_type", "", "default", TOKENS, when=("features.loss_cfg.loss_type", None)),
+    Default("loss_cfg.loss_type", "", "default", TOKENS, given="features.loss_cfg.loss_type=none"),
     *LOSS,
 )
 _FEATURES = under(

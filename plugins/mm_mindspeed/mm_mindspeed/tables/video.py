@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mm_core.interchange import Default, Differs, Drop, Key, Row
-from mm_mindspeed.tables.converts import FASTER, always, drops, dtype, known, one_of, path, same, under
+from mm_mindspeed.tables.converts import FASTER, always, drops, dtype, one_of, path, same, under
 
 _PRESET = "with the sizes: task.predictor.preset, where there is one of these sizes"
 _HERE = "Wan's own, and the only one here too"
@@ -21,7 +21,7 @@ _PATCH = "code of theirs that replaces Megatron's"
 _DENSITIES = {"lognorm": "logit_normal", "uniform": "uniform"}
 
 _TILE = "task.autoencoder.tiling_param.tile_sample_"
-_LOOKS = ("predictor.model_type", "i2v", "flf2v")
+_LOOKS = "predictor.model_type=i2v|flf2v"
 _FRAMES: dict[str, list[str]] = {"t2v": [], "i2v": ["first"], "ti2v": ["first"], "flf2v": ["first", "last"]}
 """Task -> the frames of a clip that are given."""
 
@@ -42,10 +42,10 @@ def _typed(convert: Callable[[Any], Any], name: str = "schedule") -> Callable[[A
 _DIFFUSION = under(
     "diffusion.",
     *same("sigma_max min_timestep_boundary max_timestep_boundary", "task.scheduler"),
-    *known("num_train_timesteps", "task.scheduler.num_train_timesteps", 1000),
-    *known("shift", "task.scheduler.shift", 3.0, absent="ours is 5"),
-    *known("sigma_min", "task.scheduler.sigma_min", 0.003 / 1.002, absent="ours is 0"),
-    *known("extra_one_step", "task.scheduler.extra_one_step", False, absent="ours is true"),
+    Key("num_train_timesteps", "task.scheduler.num_train_timesteps", absent=1000),
+    Key("shift", "task.scheduler.shift", note="our default is 5", absent=3.0),
+    Key("sigma_min", "task.scheduler.sigma_min", note="our default is 0", absent=0.003 / 1.002),
+    Key("extra_one_step", "task.scheduler.extra_one_step", note="our default is true", absent=False),
     Default("draw_per", "task.scheduler.draw_per", "micro_batch", "ours is one timestep for each sample"),
     Default("loss_weighting", "task.scheduler.loss_weighting", "gaussian"),
     Key("model_id", "task.scheduler.type", one_of({"wan_flow_match_scheduler": "wan/flow_match"})),
@@ -66,7 +66,7 @@ _PREDICTOR = under(
     Key("num_heads", "task.predictor.num_attention_heads"),
     Key("hidden_size", note="by num_heads: task.predictor.attention_head_dim"),
     Key("max_seq_len", "task.predictor.rope_max_seq_len"),
-    Key("img_dim", "task.predictor.image_dim", when=("predictor.model_type", "i2v")),
+    Key("img_dim", "task.predictor.image_dim", given="predictor.model_type=i2v"),
     Key("img_dim", note="of models that look at an image alone"),
     Key("from_pretrained", note="task.predictor.from_pretrained"),
     Drop("dtype", "engine.param_dtype decides"),
@@ -90,16 +90,15 @@ _AUTOENCODER = under(
     Key("tiling_param.tile_size", _pixels("min"), _eight, "pixels, 8 to a latent"),
     Key("tiling_param.tile_stride", _pixels("stride"), _eight, "pixels, 8 to a latent"),
     Key("tiling_param.*", "task.autoencoder.tiling_param.*"),
-    Key("i2v_processor.image_encoder", "task.image_encoder.from_pretrained", path, when=_LOOKS),
+    Key("i2v_processor.image_encoder", "task.image_encoder.from_pretrained", path, given=_LOOKS),
     Drop("i2v_processor.image_encoder", "the predictor looks at no image"),
     Drop("i2v_processor.i2v_vae_encod*_tiling", "the autoencoder's own tiling decides"),
     Drop("i2v_processor.processor_id", "the predictor's sizes decide how frames are given"),
 )
 
 VIDEO: tuple[Row, ...] = (
-    Key("task", note="nothing: the predictor takes no frame", when=("predictor.in_dim", 16)),
-    Key("task", "task.frames", one_of(_FRAMES)),
-    Default("task", "task.frames", [], unless=("predictor.in_dim", 16)),
+    Key("task", "task.frames", one_of(_FRAMES), absent="t2v", given="predictor.in_dim!=16"),
+    Key("task", note="nothing: the predictor takes no frame"),
     *_PREDICTOR,
     *_DIFFUSION,
     *_AUTOENCODER,
@@ -118,7 +117,7 @@ VIDEO: tuple[Row, ...] = (
 """Keys of Wan's model.json."""
 
 HUNYUAN: tuple[Row, ...] = (
-    *known("task", "task.pipeline", _FOLDER.format("t2v"), _FOLDER.format, _SAME, _SAME),
+    Key("task", "task.pipeline", _FOLDER.format, _SAME, absent="t2v"),
     Drop("predictor.dtype", "engine.param_dtype decides"),
     Key("ae.dtype", "task.autoencoder.dtype task.autoencoder.type", _typed(dtype, "vae")),
     *drops("predictor.* ae.* text_encoder.* image_encoder.*", _PIPELINE),
