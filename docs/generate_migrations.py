@@ -13,7 +13,7 @@ from pathlib import Path
 
 from generated_page import DOCS, main
 
-from mm_core.interchange import Default, Differs, Drop, Key, Row
+from mm_core.interchange import NOTHING, Default, Differs, Drop, Key, Row
 
 TOOLS: Mapping[str, str] = {
     "coming-from-mindspeed-mm.md": "mm_mindspeed.tables",
@@ -49,22 +49,19 @@ def _lines(rows: Iterable[Row]) -> list[str]:
     for row in rows:
         name = f"`{row.theirs}`"
         if row.only:
-            name += " = " + ", ".join(f"`{_plain(value)}`" for value in row.only)
-        if isinstance(row, Default):
-            name += " absent"
-        for each in row.given.split():
-            path, equals, values = each.partition("=")
-            shown = " or ".join(values.replace("none", "absent").strip("|").split("|")) if equals else "given"
-            name += f" where `{path.rstrip('!').rpartition('.')[2]}` is{' not' * path.endswith('!')} {shown}"
+            values = ", ".join(f"`{_plain(value)}`" for value in row.only)
+            name += " off" if row.only == NOTHING else f" = {values}"
+        if row.given:
+            name += f" where `{row.given}`"
         if isinstance(row, Key):
-            ours = ", ".join(f"`{each}`" for each in row.ours.split())
-            lines.append(_line(name, ours, row.note))
+            lines.append(_line(name, ", ".join(f"`{ours}`" for ours in row.ours.split()), row.note))
             if row.absent is not ...:
-                lines.append(_line(f"{name} absent", f"{ours}: `{_plain(row.absent)}`", "as converted"))
+                value = row.convert(row.absent, *row.of.values()) if row.convert else row.absent
+                lines.append(_line(f"{name} absent", f"`{row.ours}: {_plain(value)}`", ""))
         elif isinstance(row, Default) and row.ours:
-            lines.append(_line(name, f"`{row.ours}: {_plain(row.value)}`", row.note))
+            lines.append(_line(f"{name} absent", f"`{row.ours}: {_plain(row.value)}`", row.note))
         elif isinstance(row, Default):
-            left.setdefault((Differs, row.note), []).append(name)
+            left.setdefault((Differs, row.note), []).append(f"{name} absent")
         elif isinstance(row, (Drop, Differs)):
             left.setdefault((type(row), row.why), []).append(name)
     for (kind, why), names in left.items():

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mm_core import interchange
 from mm_core.errors import MMError
 from mm_core.interchange import Node, Program, Script, place_of, read_script, read_source
+from mm_core.interchange import value_at as of_node
 
 _TRAINS = re.compile(r"(?:.*/)?(?:pretrain_\w+|posttrain_\w+|trainer|train)\.py\Z")
 _YAML = (".yaml", ".yml")
@@ -179,7 +179,7 @@ def rooted(node: Node, start: str = "") -> Node:
 
 def value_at(node: Node | None, path: str, default: Any = None) -> Any:
     """The plain value at a dotted path below a node."""
-    return default if node is None else interchange.value_at(node, path, default)
+    return default if node is None else of_node(node, path, default)
 
 
 def place_at(node: Node, path: str) -> str:
