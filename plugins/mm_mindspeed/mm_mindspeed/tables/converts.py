@@ -14,6 +14,11 @@ def drops(names: str, why: str) -> tuple[Drop, ...]:
     return tuple(Drop(name, why) for name in names.split())
 
 
+def notes(names: str, note: str) -> tuple[Key, ...]:
+    """A row for each name, which the migration reads with others."""
+    return tuple(Key(name, note=note) for name in names.split())
+
+
 def same(names: str, ours: str) -> tuple[Key, ...]:
     """A row for each name, which a section of ours has too."""
     return tuple(Key(name, f"{ours}.{name}") for name in names.split())

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mm_core.interchange import Differs, Drop, Key
 from mm_mindspeed.names import lora_targets
-from mm_mindspeed.tables.converts import FASTER, always, drops, one_of, training, under
+from mm_mindspeed.tables.converts import FASTER, always, drops, notes, one_of, training, under
 
 _SPREADING = (
     "how tensors are spread over devices: fully_shard spreads them here, and the global batch stays the same"
@@ -35,19 +35,14 @@ FLAGS = under(
     Key("lora-r", "train.adapters.0.rank", absent=8, given=_LORA),
     Key("lora-alpha", "train.adapters.0.alpha", float, absent=16.0, given=_LORA),
     Key("lora-dropout", "train.adapters.0.dropout", float, given=_LORA),
-    Drop("lora-*", "no adapter is trained: --lora-target-modules is absent"),
+    Drop("lora-*", "no adapter is trained: --lora-target-modules names no layers here"),
     Drop("context-parallel-size", _SPREADING, only=(1,)),
     Key("context-parallel-size", "engine.context_parallel.size"),
     Drop("context-parallel-algo", "each rank has its own samples", given="--context-parallel-size=none|1"),
     Key("context-parallel-algo", "engine.context_parallel.kind", one_of(_CONTEXT)),
-    Key("recompute-granularity", note="with the next two: engine.recompute_modules"),
-    Key("recompute-method", note="see recompute-granularity"),
-    Key("recompute-num-layers", note="see recompute-granularity"),
+    *notes("recompute-granularity recompute-method recompute-num-layers", "engine.recompute_modules"),
     Key("distributed-timeout-minutes", "run.stuck_after", lambda minutes: 60.0 * minutes),
-    Key("fsdp2-config-path", note="the file of the engine, below"),
-    Key("layerzero-config", note="the file of the engine, below"),
-    Key("mm-data", note="data.json, below"),
-    Key("mm-model", note="model.json, below"),
+    *notes("fsdp2-config-path layerzero-config mm-data mm-model", "a file whose keys are below"),
     Drop("use-flash-attn", "a kernel: set task.attn_implementation where it is installed"),
     Drop("mm-tool", "profiling: set `profile` where it is wanted"),
     *drops("eval-interval eval-iters", "no held-out data: set data.validation and validation.every"),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mm_core.interchange import Default, Differs, Drop, Key, Row
-from mm_mindspeed.tables.converts import FASTER, always, drops, dtype, one_of, path, same, under
+from mm_mindspeed.tables.converts import FASTER, always, drops, dtype, notes, one_of, path, same, under
 
 _PRESET = "with the sizes: task.predictor.preset, where there is one of these sizes"
 _HERE = "Wan's own, and the only one here too"
@@ -106,8 +106,7 @@ VIDEO: tuple[Row, ...] = (
     Key("text_encoder.from_pretrained", "task.text_encoder.from_pretrained", path),
     Key("text_encoder.dtype", "task.text_encoder.dtype", dtype),
     Drop("text_encoder.hub_backend", "folders are read, or names with hub:"),
-    Key("load_video_features", note="data.cache: their .pt files are not read, each clip is encoded once"),
-    Key("load_text_features", note="data.cache: their .pt files are not read, each caption is encoded once"),
+    *notes("load_video_features load_text_features", "data.cache: each clip is encoded once, no .pt is read"),
     Drop("encoder_offload_interval", "frozen encoders in host memory: engine.frozen"),
     Key("patch.muon_optimizer", "optimizer.type", lambda _: "muon", only=(True,)),
     Drop("patch.*", _PATCH),
@@ -129,8 +128,7 @@ HUNYUAN: tuple[Row, ...] = (
     Drop("diffusion.sp_size", "engine.context_parallel", only=(1,)),
     Drop("diffusion.dp_replicate", "engine.sharding_size", only=(1,)),
     *drops("diffusion.shift diffusion.solver", "of sampling alone: as in the pipeline's folder"),
-    Drop("load_video_features", "clips are encoded here too", only=(False,)),
-    Drop("load_text_features", "captions are encoded here too", only=(False,)),
+    *(Drop(f"load_{each}_features", "encoded here too", only=(False,)) for each in ("video", "text")),
     Drop("patch.*", _PATCH),
 )
 """Keys of HunyuanVideo 1.5's model.json."""
