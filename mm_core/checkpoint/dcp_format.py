@@ -19,6 +19,7 @@ from mm_core.weights.archives import check_archive
 from mm_core.weights.formats.format import AdapterLayout, Companions, Layout, StoredTensors, Written
 from mm_core.weights.formats.key_map import Shape
 from mm_core.weights.formats.libraries import Diffusers, Transformers
+from mm_core.weights.formats.part_of import Below
 
 _HINT = "save it again with tensors only, or convert it with the program that wrote it"
 
@@ -28,7 +29,6 @@ class DcpTensors:
 
     Args:
         folder: with `.metadata` and the ranks' `.distcp` files.
-        prefix: text before the names that are wanted; it is left out.
 
     Raises:
         CheckpointError: files are missing or damaged, or refer to anything but tensors.
@@ -36,17 +36,17 @@ class DcpTensors:
 
     others: Sequence[str] = ()
 
-    def __init__(self, folder: Path, prefix: str = "") -> None:
-        self.where, self._prefix = folder, prefix
+    def __init__(self, folder: Path) -> None:
+        self.where = folder
         files = {path.name: Checksum(path.stat().st_size, 0) for path in folder.glob("*.distcp")}
         try:
             self._held = read_metadata(folder, files, foreign=True)
         except DamagedError as fault:
             raise DamagedError(fault.what, where=fault.where, hint=_HINT) from None
         self._entries = {
-            name.removeprefix(prefix): entry
+            name: entry
             for name, entry in self._held.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata) and name.startswith(prefix)
+            if isinstance(entry, TensorStorageMetadata)
         }
         self.shapes: Mapping[str, Shape] = {name: tuple(entry.size) for name, entry in self._entries.items()}
         self.dtypes = {name: entry.properties.dtype for name, entry in self._entries.items()}
@@ -61,7 +61,7 @@ class DcpTensors:
             bounds = zip(wanted, chunk.offsets, chunk.sizes, strict=True)
             shared = [(max(start, at), min(stop, at + size), start, at) for (start, stop), at, size in bounds]
             if all(first < last for first, last, *_ in shared):
-                piece = self._piece(self._prefix + name, chunk, self.dtypes[name])
+                piece = self._piece(name, chunk, self.dtypes[name])
                 here = tuple(slice(first - start, last - start) for first, last, start, _ in shared)
                 found[here] = piece[tuple(slice(first - at, last - at) for first, last, _, at in shared)]
         return found
@@ -99,7 +99,7 @@ class Dcp:
 
     def open(self, path: Path, folder: str = "") -> StoredTensors:
         """Opens the tensors whose names begin with `folder`."""
-        return DcpTensors(path, f"{folder}." if folder not in ("", ".") else "")
+        return Below(DcpTensors(path), f"{folder}." if folder not in ("", ".") else "")
 
     def layout(self, name: str, component: nn.Module) -> Layout:
         """The names of the model's library where it is one of a library, else its own."""

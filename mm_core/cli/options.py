@@ -41,24 +41,18 @@ def config_of(args: argparse.Namespace, *more: str, fetch: Fetch = False) -> Run
     Raises:
         MMError: lists every error in the config; or it is a file of another tool.
     """
-    from mm_core.config.load import included_files, load_config
+    from mm_core.config.load import files_of, load_config
 
-    included = included_files(Path(args.config))
     try:
-        _refuse_foreign(included)  # some of their keys are also ours
         return load_config(args.config, [*args.overrides, *more], allow_code=args.allow_code, fetch=fetch)
     except ConfigError:
-        _refuse_foreign([Path(args.config)])
-        raise
-
-
-def _refuse_foreign(files: Iterable[Path]) -> None:
-    for file in files:
         from mm_core.interchange import foreign
         from mm_core.plugin.registry import get_registry
 
-        if error := foreign(get_registry(), file):
-            raise error from None
+        for file in files_of(Path(args.config))[::-1]:
+            if error := foreign(get_registry(), file):
+                raise error from None
+        raise
 
 
 def count(text: str) -> int:

@@ -143,12 +143,12 @@ def load_with_places(
     return with_task_values(config), root
 
 
-def included_files(path: Path) -> Sequence[Path]:
-    """The files that a config includes, by which others are included too; as far as they can be read."""
+def files_of(path: Path) -> Sequence[Path]:
+    """The file of a config, and those that are included, as far as they can be read."""
     sources = Sources()
     with suppress(ConfigError):
         _ConfigReader(sources).read(path, ())
-    return sources.files()[1:]
+    return sources.files()
 
 
 class _ConfigReader:

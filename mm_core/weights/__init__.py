@@ -19,12 +19,14 @@ from mm_core.weights.formats.libraries import (
     pipeline_parts,
     read_mapping,
 )
+from mm_core.weights.formats.part_of import Below
 from mm_core.weights.stored import INDEX, check_unscaled, load_tensors, open_saved, open_stored
 from mm_core.weights.streaming import stream
 
 __all__ = [
     "INDEX",
     "AdapterLayout",
+    "Below",
     "Companions",
     "Copy",
     "Diffusers",

@@ -49,7 +49,7 @@ def test_shards_of_any_ranks_are_imported_and_exported_bit_equal(tmp_path, world
 def test_a_box_is_read_from_the_pieces_that_reach_into_it(tmp_path):
     drawn = weights_in(tmp_path)
     run_ranks(RANKS, 3, tmp_path / "drawn.safetensors", tmp_path / "saved", "net.")
-    stored = DcpTensors(tmp_path / "saved", "model.net.")
+    stored = Dcp().open(tmp_path / "saved", "model.net")
     assert {name: tuple(tensor.shape) for name, tensor in drawn.items()} == dict(stored.shapes)
     for name, tensor in drawn.items():
         box = tuple(slice(size // 3, max(size // 3 + 1, size - 1)) for size in tensor.shape)
@@ -68,7 +68,7 @@ def saved_alone(folder: Path) -> Path:
 def test_names_may_begin_with_any_words(tmp_path):
     folder = saved_alone(tmp_path / "saved")
     assert Dcp().recognises(folder) and Dcp().folders(folder) == [".", "model"]
-    assert DcpTensors(folder, "model.").read("scale", ()).item() == 2.0
+    assert Dcp().open(folder, "model").read("scale", ()).item() == 2.0
     assert not Dcp().recognises(tmp_path)
 
 
@@ -87,7 +87,7 @@ def test_nothing_in_a_strangers_folder_runs(tmp_path):
     bomb = pickle.dumps(Bomb(sign))
     file.write_bytes(bomb + bytes(length - len(bomb)))
     with pytest.raises(CheckpointError, match=r"holds no tensor for model\.weight"):
-        DcpTensors(folder, "model.").read("weight", (slice(0, 3), slice(0, 2)))
+        Dcp().open(folder, "model").read("weight", (slice(0, 3), slice(0, 2)))
     (folder / ".metadata").write_bytes(bomb)
     with pytest.raises(CheckpointError, match="does not describe a checkpoint"):
         DcpTensors(folder)
@@ -113,7 +113,7 @@ def test_pieces_that_are_not_as_listed_are_refused(tmp_path, size, chunks, dtype
     entry.chunks = [ChunkStorageMetadata(torch.Size(at), torch.Size(sizes)) for at, sizes in chunks]
     (folder / ".metadata").write_bytes(pickle.dumps(held))
     with pytest.raises(CheckpointError, match=words):
-        DcpTensors(folder, "model.").read("weight", ())
+        Dcp().open(folder, "model").read("weight", ())
 
 
 def test_a_folder_that_lacks_a_ranks_file_is_refused(tmp_path):

@@ -37,6 +37,7 @@ from mm_core.checkpoint.files.layout import (
 )
 from mm_core.errors import CheckpointError
 from mm_core.files import open_plain
+from mm_core.weights.stored import Inert
 
 _DTYPES = {name: kind for name, kind in vars(torch).items() if isinstance(kind, torch.dtype)}
 _FIELDS: dict[type, frozenset[str]] = {
@@ -61,15 +62,6 @@ class _Record:
 
     def __setstate__(self, state: object) -> None:
         self.state = state
-
-
-class _Inert(_Record):
-    """What stands for anything else that another program has written: a path, what is no tensor."""
-
-    kind = object
-
-    def __init__(self, *values: object) -> None:
-        pass
 
 
 def _values(found: object, kind: type) -> dict[str, Any]:
@@ -99,7 +91,7 @@ class _Unpickler(pickle.Unpickler):
             except CheckpointError:
                 if not self._foreign:
                     raise
-                self._stand_ins[module, name] = type("Inert", (_Inert,), {})
+                self._stand_ins[module, name] = type("Inert", (Inert,), {})
         return self._stand_ins[module, name]
 
 
@@ -149,7 +141,7 @@ def _metadata(found: object, files: Mapping[str, Checksum]) -> Metadata:
     entries: dict[str, STORAGE_TYPES] = {
         str(name): _entry(str(name), one)
         for name, one in _items(held["state_dict_metadata"])
-        if not isinstance(one, _Inert)
+        if not isinstance(one, Inert)
     }
     places = dict(_place(index, one, files) for index, one in _items(held["storage_data"]))
     return Metadata(state_dict_metadata=entries, storage_data=places)

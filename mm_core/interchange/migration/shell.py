@@ -23,7 +23,7 @@ _REDIRECT = re.compile(r"(?:\d+|&)?(<<<|<<-?|[<>]&|>>|>\||[<>])")
 _PLAIN, _IN_SINGLE = re.compile(r"""[^\s\\;&|<>()$`'"]+"""), re.compile(r"[^'\n]+|\n")
 _IN_DOUBLE = re.compile(r'[^"$`\\\n]+|\n')
 _EXPORTS = frozenset({"export", "declare", "local", "readonly", "typeset"})
-_MAY_SET = frozenset({"eval", "source", ".", "let", "read", "unset", "shift", "mapfile", "readarray"})
+_MAY_SET = frozenset({"eval", "source", ".", "let", "read", "unset", "mapfile", "readarray"})
 _BEFORE = frozenset({"then", "else", "elif", "do", "!", "time", "nohup", "exec"})
 _BLOCKS = {"if": "fi", "for": "done", "while": "done", "until": "done", "select": "done", "case": "esac"}
 _BLOCKS |= {"{": "}", "function": "}"}
@@ -164,9 +164,9 @@ class _Reader:
             if any(re.search("[^-agrx]", option) for option in options):
                 self._note(_shown(_begun(self.words)), "its values are not evaluated", line, True)
                 self.typed.add(assigned[1])
-            if self.either or assigned[1] in self.typed:
+            if self.either or self.open or assigned[1] in self.typed:
                 self._forget([assigned[1]], line)
-            elif not self.open:
+            else:
                 self._assign(assigned[1], items, bool(assigned[2]), first == "export")
         else:
             self.words.append(self._pieces())
@@ -197,7 +197,7 @@ class _Reader:
 
     def _forget(self, names: Iterable[str], line: int) -> None:
         """Only a shell that runs the script knows the values of these variables."""
-        for name in names if not self.open else ():
+        for name in names:
             self.variables[name] = [[_Piece(f"${name}", line, True, True)]]
 
     def _pieces(self) -> list[_Piece]:
@@ -323,27 +323,30 @@ class _Reader:
         words, self.words = _begun(self.words), []
         if not words:
             return
-        first = _shown(words[:1])
-        if self.open:
-            if first == self.open[-1]:
-                self.open.pop()
-            elif first in _BLOCKS:
-                self.open.append(_BLOCKS[first])
-            elif _is_assignment(words[0]) or first in _EXPORTS:
-                why = "inside a condition, loop or function, which is not evaluated"
-                self._note(_shown(words), why, words[0][0].line, True)
+        first, line = _shown(words[:1]), words[0][0].line
+        if self.open and first == self.open[-1]:
+            self.open.pop()
         elif first in _BLOCKS:
-            self._note(_shown(words), "conditions, loops and functions are not evaluated", words[0][0].line)
+            if not self.open:
+                self._note(_shown(words), "conditions, loops and functions are not evaluated", line)
             self.open.append(_BLOCKS[first])
+            reads = _shown(words[1:2]) in _MAY_SET  # while read A
+            self._forget_all(words[1:2] if first in ("for", "select") else words[2:] if reads else [])
         elif first in _MAY_SET or _shown(words[:2]) == "printf -v":
-            why = f"`{first}` is not run: it may set variables"
-            self._note(_shown(words), why, words[0][0].line, True)
-            self._forget((name[0] for word in words[1:] if (name := _NAME.match(_shown([word])))), self.line)
-        elif self.either and (first in _EXPORTS or all(map(_is_assignment, words))):
-            self._note(_shown(words), "the command before it decides whether it runs", words[0][0].line, True)
-        elif first not in _EXPORTS:
+            self._note(_shown(words), f"`{first}` is not run: it may set variables", line, True)
+            self._forget_all(words[1:])
+        elif first in _EXPORTS or all(map(_is_assignment, words)):
+            if self.open:
+                why = "inside a condition, loop or function, which is not evaluated"
+                self._note(_shown(words), why, line, True)
+            elif self.either:
+                self._note(_shown(words), "the command before it decides whether it runs", line, True)
+        elif not self.open:
             command = tuple(map(_word_of, _split_all(w for w in words if not _is_assignment(w))))
             self.script.commands += [command] if command else []
+
+    def _forget_all(self, words: list[list[_Piece]]) -> None:
+        self._forget((name[0] for word in words if (name := _NAME.match(_shown([word])))), self.line)
 
 
 def _begun(words: list[list[_Piece]]) -> list[list[_Piece]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
@@ -15,35 +15,29 @@ from mm_core.weights.formats.format import StoredTensors, WeightFormat, of_compo
 from mm_core.weights.formats.key_map import Shape
 
 
-class PartOf:
-    """The stored tensors of a model, selected from the weights files of a larger model.
-
-    Tensors outside the model's own top-level modules belong to the larger model and are left out.
+class Below:
+    """Stored tensors whose names begin with a prefix, without it.
 
     Args:
-        stored: tensors of the larger model.
-        wanted: stored names that the model needs.
-        computed: ends of stored names for tables that the model computes but older files contain.
-        prefix: text before these names in the files.
+        stored: all tensors.
+        prefix: text before the names that are wanted.
+        keep: whether a name, without the prefix, is wanted.
     """
 
+    others: Sequence[str] = ()
+
     def __init__(
-        self, stored: StoredTensors, wanted: Collection[str], computed: Collection[str], prefix: str = ""
+        self, stored: StoredTensors, prefix: str, keep: Callable[[str], bool] = lambda name: True
     ) -> None:
-        self.where = stored.where
-        self._stored, self._prefix = stored, prefix
-        columns = zip(*(name.split(".") for name in wanted), strict=False)
-        depth = 1 + sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
-        tops = {tuple(name.split(".")[:depth]) for name in wanted}
-        names = (name[len(prefix) :] for name in stored.shapes if name.startswith(prefix))
-        ends = tuple(f".{name}" for name in computed)
-        kept = [n for n in names if tuple(n.split(".")[:depth]) in tops and not f".{n}".endswith(ends)]
-        self.shapes: Mapping[str, Shape] = {name: stored.shapes[prefix + name] for name in kept}
-        self.dtypes: Mapping[str, torch.dtype] = {name: stored.dtypes[prefix + name] for name in kept}
-        self.others: Sequence[str] = ()
+        self.where, self._stored, self._prefix = stored.where, stored, prefix
+        names = [name[len(prefix) :] for name in stored.shapes if name.startswith(prefix)]
+        self.shapes: Mapping[str, Shape] = {
+            name: stored.shapes[prefix + name] for name in names if keep(name)
+        }
+        self.dtypes: Mapping[str, torch.dtype] = {name: stored.dtypes[prefix + name] for name in self.shapes}
 
     def read(self, name: str, box: tuple[slice, ...]) -> Tensor:
-        """A box of a tensor of the model, from the weights files of the larger one."""
+        """A box of a tensor, by its name without the prefix."""
         return self._stored.read(self._prefix + name, box)
 
 
@@ -73,7 +67,15 @@ class FormatOfPart:
         starts = dict.fromkeys(name.partition(".")[0] for name in stored.shapes)
         ways += [(self._wanted, f"{start}.") for start in starts]
         wanted, prefix = max(ways, key=lambda way: sum(way[1] + name in stored.shapes for name in way[0]))
-        return PartOf(stored, wanted, self._computed, prefix)
+        columns = zip(*(name.split(".") for name in wanted), strict=False)
+        depth = 1 + sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
+        tops = {tuple(name.split(".")[:depth]) for name in wanted}  # what is outside belongs to the larger
+        ends = tuple(f".{name}" for name in self._computed)
+
+        def keep(name: str) -> bool:
+            return tuple(name.split(".")[:depth]) in tops and not f".{name}".endswith(ends)
+
+        return Below(stored, prefix, keep)
 
     def _wanted_of_others(self, stored: StoredTensors) -> set[str]:
         found: set[str] = set()

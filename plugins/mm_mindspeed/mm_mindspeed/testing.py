@@ -2,53 +2,37 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import nn
 
-_SCRIPT = """\
-NPUS=2
+_FILES = {
+    "model.json": """{"task": "t2v", "predictor": {"model_id": "wandit", "hidden_size": 1536,
+ "num_layers": 30, "num_heads": 12, "ffn_dim": 8960, "in_dim": 16, "out_dim": 16},
+"diffusion": {"model_id": "wan_flow_match_scheduler"},
+"ae": {"model_id": "wan_video_vae", "from_pretrained": "Wan/vae"},
+"text_encoder": {"model_id": "UMT5", "from_pretrained": "Wan/text_encoder"}}
+""",
+    "data.json": """{"dataset_param": {"dataset_type": "t2v",
+"basic_parameters": {"data_path": "clips.json", "data_folder": "clips"},
+"preprocess_parameters": {"num_frames": 17, "max_height": 480, "max_width": 832}}}
+""",
+    "pretrain.sh": """NPUS=2
 MBS=1
 GBS=$(($NPUS*$MBS))
-ARGS="
-    --mm-model {folder}/model.json \\
-    --mm-data {folder}/data.json \\
-    --micro-batch-size ${{MBS}} \\
-    --global-batch-size $GBS \\
-    --lr 1e-5 --lr-decay-style constant \\
-    --train-iters 10 \\
-    --load {folder}/Wan/transformer/ \\
-    --save out \\
-"
+ARGS="--mm-model FOLDER/model.json --mm-data FOLDER/data.json --load FOLDER/Wan/transformer/ --save out \\
+    --micro-batch-size ${MBS} --global-batch-size $GBS --train-iters 10 --lr 1e-5 --lr-decay-style constant"
 torchrun --nproc_per_node $NPUS pretrain_sora.py $ARGS
-"""
+""",
+}
 
 
 def examples(folder: Path) -> list[Path]:
     """Writes the folder of a run of Wan 2.1 1.3B."""
-    model = {
-        "task": "t2v",
-        "predictor": {
-            **{"model_id": "wandit", "hidden_size": 1536, "num_layers": 30, "num_heads": 12},
-            **{"ffn_dim": 8960, "in_dim": 16, "out_dim": 16},
-        },
-        "diffusion": {"model_id": "wan_flow_match_scheduler"},
-        "ae": {"model_id": "wan_video_vae", "from_pretrained": "Wan/vae"},
-        "text_encoder": {"model_id": "UMT5", "from_pretrained": "Wan/text_encoder"},
-    }
-    data = {
-        "dataset_param": {
-            "dataset_type": "t2v",
-            "basic_parameters": {"data_path": "clips.json", "data_folder": "clips"},
-            "preprocess_parameters": {"num_frames": 17, "max_height": 480, "max_width": 832},
-        }
-    }
-    (folder / "model.json").write_text(json.dumps(model, indent=2), encoding="utf-8")
-    (folder / "data.json").write_text(json.dumps(data, indent=2), encoding="utf-8")
-    (folder / "pretrain.sh").write_text(_SCRIPT.format(folder=folder), encoding="utf-8")
+    for name, text in _FILES.items():
+        (folder / name).write_text(text.replace("FOLDER", str(folder)), encoding="utf-8")
     return [folder]
 
 

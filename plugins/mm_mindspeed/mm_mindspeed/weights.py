@@ -6,18 +6,18 @@ https://github.com/Ascend/MindSpeed-MM, 57069cd), between Diffusers' and its own
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mm_core.checkpoint import Dcp, DcpTensors
 from mm_core.contracts import TaskModule
 from mm_core.errors import CheckpointError, plural
 from mm_core.weights import (
     AdapterLayout,
+    Below,
     Companions,
     KeyMap,
     Layout,
@@ -75,27 +75,6 @@ KEYS = KeyMap(
     )
 )
 """Names of Diffusers' WanTransformer3DModel -> names in MindSpeed-MM's checkpoints."""
-
-
-class Below:
-    """Stored tensors whose names begin with a prefix, without it.
-
-    Args:
-        stored: all tensors.
-        prefix: text before the names that are wanted.
-    """
-
-    others: Sequence[str] = ()
-
-    def __init__(self, stored: StoredTensors, prefix: str) -> None:
-        self.where, self._stored, self._prefix = stored.where, stored, prefix
-        names = [name.removeprefix(prefix) for name in stored.shapes if name.startswith(prefix)]
-        self.shapes: Mapping[str, tuple[int, ...]] = {name: stored.shapes[prefix + name] for name in names}
-        self.dtypes: Mapping[str, torch.dtype] = {name: stored.dtypes[prefix + name] for name in names}
-
-    def read(self, name: str, box: tuple[slice, ...]) -> Tensor:
-        """A box of a tensor, by its name without the prefix."""
-        return self._stored.read(self._prefix + name, box)
 
 
 class MindSpeedWan:

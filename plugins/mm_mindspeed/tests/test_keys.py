@@ -780,7 +780,7 @@ CHUNKS = {"loss_cfg.compute_mode", "loss_cfg.chunk_size", "loss_cfg.router_aux_l
 B, A = "dataset_param.basic_parameters.", "dataset_param.attr."
 LANGUAGE = [
     ("mean", {"loss_cfg.loss_type": "default"}, {}, {}, set(), {"loss_cfg.loss_type"}),
-    ("absent loss", {"loss_cfg": REMOVED}, {}, {}, set(), {"loss_type"}),
+    ("absent loss", {"loss_cfg": REMOVED}, {}, {}, set(), {"loss_cfg.loss_type"}),
     (
         "chunks",
         {"loss_cfg.compute_mode": "chunk", "loss_cfg.chunk_size": 256},

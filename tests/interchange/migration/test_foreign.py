@@ -7,6 +7,8 @@ import yaml
 from mm_trainers import testing
 
 from mm_core.cli.main import main
+from mm_core.config import load
+from mm_core.config.yaml_nodes import read_file
 
 RUN = {
     "run": {"name": "x"},
@@ -15,7 +17,7 @@ RUN = {
     "train": {"steps": 1},
     "optimizer": {"type": "adamw"},
 }
-ENGINE = "sharding_size: 2\nparam_dtype: bf16\nreduce_dtype: fp32\n"  # the last two are keys of ours too
+ENGINE = "sharding_size: 2\nparam_dtype: bf16\nreduce_dtype: fp32\n"  # all are keys of ours too
 
 
 @pytest.fixture(autouse=True)
@@ -26,20 +28,29 @@ def in_folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("command", [["validate"], ["train", "--config"]])
 @pytest.mark.parametrize("direct", [True, False])
 def test_an_included_file_of_another_tool_is_refused_with_its_name(command, direct, capsys):
-    Path("fsdp2.yaml").write_text(ENGINE)
+    Path("fsdp2.yaml").write_text(f"{ENGINE}align_fsdp_param_groups: true\n")
     Path("base.yaml").write_text("engine: {include: fsdp2.yaml}\n")
     above = {"engine": {"include": "fsdp2.yaml"}} if direct else {"include": "base.yaml"}
     Path("run.yaml").write_text(yaml.safe_dump({**RUN, **above}))
     assert main([*command, "run.yaml"]) == 1
     said = capsys.readouterr().err
-    assert "fsdp2.yaml: this is a file of MindSpeed-MM" in said and "sharding_size" not in said
+    assert "fsdp2.yaml: this is a file of MindSpeed-MM" in said and "align_fsdp" not in said
     assert "it starts no run alone: give `mm migrate` all files of the run, or their folder" in said
 
 
 def test_included_files_of_ours_are_no_others(capsys):
-    Path("engine.yaml").write_text("type: fsdp2\nparam_dtype: bf16\n")
+    Path("engine.yaml").write_text(f"type: fsdp2\n{ENGINE}")  # keys that files of another tool have, too
     Path("run.yaml").write_text(yaml.safe_dump({**RUN, "engine": {"include": "engine.yaml"}}))
     assert main(["validate", "run.yaml"]) == 0, capsys.readouterr().err
+
+
+def test_the_files_of_a_config_without_a_fault_are_read_once(monkeypatch):
+    Path("engine.yaml").write_text("type: fsdp2\n")
+    Path("run.yaml").write_text(yaml.safe_dump({**RUN, "engine": {"include": "engine.yaml"}}))
+    read = []
+    monkeypatch.setattr(load, "read_file", lambda path, *rest: read.append(path) or read_file(path, *rest))
+    assert main(["validate", "run.yaml"]) == 0
+    assert sorted(path.name for path in read) == ["engine.yaml", "run.yaml"]
 
 
 @pytest.mark.parametrize(("name", "alone"), [("data.toml", False), ("train.sh", True), ("style.yaml", True)])

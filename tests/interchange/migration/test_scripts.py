@@ -128,6 +128,12 @@ SETS = [
     ("declare -i A=1\nA=A+1\npython train.py --a $A", 1, "declare -i A=1"),
     ("A=1\nprintf -v A %s 2\npython train.py --a $A", 2, "printf -v A"),
     ("A=1\nlet A=2 B=3\npython train.py --a $A", 2, "let A=2"),
+    ("A=1\nif true; then A=2; fi\npython train.py --a $A", 2, "A=2"),
+    ("A=1\nwhile read A; do A=3; done < x\npython train.py --a $A", 2, "A=3"),
+    ("A=1\nfor A in 2 3; do B=1; done\npython train.py --a $A", 2, "B=1"),
+    ("A=1\nif [ $1 ]; then\n  case $1 in\n    a) A=2;;\n  esac\nfi\npython train.py --a $A", 4, "A=2"),
+    ("A=1\nif [ -f x ]; then let A=2; fi\npython train.py --a $A", 2, "let A=2"),
+    ("A=1\nf() {\n  A=2\n}\nf\npython train.py --a $A", 3, "A=2"),
 ]
 HOSTILE = [
     *SETS,
@@ -147,8 +153,6 @@ HOSTILE = [
     ("python train.py --a ${A:-$(touch ran)}", 1, "$(touch ran)"),
     ("python train.py --a $X", 1, "$X"),
     ("python train.py --a $1", 1, "$1"),
-    ("A=1\nif true; then A=2; fi\npython train.py --a $A", 2, "A=2"),
-    ("A=1\nwhile read A; do A=3; done < x\npython train.py --a $A", 2, "A=3"),
 ]
 
 

@@ -66,6 +66,35 @@ def test_each_key_goes_where_its_first_fitting_row_says_and_the_rest_is_unknown(
     ]
 
 
+CONDITIONS = (
+    Key("rate", "optimizer.lr", float, given="mode!=fixed|none"),
+    Drop("rate", "the rate is fixed"),
+    Key("size", "data.train.height data.train.width", lambda size: [size, 2 * size]),
+    Default("size", "data.train.height", 480),
+    Default("loss", "", "mean", "another mean", given="opt.kind=a|b"),
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "lines", "dropped", "differs"),
+    [
+        ("mode: free\nrate: 2\n", {"optimizer.lr": 2.0, "data.train.height": 480}, [], []),
+        ("mode: fixed\nrate: 2\n", {"data.train.height": 480}, ["rate"], ["mode"]),
+        ("rate: 2\n", {"data.train.height": 480}, ["rate"], []),
+        ("size: 64\n", {"data.train.height": 64, "data.train.width": 128}, [], []),
+        ("opt: {kind: b}\n", {"data.train.height": 480}, [], ["loss"]),
+        ("opt: {kind: c}\n", {"data.train.height": 480}, [], []),
+        ("opt: {kind: b}\nloss: sum\n", {"data.train.height": 480}, [], ["loss"]),
+    ],
+)
+def test_a_row_may_depend_on_another_key_and_set_several(text, lines, dropped, differs, tmp_path):
+    run = Migrated("x")
+    apply((*CONDITIONS, Key("mode", only=("free",)), Key("opt.kind")), source(tmp_path, text), run)
+    assert {key: line.value for key, line in run.lines.items()} == lines
+    assert [left.key for left in run.dropped] == dropped
+    assert [left.key for left in run.differs] == differs
+
+
 def test_a_row_with_a_star_takes_a_whole_mapping_unless_another_row_is_about_a_key_in_it(tmp_path):
     rows = (Key("a.one.x", "run.name"), Drop("a.*", "rest"))
     run = Migrated("x")

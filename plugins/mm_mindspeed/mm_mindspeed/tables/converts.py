@@ -14,6 +14,11 @@ def drops(names: str, why: str) -> tuple[Drop, ...]:
     return tuple(Drop(name, why) for name in names.split())
 
 
+def notes(names: str, note: str) -> tuple[Key, ...]:
+    """A row for each name, which the migration reads with others."""
+    return tuple(Key(name, note=note) for name in names.split())
+
+
 def same(names: str, ours: str) -> tuple[Key, ...]:
     """A row for each name, which a section of ours has too."""
     return tuple(Key(name, f"{ours}.{name}") for name in names.split())
@@ -40,6 +45,10 @@ def one_of(known: Mapping[Any, Any]) -> Callable[[Any], Any]:
     return convert
 
 
+STYLES = {each: each for each in ("constant", "linear", "cosine")}
+"""Styles of the learning rate that are schedules here."""
+FASTER = "it changes speed or memory, not what is computed"
+
 dtype = one_of(
     {
         **{"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "half": "fp16"},
@@ -62,3 +71,27 @@ def path(value: Any) -> str:
 def sharding(value: Any) -> int | str:
     """Ranks of a shard group."""
     return value if value == "auto" else int(value)
+
+
+def training(decay: float, style: str, seed: int) -> tuple[Row, ...]:
+    """Keys of every generation, which have other defaults of the weight decay, the schedule and the seed."""
+    return (
+        Key("micro_batch_size", "train.micro_batch_size"),
+        Key("train_iters", "train.steps"),
+        Key("lr", "optimizer.lr", float),
+        Key("weight_decay", "optimizer.weight_decay", float, absent=decay),
+        Key("adam_beta1", "optimizer.betas.0", float, absent=0.9),
+        Key("adam_beta2", "optimizer.betas.1", float, absent=0.999),
+        Key("adam_eps", "optimizer.eps", float, absent=1e-8),
+        Key("lr_decay_style", "lr_schedule.type", one_of(STYLES), absent=style),
+        Key("clip_grad", "train.clip_grad_norm", norm, "0 is off, which is null here", absent=1.0),
+        Key("seed", "run.seed", note="other random numbers than theirs", absent=seed),
+        Drop("save", "the run's folder: run.dir", only=(None,)),
+        Key("save", "run.dir", path),
+        Key("save_interval", "checkpoint.every"),
+        Key("log_interval", "log.every"),
+        *drops(
+            "no_load_optim no_load_rng no_save_optim no_save_rng",
+            "checkpoints always hold everything; weights alone are loaded without the rest",
+        ),
+    )

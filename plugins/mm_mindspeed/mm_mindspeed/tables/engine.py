@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from mm_core.interchange import Differs, Drop, Key, Row
 from mm_mindspeed.names import patterns
-from mm_mindspeed.tables.converts import drops, dtype, same, sharding
+from mm_mindspeed.tables.converts import FASTER, drops, dtype, same, sharding
 
-FASTER = "it changes speed or memory, not what is computed"
 PLAIN = (
     "cast_forward_inputs reshard_after_forward num_to_forward_prefetch num_to_backward_prefetch"
     " use_reentrant offload_to_cpu pin_memory"

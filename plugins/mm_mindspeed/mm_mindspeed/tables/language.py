@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from mm_core.interchange import Differs, Drop, Key, Row
-from mm_mindspeed.tables.converts import drops, one_of, path, under
+from mm_core.interchange import Default, Differs, Drop, Key, Row
+from mm_mindspeed.tables.converts import FASTER, drops, one_of, path, under
 from mm_mindspeed.tables.data import LOADER
-from mm_mindspeed.tables.engine import FASTER
 
 _CHECK = "Megatron checks it; the model comes from its own folder"
 _TEMPLATE = "the chat template of the model's folder decides"
@@ -24,6 +23,13 @@ _VIDEO = "videos are shown as data.train.frames images; it does nothing where th
 _KINDS = {"huggingface": "conversations", "multimodal": "internvl/conversations"}
 _COMPUTED = {"default": "auto", "chunk": "chunked", "dynamic_chunk": "chunked"}
 
+
+def _one(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("several tables: name each in data.train.sources")
+    return value
+
+
 LOSS = under(
     "loss_cfg.",
     Drop("loss_type", "each token of the global batch counts the same here too", only=("per_token_loss",)),
@@ -33,17 +39,22 @@ LOSS = under(
     Key("compute_mode", "task.loss", one_of(_COMPUTED)),
     Key("chunk_size", "task.chunk_tokens"),
 )
-_FROZEN = (
-    "image_encoder.vision_encoder.freeze image_encoder.vision_projector.freeze vision_encoder.freeze"
-    " vision_projector.freeze text_decoder.freeze freeze_vision_model freeze_vision_projection"
-    " freeze_language_model"
-)
+FROZEN = {
+    "tower": ("image_encoder.vision_encoder.freeze", "vision_encoder.freeze", "freeze_vision_model"),
+    "projector": (
+        *("image_encoder.vision_projector.freeze", "vision_projector.freeze"),
+        "freeze_vision_projection",
+    ),
+    "language_model": ("text_decoder.freeze", "freeze_language_model"),
+}
+"""Part of a model -> keys that freeze it."""
 
 LANGUAGE: tuple[Row, ...] = (
     Key("model_id", note="task.auto_class, and where the vision tower is"),
     Key("init_from_hf_path", "task.from_pretrained", path),
     Key("model_name_or_path", "task.from_pretrained", path),
-    *(Key(name, note="train.freeze") for name in _FROZEN.split()),
+    *(Key(name, note="train.freeze") for names in FROZEN.values() for name in names),
+    Default("loss_cfg.loss_type", "", "default", TOKENS),
     *LOSS,
     *drops("image_encoder.* vision_encoder.* text_decoder.*", _CHECK),
     Drop("text_encoder", "there is none", only=(None,)),
@@ -62,10 +73,8 @@ _USUAL |= dict.fromkeys(("audios", "packing"), (None, False))
 
 _BASIC = under(
     "dataset_param.basic_parameters.",
-    Key("dataset", note="the annotations of the source"),
-    Key("dataset_dir", note="the folder of the source"),
-    Key("data_path", note="the annotations of the source"),
-    Key("data_folder", note="the folder of the source"),
+    *(Key(name, "data.train.sources.0.annotations", _one) for name in ("dataset", "data_path")),
+    *(Key(name, "data.train.sources.0.folder", _one) for name in ("dataset_dir", "data_folder")),
     Key("repeat_time", "data.train.sources.0.weight", float),
     Key("cutoff_len", "data.train.max_length"),
     Drop("template", _TEMPLATE),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from mm_core.interchange import Default, Differs, Drop, Key, Row
 from mm_mindspeed.names import in_model
-from mm_mindspeed.tables.converts import drops, norm, one_of, path, same, sharding, under
-from mm_mindspeed.tables.engine import DTYPES, FASTER, PLAIN
-from mm_mindspeed.tables.flags import STYLES
-from mm_mindspeed.tables.language import LOSS
+from mm_mindspeed.tables.converts import FASTER, drops, one_of, path, same, sharding, training, under
+from mm_mindspeed.tables.engine import DTYPES, PLAIN
+from mm_mindspeed.tables.language import LOSS, TOKENS
 
 _SPREADING = "how tensors are spread over devices: fully_shard spreads them here, with the same numbers"
-_STATE = "checkpoints always hold everything; weights alone are loaded without the rest"
+_NO_LORA = "training.lora.enable=none|false"
+_NEW = "training.lora.enable=true training.lora.pretrained_lora_path=none|"
+_TARGETS = ["q_proj", "k_proj", "v_proj"]
 _BLOCKS = "the model's own blocks are wrapped and recomputed: memory, not numbers"
 LENGTH = "dataset_param.basic_parameters.cutoff_len"
 _CHUNKED = {True: "chunked", False: "auto"}
@@ -18,54 +19,37 @@ _INITS = {True: "kaiming", "true": "kaiming", "gaussian": "gaussian", "pissa": "
 
 _TRAINING = under(
     "training.",
-    Key("micro_batch_size", "train.micro_batch_size"),
+    *training(0.0, "constant", 42),
     Default("micro_batch_size", "train.micro_batch_size", 1),
+    Default("lr", "optimizer.lr", 5e-5),
     Key("gradient_accumulation_steps", note="with the ranks: train.global_batch_size"),
-    Key("train_iters", "train.steps"),
     Key("train_epochs", "train.epochs", float),
     Key("max_epochs", "train.epochs", float),
-    Key("lr", "optimizer.lr", float),
-    Default("lr", "optimizer.lr", 5e-5),
-    Key("weight_decay", "optimizer.weight_decay", float),
-    Default("weight_decay", "optimizer.weight_decay", 0.0),
-    Key("adam_beta1", "optimizer.betas.0", float),
-    Default("adam_beta1", "optimizer.betas.0", 0.9),
-    Key("adam_beta2", "optimizer.betas.1", float),
-    Default("adam_beta2", "optimizer.betas.1", 0.999),
-    Key("adam_eps", "optimizer.eps", float),
-    Default("adam_eps", "optimizer.eps", 1e-8),
     Key("optimizer", "optimizer.type", one_of({"adamw": "adamw", "muon": "muon"})),
     Key("muon_momentum", "optimizer.momentum", float),
     Key("ns_steps", "optimizer.ns_steps"),
     Drop("matched_adamw_rms", "as here", only=(0.2,)),
-    Key("lr_decay_style", "lr_schedule.type", STYLES),
-    Default("lr_decay_style", "lr_schedule.type", "constant"),
     Key("lr_min", "lr_schedule.min_lr", float),
     Key("lr_start", "lr_schedule.warmup_init", float),
     Key("lr_warmup_ratio", "lr_schedule.warmup_fraction", float),
     Drop("lr_decay_ratio", "a schedule ends with the run", only=(1, 1.0)),
-    Key("clip_grad", "train.clip_grad_norm", norm, "0 is off, which is null here"),
-    Default("clip_grad", "train.clip_grad_norm", 1.0),
     Drop("clip_norm_type", "the L2 norm", only=(2, 2.0)),
-    Key("seed", "run.seed", note="other random numbers than theirs"),
-    Default("seed", "run.seed", 42),
     Key("use_deter_comp", "run.deterministic"),
     Key("enable_full_determinism", "run.deterministic"),
-    Drop("save", "the run's folder: run.dir", only=(None,)),
-    Key("save", "run.dir", path),
-    Key("save_interval", "checkpoint.every"),
-    Key("log_interval", "log.every"),
     Key("save_async", "checkpoint.async"),
     Key("load", note="init_from, or the model's folder, with its name: task.from_pretrained"),
     Drop("val_interval", "no validation", only=(0, None)),
     Drop("val_micro_batch_size", "evaluations use train.micro_batch_size"),
-    Key(
-        "lora.enable", note="true: train.adapters, by default of rank 8, alpha 16 and q_proj, k_proj, v_proj"
-    ),
+    Key("lora.enable", note="true: train.adapters, with the defaults below"),
+    Drop("lora.*", "no adapter is trained: training.lora.enable is not true", given=_NO_LORA),
     Key("lora.rank", "train.adapters.0.rank"),
     Key("lora.alpha", "train.adapters.0.alpha", float),
     Key("lora.dropout", "train.adapters.0.dropout", float),
+    Drop("lora.target_modules", "the adapter's files name them", given="training.lora.pretrained_lora_path"),
     Key("lora.target_modules", "train.adapters.0.targets"),
+    Default("lora.rank", "train.adapters.0.rank", 8, given=_NEW),
+    Default("lora.alpha", "train.adapters.0.alpha", 16.0, given=_NEW),
+    Default("lora.target_modules", "train.adapters.0.targets", _TARGETS, given=_NEW),
     Key("lora.init_lora_weights", "train.adapters.0.init", one_of(_INITS)),
     Drop("lora.pretrained_lora_path", "none", only=(None, "")),
     Key("lora.pretrained_lora_path", "train.adapters.0.from", path),
@@ -73,7 +57,6 @@ _TRAINING = under(
     Differs("no_decay_params", "weight decay by parameter: write train.parameter_groups"),
     Differs("lr_scaling_plan", "rates by module: write train.parameter_groups with lr_scale"),
     Differs("quantization_plan*", "there is no training in fp8 here"),
-    *drops("no_load_optim no_load_rng no_save_optim no_save_rng", _STATE),
     Drop("plugin", "the task and data name what they need"),
     *drops("init_model_with_meta_device load_rank0_and_broadcast adam_fused clip_grad_foreach", FASTER),
     *drops("manual_gc* allow_hf32 load_format save_format load_strict ckpt_manager", FASTER),
@@ -105,6 +88,7 @@ _MODEL = under(
     Drop("activation_offload_plan*", FASTER),
     Key("enable_chunk_loss", "task.loss", one_of(_CHUNKED)),
     Drop("chunkloss_plan.*", "task.chunk_tokens"),
+    Default("loss_cfg.loss_type", "", "default", TOKENS, given="features.loss_cfg.loss_type=none"),
     *LOSS,
 )
 _FEATURES = under(
