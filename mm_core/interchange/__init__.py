@@ -8,24 +8,30 @@ from mm_core.interchange.migration.scripts import Program, Script, Unrun, Word
 from mm_core.interchange.migration.shell import read_script
 from mm_core.interchange.migration.sources import read_source
 from mm_core.interchange.migration.table import (
+    NOTHING,
     UNKNOWN,
     Default,
     Differs,
     Drop,
+    Instead,
     Key,
     Row,
     apply,
     is_loose,
+    node_at,
     place_of,
+    value_at,
 )
 from mm_core.interchange.migration.tools import foreign, migration_of
 from mm_core.schema.nodes import Node, to_python
 
 __all__ = [
+    "NOTHING",
     "UNKNOWN",
     "Default",
     "Differs",
     "Drop",
+    "Instead",
     "Key",
     "Left",
     "Line",
@@ -41,9 +47,11 @@ __all__ = [
     "foreign",
     "is_loose",
     "migration_of",
+    "node_at",
     "place_of",
     "read_script",
     "read_source",
     "to_python",
     "to_yaml",
+    "value_at",
 ]

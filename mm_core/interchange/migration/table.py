@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,16 @@ from mm_core.interchange.migration.migrated import Left, Migrated
 from mm_core.schema.nodes import Node, to_python
 
 UNKNOWN = "an unknown key of the tool"
+NOTHING = (None, False, "", [], {})
+"""Values of a key that is off; 0 is one, too."""
+
+
+class Instead(ValueError):
+    """A conversion raises it for a value without a counterpart, in whose place another is written."""
+
+    def __init__(self, value: Any, why: str) -> None:
+        super().__init__(f"{why}; {value} is written in its place")
+        self.value = value
 
 
 @dataclass(frozen=True)
@@ -21,10 +31,22 @@ class Row:
     Attributes:
         theirs: its dotted path; `*` stands for any text.
         only: the row is about these values of the key alone; empty: about all.
+        given: the row counts where other keys have a value, which are named in one text: `a` is not off,
+            `a=b|c` is one of these; `none` is an absent key.
     """
 
     theirs: str
     only: tuple[Any, ...] = field(default=(), kw_only=True)
+    given: str = field(default="", kw_only=True)
+
+    def holds(self, source: Node) -> bool:
+        """Whether the other keys have the values that the row needs."""
+        for each in self.given.split():
+            path, equals, values = each.partition("=")
+            value = value_at(source, path)
+            if str(value).lower() not in values.split("|") if equals else value in NOTHING:
+                return False
+        return True
 
     def match(self, path: str, value: object) -> re.Match[str] | None:
         """How the row is about a key with a value; None if it is not."""
@@ -42,11 +64,15 @@ class Key(Row):
             itself, with others.
         convert: makes our value of theirs; a ValueError states why it has no counterpart.
         note: what users should know of it.
+        absent: the tool's value where the key is absent, which is converted and written, too; `...`: none is.
+        of: other keys, each with what counts where it is absent: `convert` takes their values, too.
     """
 
     ours: str = ""
-    convert: Callable[[Any], Any] | None = None
+    convert: Callable[..., Any] | None = None
     note: str = ""
+    absent: Any = field(default=..., kw_only=True)
+    of: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -86,22 +112,43 @@ def place_of(node: Node) -> str:
     return f"{Path(node.where).name} {node.path}"
 
 
+def value_at(source: Node, path: str, default: Any = None) -> Any:
+    """The plain value at a dotted path of mappings and lists; a null counts as absent, and so does what only
+    a shell knows.
+    """
+    node = node_at(source, path)
+    value = None if node is None or is_loose(node) else to_python(node)
+    return default if value is None else value
+
+
+def node_at(source: Node, path: str) -> Node | None:
+    """The node at a dotted path of mappings and lists."""
+    found: Node | None = source
+    for key in path.split("."):
+        if found is not None and isinstance(found.value, list):
+            found = dict(enumerate(found.value)).get(int(key)) if key.isdigit() else None
+        else:
+            found = found.at(key) if found is not None else None
+    return found
+
+
 def apply(rows: Sequence[Row], source: Node, into: Migrated) -> None:
-    """Applies rows to what a file or a command line holds. Of the rows about a key, the first counts; a key
-    without one is reported as unknown, under those without a counterpart.
+    """Applies rows to what a file or a command line holds. Of the rows about a key that hold, the first
+    counts; a key without one is reported as unknown, under those without a counterpart.
 
     Args:
         rows: of the tool.
         source: a mapping.
         into: receives the lines.
     """
+    rows = [row for row in rows if row.holds(source)]
     for node in _keys(rows, source):
         value = to_python(node)
-        row, match = _row_of(rows, node.path, value)
+        row = _row_of(rows, node.path, value)
         why = row.why if isinstance(row, (Drop, Differs)) else UNKNOWN
         if isinstance(row, Key) and not is_loose(node):
             try:
-                _take(row, match, node, into)
+                _take(row, value, place_of(node), node.path, source, into)
                 continue
             except (ValueError, TypeError, KeyError) as error:
                 why = str(error)
@@ -110,18 +157,26 @@ def apply(rows: Sequence[Row], source: Node, into: Migrated) -> None:
         left = into.dropped if isinstance(row, Drop) else into.differs
         left.append(Left(place_of(node), node.path, value, why))
     for row in rows:
-        if isinstance(row, Default) and source.at(*row.theirs.split(".")) is None:
-            into.set(row.ours, row.value, f"default of the tool for {row.theirs}", row.note)
+        node = source.at(*row.theirs.split("."))
+        place = f"default of the tool for {row.theirs}"
+        if isinstance(row, Default) and node is None:
+            into.set(row.ours, row.value, place, row.note)
+        elif isinstance(row, Key) and row.absent is not ... and (node is None or is_loose(node)):
+            _take(row, row.absent, place, row.theirs, source, into)
 
 
-def _take(row: Key, match: re.Match[str] | None, node: Node, into: Migrated) -> None:
-    value = to_python(node)
-    value = row.convert(value) if row.convert is not None else value
-    ours = row.ours
+def _take(row: Key, value: Any, place: str, path: str, source: Node, into: Migrated) -> None:
+    others = [value_at(source, other, absent) for other, absent in row.of.items()]
+    try:
+        made = row.convert(value, *others) if row.convert is not None else value
+    except Instead as error:
+        into.differs.append(Left(place, path, value, str(error)))
+        made = error.value
+    ours, match = row.ours, row.match(path, value)
     for text in match.groups() if match is not None else ():
         ours = ours.replace("*", text, 1)
     if ours:
-        into.set(ours, value, place_of(node), row.note)
+        into.set(ours, made, place, row.note)
 
 
 def _keys(rows: Sequence[Row], node: Node) -> Iterator[Node]:
@@ -129,7 +184,7 @@ def _keys(rows: Sequence[Row], node: Node) -> Iterator[Node]:
     as a whole and none about a key in it."""
     inner = node.value if isinstance(node.value, list) else [node]
     apart = bool(inner) and all(isinstance(each.value, dict) for each in inner)
-    if apart and node.path and _row_of(rows, node.path, to_python(node))[0] is not None:
+    if apart and node.path and _row_of(rows, node.path, to_python(node)) is not None:
         apart = _below(rows, node)
     if not apart:
         yield node
@@ -142,11 +197,8 @@ def _below(rows: Sequence[Row], node: Node) -> bool:
     return any(row.theirs.startswith(f"{node.path}.") for row in rows)
 
 
-def _row_of(rows: Sequence[Row], path: str, value: Any) -> tuple[Row | None, re.Match[str] | None]:
-    for row in rows:
-        if match := row.match(path, value):
-            return row, match
-    return None, None
+def _row_of(rows: Sequence[Row], path: str, value: Any) -> Row | None:
+    return next((row for row in rows if row.match(path, value)), None)
 
 
 def is_loose(node: Node) -> bool:

@@ -161,7 +161,7 @@ def test_a_quantised_pipeline_with_an_average_and_samples(written, lists):
     ("changed", "key", "why"),
     [
         ({"train": {"colour": 1}}, "train.colour", "an unknown key of the tool"),
-        ({"train": {"timestep_type": "weighted"}}, "train.timestep_type", "linear without weights"),
+        ({"train": {"timestep_type": "weighted"}}, "train.timestep_type", "uniform is written in its place"),
         ({"train": {"optimizer": "Prodigy"}}, "train.optimizer", "adamw is written in its place"),
         ({"train": {"diff_output_preservation": True}}, "train.diff_output_preservation", "regularisation"),
         ({"train": {"loss_type": "mae"}}, "train.loss_type", "another loss"),

@@ -103,7 +103,7 @@ def test_a_whole_model_of_text_with_steps_and_warm_up(sft, lists):
         },
     }
     taken, dropped, differs = lists(migrated(sft(**changed)))
-    told = {"do_train", "num_train_epochs", "lora_rank", "chats.formatting"}
+    told = {"do_train", "lora_rank", "chats.formatting"}
     assert (dropped.keys(), differs) == (told, {})
     changes = {key: value for key, value in taken.items() if VLM.get(key, "absent") != value}
     assert changes == {

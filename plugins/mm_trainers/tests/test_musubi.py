@@ -127,7 +127,7 @@ def test_ranks_accumulation_memory_and_schedule(folder, lists):
     run = migrated(folder(changed, toml, launcher="--num_processes 4"))
     taken, dropped, differs = lists(run)
     assert (run.world, run.launch, differs) == (4, "mm-train --config {config} --nproc 4", {})
-    assert dropped.keys() == {"--save_every_n_epochs", "--sdpa"}
+    assert dropped.keys() == {"--max_train_steps", "--save_every_n_epochs", "--sdpa"}
     changes = {key: value for key, value in taken.items() if WAN.get(key, "absent") != value}
     assert changes == {
         "train.micro_batch_size": 3,
@@ -240,7 +240,7 @@ control_directory = "depth"
         "datasets.0.source_fps",
         "datasets.1.frame_extraction",
         "datasets.1.control_directory",
-        "general.batch_size",
+        "datasets.1.batch_size",
     }
 
 
@@ -250,8 +250,8 @@ control_directory = "depth"
         ({"colour": "blue"}, "--colour"),
         ({"dit_dtype": "fp16"}, "--dit_dtype"),
         ({"optimizer_type": "prodigy"}, "--optimizer_type"),
-        ({"optimizer_args": "decouple=True"}, "decouple"),
-        ({"network_args": "conv_dim=4"}, "conv_dim"),
+        ({"optimizer_args": "decouple=True"}, "--optimizer_args.decouple"),
+        ({"network_args": "conv_dim=4"}, "--network_args.conv_dim"),
         ({"network_module": "lycoris.kohya"}, "--network_module"),
         ({"scale_weight_norms": 1.0}, "--scale_weight_norms"),
         ({"lr_scheduler": "rex"}, "--lr_scheduler"),
