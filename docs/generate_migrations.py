@@ -13,7 +13,7 @@ from pathlib import Path
 
 from generated_page import DOCS, main
 
-from mm_core.interchange import Default, Differs, Drop, Key, Row
+from mm_core.interchange import NOTHING, Default, Differs, Drop, Key, Row
 
 TOOLS: Mapping[str, str] = {
     "coming-from-mindspeed-mm.md": "mm_mindspeed.tables",
@@ -49,9 +49,15 @@ def _lines(rows: Iterable[Row]) -> list[str]:
     for row in rows:
         name = f"`{row.theirs}`"
         if row.only:
-            name += " = " + ", ".join(f"`{_plain(value)}`" for value in row.only)
+            values = ", ".join(f"`{_plain(value)}`" for value in row.only)
+            name += " off" if row.only == NOTHING else f" = {values}"
+        if row.given:
+            name += f" where `{row.given}`"
         if isinstance(row, Key):
             lines.append(_line(name, f"`{row.ours}`" if row.ours else "", row.note))
+            if row.absent is not ...:
+                value = row.convert(row.absent, *row.of.values()) if row.convert else row.absent
+                lines.append(_line(f"{name} absent", f"`{row.ours}: {_plain(value)}`", ""))
         elif isinstance(row, Default):
             lines.append(_line(f"{name} absent", f"`{row.ours}: {_plain(row.value)}`", row.note))
         elif isinstance(row, (Drop, Differs)):

@@ -26,9 +26,7 @@ _PIPELINES = ("flux", "flex1", "flux_kontext", "flux2_klein_4b", "flux2_klein_9b
 _PIPELINES += ("qwen_image", "qwen_image_edit", "qwen_image_edit_plus")
 _OLD = {"is_flux": "flux", "is_v3": "sd3", "is_xl": "sdxl", "is_v2": "sd2", "is_lumina2": "lumina2"}
 _NO_RANK = 10**9
-_EVENLY = (
-    "theirs takes frames evenly spaced over the whole clip, here they follow each other: set data.train.fps"
-)
+_EVENLY = "theirs takes frames evenly spaced over the clip, here they follow each other: set data.train.fps"
 _SWITCH = "theirs trains the experts by turns; here each step draws a timestep, and high has the fewer ones"
 
 
@@ -75,6 +73,7 @@ def _model(source: Source) -> str:
     """Sets the parts of the model; its architecture."""
     name, run, where = str(source.get("model.name_or_path", "")), source.run, "model.name_or_path"
     arch, _, tag = str(source.get("model.arch", "")).partition(":")
+    named = "model.arch" if arch else "model"
     arch = arch or next((old for flag, old in _OLD.items() if source.get(f"model.{flag}")), "sd1")
     if arch in _WAN:
         text = f"{name} {tag}".lower()
@@ -89,7 +88,7 @@ def _model(source: Source) -> str:
     else:
         what, accepted = f"the architecture {arch!r} has no counterpart here", ", ".join([*_WAN, *_PIPELINES])
         hint = "other pipelines of flow matching are added by a recipe: docs/diffusers-family.md"
-        raise ConfigError(what, where=source.place("model.arch"), accepted=accepted, hint=hint)
+        raise ConfigError(what, where=source.place(named), accepted=accepted, hint=hint)
     source.set("task.type", run.lines["task.type"].value, "model.arch")
     run.set("task.latents", "sample", "default of the tool", "a draw of the autoencoder's posterior")
     return arch

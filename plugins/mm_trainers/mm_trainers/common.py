@@ -109,9 +109,8 @@ def file_of(node: Node) -> Path:
 
 def found(name: str, near: Path) -> Path | None:
     """A file that a run names, from where the command runs or from a folder above the run's file."""
-    return next(
-        (start / name for start in (Path(), *near.resolve().parents) if (start / name).is_file()), None
-    )
+    starts = (Path(), *near.resolve().parents)
+    return next((start / name for start in starts if (start / name).is_file()), None)
 
 
 def _given(node: Node) -> Node:

@@ -9,14 +9,12 @@ from pathlib import Path, PurePosixPath
 from mm_core.errors import ConfigError
 from mm_core.interchange import Migrated, Node, apply, read_source
 from mm_trainers.common import Reader, Source, file_of, files_of, found, settle, warm_up
-from mm_trainers.tables.arguments import ARGUMENTS, MODEL
-from mm_trainers.tables.llamafactory import DATA_SET, LLAMA_FACTORY, LORA, ROWS, WHOLE
+from mm_trainers.tables.arguments import ARGUMENTS
+from mm_trainers.tables.llamafactory import DATA_SET, LLAMA_FACTORY, LORA, MODEL, ROWS, WHOLE
 from mm_trainers.values import words
 
-_SEES = re.compile(
-    r"vl\b|vl[-_0-9]|vision|llava|gemma-?3|internvl|glm-?4\.?\d*v|paligemma|pixtral|mistral3", re.I
-)
-_VISUAL = re.compile(r"qwen|glm|moss|keye|dots", re.I)
+_SEES = r"(?i)vl\b|vl[-_0-9]|vision|llava|gemma-?3|internvl|glm-?4\.?\d*v|paligemma|pixtral|mistral3"
+_VISUAL = "(?i)qwen|glm|moss|keye|dots"
 _TOWER = {True: "model.model.visual", False: "model.model.vision_tower"}
 _PROJECTOR = {True: "model.model.visual.merger", False: "model.model.multi_modal_projector"}
 """Whether the tower holds the projector -> their paths."""
@@ -74,6 +72,8 @@ def _of_arguments(source: Source, beside: Sequence[Path]) -> Migrated:
     if name is None:
         run.set("task.from_pretrained", "model", "nowhere")
         run.todo.append("task: from_pretrained and auto_class, which the script of the training has")
+    if "engine.recompute_modules" not in run.lines:
+        source.set("engine.recompute_modules", None, "gradient_checkpointing")
     run.set("data.train.sources.0.annotations", "data/conversations.jsonl", "nowhere")
     run.todo.append("data.train: the rows, which the script of the training has")
     _settle(source, beside)
@@ -94,7 +94,7 @@ def _of_factory(source: Source) -> Migrated:
     source.set("task.type", "pretrained", "stage")
     name = f"{source.get('model_name_or_path')} {source.get('template', '')}"
     if _sees(source, name):
-        _freeze(source, adapted, bool(_VISUAL.search(name)))
+        _freeze(source, adapted, bool(re.search(_VISUAL, name)))
         source.differ("image_max_pixels", _SHRINKS)
     _sources(source, "dataset", "data.train")
     if source.get("eval_dataset") is not None:
@@ -114,7 +114,7 @@ def _of_factory(source: Source) -> Migrated:
 
 def _sees(source: Source, name: str) -> bool:
     """Sets the class of the model; whether it sees."""
-    sees = bool(_SEES.search(name))
+    sees = bool(re.search(_SEES, name))
     auto = "AutoModelForImageTextToText" if sees else "AutoModelForCausalLM"
     source.set("task.auto_class", auto, "model_name_or_path")
     return sees
@@ -181,16 +181,15 @@ def _engine(source: Source, beside: Sequence[Path]) -> None:
     """DeepSpeed's file as it is."""
     named = source.get("deepspeed")
     given = named if isinstance(named, dict) else None
-    file = found(str(named), file_of(source.node)) if named else next(iter(beside), None)
-    if given is None and file is None:
-        if named:
-            why = "this file is not there, so it was not read: the engine is fsdp2"
-            source.differ("deepspeed", why)
+    file = found(named, file_of(source.node)) if isinstance(named, str) else next(iter(beside), None)
+    if named and not given and file is None:
+        source.differ("deepspeed", "this file is not there, so it was not read: the engine is fsdp2")
+    if not given and file is None:
         return
     del source.run.lines["engine.type"]
     source.take_off("the file of DeepSpeed decides", "engine.")
     source.set("engine.type", "deepspeed", "deepspeed")
-    if given is not None:
+    if given:
         source.set("engine.settings", given, "deepspeed")
     else:
         source.set("engine.config", str(file), "deepspeed", "as it is")

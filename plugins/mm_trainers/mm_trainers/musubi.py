@@ -5,21 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from mm_core.errors import ConfigError, MMError, plural
-from mm_core.interchange import (
-    Left,
-    Migrated,
-    Node,
-    Program,
-    Script,
-    apply,
-    is_loose,
-    read_script,
-    read_source,
-    to_python,
-)
+from mm_core.interchange import Left, Migrated, Node, Program, Script, apply, read_script, read_source
 from mm_trainers import models
 from mm_trainers.common import Source, checked, file_of, files_of, found, inside, settle, warm_up
 from mm_trainers.rows import Rows
@@ -27,19 +17,14 @@ from mm_trainers.tables.musubi import DATASETS, FLAGS, LAUNCHER, NETWORK, ONE, P
 from mm_trainers.values import listed
 
 _TRAINS = re.compile(r"(?:.*[/\\])?(\w+?)_train(_network)?\.py")
-_MARKS = re.compile(
-    rb"\b(?:wan|hv|hv_1_5|fpack|qwen_image|flux_kontext|flux_2|zimage|krea2|kandinsky5)_train(?:_network)?\.py"
-)
+_MARKS = rb"\b(?:wan|hv|hv_1_5|fpack|qwen_image|flux_kontext|flux_2|zimage|krea2|kandinsky5)_train\w*\.py"
 _SOURCES = ("image_directory", "video_directory", "image_jsonl_file", "video_jsonl_file")
 _WAN = {
-    "t2v-1.3B": ("wan2.1-t2v-1.3b", "Wan2.1-T2V-1.3B"),
-    "t2v-14B": ("wan2.1-t2v-14b", "Wan2.1-T2V-14B"),
-    "t2i-14B": ("wan2.1-t2v-14b", "Wan2.1-T2V-14B"),
-    "i2v-14B": ("wan2.1-i2v-14b-480p", "Wan2.1-I2V-14B-480P"),
-    "flf2v-14B": ("wan2.1-flf2v-14b-720p", "Wan2.1-FLF2V-14B-720P"),
-    "t2v-A14B": ("wan2.2-t2v-a14b", "Wan2.2-T2V-A14B"),
-    "i2v-A14B": ("wan2.2-i2v-a14b", "Wan2.2-I2V-A14B"),
+    **{"t2v-1.3B": "Wan2.1-T2V-1.3B", "t2v-14B": "Wan2.1-T2V-14B", "t2i-14B": "Wan2.1-T2V-14B"},
+    **{"i2v-14B": "Wan2.1-I2V-14B-480P", "flf2v-14B": "Wan2.1-FLF2V-14B-720P"},
+    **{"t2v-A14B": "Wan2.2-T2V-A14B", "i2v-A14B": "Wan2.2-I2V-A14B"},
 }
+"""A task -> the model's name, which is our preset in small letters."""
 _EDGES = {"wan2.2-t2v-a14b": 0.875, "wan2.2-i2v-a14b": 0.9}
 _FLUX, _HUNYUAN = "black-forest-labs/FLUX.", "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p"
 _PIPELINES = {
@@ -91,7 +76,7 @@ class MusubiTuner:
 def _scripts(paths: Sequence[Path]) -> Iterator[Path]:
     for file in inside(paths, ".sh", ".txt"):
         with suppress(OSError):
-            if _MARKS.search(file.read_bytes()):
+            if re.search(_MARKS, file.read_bytes()):
                 yield file
 
 
@@ -127,9 +112,10 @@ def _apart(flags: Node) -> Node:
     """The flags with `key=value` arguments as keys below theirs."""
     for name in ("--optimizer_args", "--network_args"):
         if (node := flags.at(name)) is not None:
-            pairs = [str(text).partition("=") for text in listed(to_python(node))]
-            loose = is_loose(node)
-            each = {k: Node(value, node.where, f"{name}.{k}", "", loose) for k, _, value in pairs}
+            each = {}
+            for child in node.children or [node]:
+                key, _, value = str(child.value).partition("=")
+                each[key] = replace(child, value=value, path=f"{name}.{key}")
             flags = flags.put(name, node.holding(each))
     return flags
 
@@ -164,7 +150,7 @@ def _wan(flags: Source) -> Rows:
     if task not in _WAN:
         what, accepted = f"the task {task!r} has no counterpart here", ", ".join(_WAN)
         raise ConfigError(what, where=flags.place("--task"), accepted=accepted)
-    preset, name = _WAN[task]
+    name, preset = _WAN[task], _WAN[task].lower()
     both, pair = flags.get("--dit_high_noise") is not None, preset in models.PAIRS
     train = "both" if both else "high" if flags.get("--min_timestep", 0) >= 500 else "low"
     models.set_wan(run, preset, f"hub:Wan-AI/{name}-Diffusers", flags.place("--task"), train)

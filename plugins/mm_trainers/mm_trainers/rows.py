@@ -18,6 +18,12 @@ SEED = "other random numbers than theirs"
 Rows = tuple[Row, ...]
 
 
+def takes(prefix: str, ours: str, names: str, convert: Any = None, **more: Any) -> Rows:
+    """Rows for keys that become ours, of which a text has the names: `theirs=ours`, or one for both."""
+    pairs = [name.partition("=") for name in names.split()]
+    return tuple(Key(f"{prefix}{a}", f"{ours}{b or a}", convert, **more) for a, _, b in pairs)
+
+
 def reads(prefix: str, names: str, note: str) -> Rows:
     """Rows for keys that the migration itself reads, of which a text has the names."""
     return tuple(Key(f"{prefix}{name}", note=note) for name in names.split())

@@ -194,6 +194,12 @@ def test_other_adapters_schedules_and_full_training(written, lists):
     assert [*differs] == ["model.quantize"]
 
 
+def test_a_rate_of_the_transformer_counts_more_than_the_common_one(written, lists):
+    for lr in (1e-4, None):
+        taken, dropped, differs = lists(migrated(job(written, train={"lr": lr, "unet_lr": 3e-5})))
+        assert (taken["optimizer.lr"], [*dropped], differs) == (3e-5, ["train.lr"] * (lr is not None), {})
+
+
 def test_models_that_are_not_here_are_named_in_one_sentence(written):
     for model, named in (
         ({"arch": "sdxl"}, "'sdxl'"),

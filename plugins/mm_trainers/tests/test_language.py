@@ -123,6 +123,13 @@ def test_a_whole_model_of_text_with_steps_and_warm_up(sft, lists):
     assert gone == {key for key in VLM if "adapters" in key} | {"train.epochs", "train.base_dtype"}
 
 
+def test_a_switch_that_is_written_at_its_default_leaves_the_default_of_the_tool(sft, lists):
+    keys = {"disable_gradient_checkpointing": False, "neat_packing": True, "packing": False}
+    taken, _, _ = lists(migrated(sft(**keys, eval_dataset="more")))
+    assert taken["engine.recompute_modules"] == "auto"
+    assert taken["data.train.packing"] is taken["data.validation.packing"] is True
+
+
 def test_adapters_quantised_bases_and_frozen_parts(sft, lists):
     lora = {"lora_rank": 4, "lora_target": "q_proj,v_proj", "use_dora": True, "loraplus_lr_ratio": 16.0}
     taken, _, _ = lists(migrated(sft(**lora)))

@@ -5,19 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from mm_core.interchange import Drop, Key
-from mm_trainers.rows import EXPORT, FASTER, LOGGING, OFF, RATE, SEED, Rows, drops, off
-from mm_trainers.values import (
-    OPTIMIZERS,
-    TRANSFORMERS,
-    always,
-    model_name,
-    norm,
-    one_of,
-    recompute,
-    times,
-    trackers,
-)
+from mm_trainers.rows import EXPORT, FASTER, LOGGING, OFF, RATE, SEED, Rows, drops, off, takes
+from mm_trainers.values import OPTIMIZERS, TRANSFORMERS, always, norm, one_of, recompute, times, trackers
 
+_AGAIN = "checkpointing=recompute_modules"
 _EVAL = "held-out data are data.validation, and validation"
 
 
@@ -26,11 +17,6 @@ def _steps(value: Any) -> int:
         raise ValueError("a share of the run: write steps")
     return int(value)
 
-
-MODEL: Rows = (
-    Key("model_name_or_path", "task.from_pretrained", model_name),
-    Key("trust_remote_code", "task.trust_remote_code"),
-)
 
 _BATCH = {"per_device_train_batch_size": 8}
 _RATE = {"learning_rate": 5e-05}
@@ -55,33 +41,27 @@ ARGUMENTS: Rows = (
     Key("lr_scheduler_kwargs.min_lr_rate", "lr_schedule.min_lr", times, "a share", of=_RATE),
     Drop("lr_scheduler_kwargs.num_cycles", OFF, only=(1, 0.5)),
     Drop("lr_scheduler_kwargs", OFF, only=(None, {})),
-    *(
-        Drop(f"warmup_{name}", "a constant rate has no warm-up there", given="lr_scheduler_type=constant")
-        for name in ("ratio", "steps")
-    ),
+    Drop("warmup_*", "a constant rate has no warm-up there", given="lr_scheduler_type=constant"),
     Drop("warmup_ratio", OFF, only=(0,)),
     Key("warmup_ratio", "lr_schedule.warmup_fraction", float),
     Key("warmup_steps", note="lr_schedule.warmup_steps; below 1: warmup_fraction"),
     Key("max_grad_norm", "train.clip_grad_norm", norm, RATE, absent=1.0),
     Key("seed", "run.seed", note=SEED, absent=42),
     Drop("data_seed", "one seed for all"),
-    Key("full_determinism", "run.deterministic"),
+    *takes("", "", "full_determinism=run.deterministic save_total_limit=checkpoint.keep"),
     *(Key(kind, "engine.param_dtype", always(kind), only=(True,)) for kind in ("fp16", "bf16")),
     *drops("", "bf16 fp16", OFF),
     Key("tf32", "run.float32_matmul", lambda value: "high" if value else None),
-    Key("gradient_checkpointing", "engine.recompute_modules", recompute),
-    Key("activation_checkpointing", "engine.recompute_modules", recompute),
-    *drops("", "gradient_checkpointing_kwargs activation_checkpointing_kwargs", FASTER),
+    *takes("", "engine.", f"gradient_{_AGAIN} activation_{_AGAIN}", recompute),
+    Drop("*_checkpointing_kwargs", FASTER),
     Key("deepspeed", note="engine: {type: deepspeed, config: FILE}"),
     Drop("fsdp*", "the engine fsdp2 spreads the model: engine.preset, offload_to_cpu"),
     Key("torch_compile", "engine.compile.modules", lambda value: "auto" if value else False),
     Key("save_steps", "checkpoint.every", _steps, absent=500),
-    Key("save_total_limit", "checkpoint.keep"),
     Drop("save_strategy", "checkpoints are by steps: checkpoint.every"),
     Key("logging_steps", "log.every", _steps, absent=500),
     Key("report_to", "log.trackers", trackers),
-    Key("dataloader_num_workers", "data.loader.workers"),
-    Key("dataloader_pin_memory", "data.loader.pin_memory"),
+    *takes("dataloader_", "data.loader.", "num_workers=workers pin_memory"),
     Key("dataloader_drop_last", "data.loader.drop_last", note="ours is true", absent=False),
     Key("dataloader_prefetch_factor", "data.loader.prefetch", lambda value: value or 2),
     Key("group_by_length", "data.loader.group_by_length"),
