@@ -12,7 +12,7 @@ from mm_core.interchange.migration.migrated import Left, Migrated
 from mm_core.schema.nodes import Node, to_python
 
 UNKNOWN = "an unknown key of the tool"
-NOTHING = (None, False, "", [], {})
+NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 """Values of a key that is off; 0 is one, too."""
 
 
@@ -157,11 +157,11 @@ def apply(rows: Sequence[Row], source: Node, into: Migrated) -> None:
         left = into.dropped if isinstance(row, Drop) else into.differs
         left.append(Left(place_of(node), node.path, value, why))
     for row in rows:
-        node = source.at(*row.theirs.split("."))
+        given = source.at(*row.theirs.split("."))
         place = f"default of the tool for {row.theirs}"
-        if isinstance(row, Default) and node is None:
+        if isinstance(row, Default) and given is None:
             into.set(row.ours, row.value, place, row.note)
-        elif isinstance(row, Key) and row.absent is not ... and (node is None or is_loose(node)):
+        elif isinstance(row, Key) and row.absent is not ... and (given is None or is_loose(given)):
             _take(row, row.absent, place, row.theirs, source, into)
 
 

@@ -22,8 +22,8 @@ _WAN = {
     "wan22_5b": {"": "wan2.2-ti2v-5b"},
 }
 """Architecture -> the preset, by a part of the model's name."""
-_PIPELINES = ("flux", "flex1", "flux_kontext", "flux2_klein_4b", "flux2_klein_9b", "zimage", "krea2", "sd3")
-_PIPELINES += ("qwen_image", "qwen_image_edit", "qwen_image_edit_plus")
+_PIPELINES: tuple[str, ...] = ("qwen_image", "qwen_image_edit", "qwen_image_edit_plus")
+_PIPELINES += ("flux", "flex1", "flux_kontext", "flux2_klein_4b", "flux2_klein_9b", "zimage", "krea2", "sd3")
 _OLD = {"is_flux": "flux", "is_v3": "sd3", "is_xl": "sdxl", "is_v2": "sd2", "is_lumina2": "lumina2"}
 _NO_RANK = 10**9
 _EVENLY = "theirs takes frames evenly spaced over the clip, here they follow each other: set data.train.fps"

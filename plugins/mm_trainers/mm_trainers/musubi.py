@@ -187,7 +187,7 @@ def _bounds(flags: Source) -> None:
 
 def _adapter(flags: Source, script: str) -> None:
     run, swap = flags.run, "--blocks_to_swap"
-    targets: object = "auto"
+    targets: str | list[str] = "auto"
     if script in ("wan", "flux_kontext", "flux_2", "zimage"):
         targets = models.block_targets(run, script)
     if script == "zimage":

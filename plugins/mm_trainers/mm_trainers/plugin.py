@@ -2,7 +2,6 @@
 
 from mm_core import Component, hookimpl
 
-_FILES = "mm_trainers.testing"
 _TOOLS = {
     "ai_toolkit": ("aitoolkit:AiToolkit", "ai-toolkit: one YAML"),
     "musubi_tuner": ("musubi:MusubiTuner", "musubi-tuner: a script, and the TOML of datasets"),
@@ -13,10 +12,14 @@ _TOOLS = {
 
 @hookimpl
 def mm_migrations() -> list[Component]:
-    more = {"config": "mm_trainers.common:NoOptions", "licence": "Apache-2.0"}
     return [
         Component(
-            name, f"mm_trainers.{target}", summary=f"runs of {what}", examples=f"{_FILES}:{name}", **more
+            name,
+            f"mm_trainers.{target}",
+            "mm_trainers.common:NoOptions",
+            f"runs of {what}",
+            examples=f"mm_trainers.testing:{name}",
+            licence="Apache-2.0",
         )
         for name, (target, what) in _TOOLS.items()
     ]

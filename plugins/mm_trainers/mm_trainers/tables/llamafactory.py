@@ -11,7 +11,18 @@ _OTHERS = "of another stage than sft, or of something that is off"
 _VIDEO = "videos are shown as data.train.frames images; it does nothing where there is none"
 _ATTENTION = {"auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2"}
 _COLUMNS = ("conversations", "messages", "images", "image", "videos", "video", "system", "tools")
-_TAGS = ("from", "role", "value", "content", "human", "user", "gpt", "assistant", "observation", "tool")
+_TAGS: tuple[str, ...] = (
+    "from",
+    "role",
+    "value",
+    "content",
+    "human",
+    "user",
+    "gpt",
+    "assistant",
+    "observation",
+    "tool",
+)
 _TAGS += ("function_call", "tool_call", "system")
 _USUAL = "rows are read by this name here too"
 _NAMES = "write the rows with the usual names, and without preferences"

@@ -97,7 +97,6 @@ WHOLE: Rows = (
 _SCHEME = ("none", "mode", "logit_normal")
 _NORMAL = f"--weighting_scheme=logit_normal {_SIGMA}"
 _RATE, _EVERY = {"--learning_rate": 2e-6}, {"--save_every_n_steps": 1}
-_LAST = {"of": _EVERY, "given": "--save_every_n_steps"}
 FLAGS: Rows = (
     Key("--dataset_config", note="the TOML of datasets, below"),
     Differs("--config_file", "write its flags into the command"),
@@ -146,7 +145,7 @@ FLAGS: Rows = (
     *off("--", "the sizes are those of the model's files", "num_layers force_v2_1_time_embedding"),
     *takes("--output_", "run.", "dir name", str),
     Key("--save_every_n_steps", "checkpoint.every"),
-    Key("--save_last_n_steps", "checkpoint.keep", _kept, "theirs keeps those of the last steps", **_LAST),
+    Key("--save_last_n_steps", "checkpoint.keep", _kept, of=_EVERY, given="--save_every_n_steps"),
     Drop("--save_last_n_steps", "it does nothing without save_every_n_steps"),
     *drops("--", "save_every_n_epochs sample_every_n_epochs save_last_n_epochs*", _EPOCHS),
     *drops("--", "save_state* save_last_n_steps_state resume", "the same command resumes by itself"),
