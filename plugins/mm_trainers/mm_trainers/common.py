@@ -1,38 +1,19 @@
-"""What the migrations share: what files hold, conversions of values, rows for what is off."""
+"""What the migrations share: what files hold, and the run that is made of them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mm_core.errors import ConfigError, MMError, first_line
-from mm_core.interchange import (
-    Default,
-    Differs,
-    Drop,
-    Key,
-    Left,
-    Migrated,
-    Node,
-    Row,
-    is_loose,
-    place_of,
-    read_source,
-    to_python,
-)
+from mm_core.interchange import Left, Migrated, Node, node_at, place_of, read_source, value_at
+from mm_trainers.values import listed
 
-FASTER = "it changes speed or memory, not what is computed"
-SAMPLING = "of samples during training alone"
-LOGGING = "of logs and displays alone"
-EXPORT = "of the files that are written: `mm export --dtype, --push`"
-OFF = "off here too"
-CACHE = "latents and states of captions are encoded once, into data.cache"
 _8BIT = "optimizer adamw_8bit: pip install \"mm-core[low-bit]\"; its blocks are torchao's, not bitsandbytes'"
-_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -47,66 +28,60 @@ class Source:
     node: Node
     run: Migrated
 
-    def node_at(self, path: str) -> Node | None:
-        """The node at a dotted path, of mappings and lists."""
-        found: Node | None = self.node
-        for key in path.split("."):
-            if found is not None and isinstance(found.value, list):
-                found = dict(enumerate(found.value)).get(int(key)) if key.isdigit() else None
-            elif found is not None:
-                found = found.at(key)
-        return found
-
     def get(self, path: str, default: Any = None) -> Any:
-        """The plain value at a path; a null counts as absent, and so does what only a shell knows."""
-        found = self.node_at(path)
-        value = None if found is None or is_loose(found) else to_python(found)
-        return default if value is None else value
+        return value_at(self.node, path, default)
 
     def place(self, path: str) -> str:
         """Where a value was written; for one that is absent, that it is the tool's default."""
-        found = self.node_at(path)
+        found = node_at(self.node, path)
         return place_of(found) if found is not None else f"default of the tool for {path}"
 
     def set(self, ours: str, value: Any, path: str, note: str = "") -> None:
         """Sets a key of ours, from a path."""
         self.run.set(ours, value, self.place(path), note)
 
-    def take(self, ours: str, path: str, default: Any, note: str = "") -> Any:
-        """Sets a key of ours to the value at a path, or to the tool's default; that value."""
-        value = self.get(path, default)
-        self.set(ours, value, path, note)
-        return value
-
-    def fill(self, ours: str, value: Any, path: str, note: str = "") -> None:
-        """Sets a key of ours that no row has set."""
-        if ours not in self.run.lines:
-            self.set(ours, value, path, note)
-
-    def differ(self, path: str, why: str) -> None:
+    def differ(self, path: str, why: str, key: str = "") -> None:
         """Lists what has no counterpart."""
-        self.run.differs.append(Left(self.place(path), path, self.get(path, ""), why))
+        self.run.differs.append(Left(self.place(path), key or path, self.get(path, ""), why))
 
-    def drop(self, path: str, why: str) -> None:
-        """Lists what does nothing here."""
-        self.run.dropped.append(Left(self.place(path), path, self.get(path, ""), why))
+    def largest(self, paths: Sequence[str], default: Any) -> tuple[Any, str]:
+        """The largest of the values at paths, which may be lists, and its path."""
+        each = [(item, path) for path in paths for item in listed(self.get(path, default))]
+        return max(each, key=lambda item: item[0])
 
-    def take_off(self, why: str, *keys: str) -> None:
-        """Moves lines of ours to what does nothing here."""
-        for key in keys:
-            self.run.leave(key, why)
+    def take_off(self, why: str, *starts: str) -> None:
+        """Moves lines of ours whose keys begin so to what does nothing here; defaults of the tool go."""
+        for key, line in list(self.run.lines.items()):
+            if key.startswith(starts):
+                self.run.leave(key, why)
+                if line.place.startswith("default of the tool"):
+                    self.run.dropped.pop()
 
 
-def settle(run: Migrated) -> None:
-    """A name that is a folder's; an optimizer and a schedule where theirs have no counterpart."""
+def settle(source: Source) -> None:
+    """What is so in the runs of all tools: a name that is a folder's, a base in the dtype, a cache."""
+    run, start = source.run, "train.adapters.0."
     name = run.lines["run.name"]
     run.name = re.sub(r"[^\w.-]+", "_", str(name.value)).strip("._") or "run"
     run.set("run.name", run.name, name.place)
-    for key, value in (("optimizer.type", "adamw"), ("lr_schedule.type", "constant")):
-        if key not in run.lines:
-            run.set(key, value, "in the place of theirs")
+    if f"{start}from" in run.lines:
+        source.take_off("the file of the adapter decides", *(start + key for key in _OF_FILES))
+    dtype, adapted = run.lines.get("engine.param_dtype"), any(key.startswith(start) for key in run.lines)
+    if adapted and dtype is not None and dtype.value == "bf16" and "train.base_dtype" not in run.lines:
+        run.set("train.base_dtype", "bf16", dtype.place, "theirs keeps the base in it")
+    if (cache := run.lines.get("data.cache.dir")) is not None:
+        run.set("data.cache.missing", "encode", cache.place, "or `mm cache build` fills it before the run")
     if run.lines["optimizer.type"].value == "adamw_8bit":
         run.todo.append(_8BIT)
+
+
+_OF_FILES = ("rank", "alpha", "targets", "exclude")
+
+
+def warm_up(source: Source, path: str) -> None:
+    """A count of steps, or a share of the run."""
+    if steps := source.get(path):
+        source.set(f"lr_schedule.warmup_{'fraction' if steps < 1 else 'steps'}", steps, path)
 
 
 @contextmanager
@@ -118,76 +93,8 @@ def checked(tool: str, root: Node) -> Iterator[None]:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         what = f"a value here is none that {tool} takes: {first_line(error)}"
-        raise ConfigError(
-            what, where=str(file_of(root)), hint="compare with an example of the tool"
-        ) from error
-
-
-def one_of(known: Mapping[Any, Any], instead: str = "") -> Callable[[Any], Any]:
-    """A conversion of known values, in any case; another is an error that lists them."""
-
-    def convert(value: Any) -> Any:
-        key = value.lower() if isinstance(value, str) else value
-        if key not in known:
-            rest = f"{instead} is written in its place" if instead else f"known: {', '.join(map(str, known))}"
-            raise ValueError(f"{value!r} has no counterpart here; {rest}")
-        return known[key]
-
-    return convert
-
-
-def norm(value: Any) -> float | None:
-    """The largest norm of gradients; 0 is off."""
-    return float(value) or None
-
-
-def words(value: Any) -> list[str]:
-    """A list of words, from one or from a text with commas."""
-    parts = value if isinstance(value, list) else str(value).split(",")
-    return [str(part).strip() for part in parts if str(part).strip()]
-
-
-def recompute(value: Any) -> str | None:
-    """Which modules are recomputed."""
-    return "auto" if value else None
-
-
-DTYPE = one_of(
-    {
-        **{"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16"},
-        **{"fp32": "fp32", "float32": "fp32", "float": "fp32", "no": "fp32"},
-    }
-)
-
-
-def known(
-    theirs: str, ours: str, default: Any, convert: Any = None, *, note: str = "", absent: str = ""
-) -> tuple[Row, ...]:
-    """Rows for a key that is written out where it is absent, too."""
-    return Key(theirs, ours, convert, note), Default(theirs, ours, default, absent)
-
-
-def off(prefix: str, why: str, **defaults: Any) -> tuple[Row, ...]:
-    """Rows for keys that do nothing at a value, or at those of a tuple, and have no counterpart at others."""
-    return tuple(
-        row
-        for name, value in defaults.items()
-        for row in (
-            Drop(f"{prefix}{name}", OFF, only=value if isinstance(value, tuple) else (value, None)),
-            Differs(f"{prefix}{name}", why),
-        )
-    )
-
-
-def drops(prefix: str, names: str, why: str) -> tuple[Row, ...]:
-    """Rows for keys that do nothing here, of which a text has the names."""
-    return tuple(Drop(f"{prefix}{name}", why) for name in names.split())
-
-
-def model_name(value: Any) -> str:
-    """A model's folder as its path; a name on the hub with `hub:` before it."""
-    name = str(value).rstrip("/")
-    return f"hub:{name}" if _HUB.fullmatch(name) and not Path(name).exists() else name
+        hint = "compare with an example of the tool"
+        raise ConfigError(what, where=str(file_of(root)), hint=hint) from error
 
 
 def rooted(node: Node, start: str) -> Node:
@@ -198,6 +105,12 @@ def rooted(node: Node, start: str) -> Node:
 def file_of(node: Node) -> Path:
     """The file that a node is from."""
     return Path(re.sub(r":\d+\Z", "", node.where))
+
+
+def found(name: str, near: Path) -> Path | None:
+    """A file that a run names, from where the command runs or from a folder above the run's file."""
+    starts = (Path(), *near.resolve().parents)
+    return next((start / name for start in starts if (start / name).is_file()), None)
 
 
 def _given(node: Node) -> Node:
@@ -217,11 +130,44 @@ def inside(paths: Sequence[Path], *suffixes: str) -> Iterator[Path]:
 
 def files_of(paths: Sequence[Path], suffixes: tuple[str, ...], is_one: Callable[[Node], bool]) -> list[Node]:
     """The files, also in folders, whose keys are of a tool; raises nothing."""
-    found = []
+    roots = []
     for file in inside(paths, *suffixes):
-        try:
-            root = _given(read_source(file))
-        except MMError:
-            continue
-        found += [root] if is_one(root) else []
-    return found
+        with suppress(MMError):
+            roots.append(_given(read_source(file)))
+    return [root for root in roots if is_one(root)]
+
+
+class Reader:
+    """A tool whose runs are in one file each.
+
+    Attributes:
+        tool: its name, for messages.
+        suffixes: of its files.
+    """
+
+    tool: str
+    suffixes: tuple[str, ...]
+
+    def is_one(self, root: Node) -> bool:
+        """Whether a file is of the tool, from the names of its keys."""
+        raise NotImplementedError
+
+    def runs(self, root: Node, paths: Sequence[Path]) -> list[Migrated]:
+        """The runs in a file, which is one of some that a user gave."""
+        raise NotImplementedError
+
+    def recognise(self, paths: Sequence[Path]) -> bool:
+        """Whether one of these files, or of the files in these folders, is of the tool."""
+        return bool(files_of(paths, self.suffixes, self.is_one))
+
+    def migrate(self, paths: Sequence[Path]) -> Sequence[Migrated]:
+        """The runs that the files describe.
+
+        Raises:
+            MMError: a file cannot be read, or holds what has no counterpart.
+        """
+        found = []
+        for root in files_of(paths, self.suffixes, self.is_one):
+            with checked(self.tool, root):
+                found += self.runs(root, paths)
+        return found

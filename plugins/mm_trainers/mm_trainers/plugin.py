@@ -2,29 +2,24 @@
 
 from mm_core import Component, hookimpl
 
-_TOOLS = (
-    ("ai_toolkit", "AiToolkit", "aitoolkit", "ai-toolkit: one YAML"),
-    ("musubi_tuner", "MusubiTuner", "musubi", "musubi-tuner: a script, and the TOML of datasets"),
-    ("llama_factory", "LlamaFactory", "language", "LLaMA-Factory: one YAML"),
-    (
-        "training_arguments",
-        "TrainingArguments",
-        "language",
-        "Transformers: TrainingArguments as JSON",
-    ),
-)
+_TOOLS = {
+    "ai_toolkit": ("aitoolkit:AiToolkit", "ai-toolkit: one YAML"),
+    "musubi_tuner": ("musubi:MusubiTuner", "musubi-tuner: a script, and the TOML of datasets"),
+    "llama_factory": ("language:LlamaFactory", "LLaMA-Factory: one YAML"),
+    "training_arguments": ("language:TrainingArguments", "Transformers: TrainingArguments as JSON"),
+}
 
 
 @hookimpl
 def mm_migrations() -> list[Component]:
     return [
         Component(
-            name=name,
-            target=f"mm_trainers.{module}:{target}",
-            config="mm_trainers.common:NoOptions",
+            name,
+            f"mm_trainers.{target}",
+            "mm_trainers.common:NoOptions",
+            f"runs of {what}",
             examples=f"mm_trainers.testing:{name}",
-            summary=f"runs of {summary}",
             licence="Apache-2.0",
         )
-        for name, target, module, summary in _TOOLS
+        for name, (target, what) in _TOOLS.items()
     ]

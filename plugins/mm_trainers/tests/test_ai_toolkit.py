@@ -161,7 +161,7 @@ def test_a_quantised_pipeline_with_an_average_and_samples(written, lists):
     ("changed", "key", "why"),
     [
         ({"train": {"colour": 1}}, "train.colour", "an unknown key of the tool"),
-        ({"train": {"timestep_type": "weighted"}}, "train.timestep_type", "linear without weights"),
+        ({"train": {"timestep_type": "weighted"}}, "train.timestep_type", "uniform is written in its place"),
         ({"train": {"optimizer": "Prodigy"}}, "train.optimizer", "adamw is written in its place"),
         ({"train": {"diff_output_preservation": True}}, "train.diff_output_preservation", "regularisation"),
         ({"train": {"loss_type": "mae"}}, "train.loss_type", "another loss"),
@@ -192,6 +192,12 @@ def test_other_adapters_schedules_and_full_training(written, lists):
     taken, _, differs = lists(migrated(job(written, adapted=False, model={"quantize": True})))
     assert not [key for key in taken if key.startswith("train.adapters") or key == "train.base_dtype"]
     assert [*differs] == ["model.quantize"]
+
+
+def test_a_rate_of_the_transformer_counts_more_than_the_common_one(written, lists):
+    for lr in (1e-4, None):
+        taken, dropped, differs = lists(migrated(job(written, train={"lr": lr, "unet_lr": 3e-5})))
+        assert (taken["optimizer.lr"], [*dropped], differs) == (3e-5, ["train.lr"] * (lr is not None), {})
 
 
 def test_models_that_are_not_here_are_named_in_one_sentence(written):

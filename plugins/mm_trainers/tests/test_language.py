@@ -103,7 +103,7 @@ def test_a_whole_model_of_text_with_steps_and_warm_up(sft, lists):
         },
     }
     taken, dropped, differs = lists(migrated(sft(**changed)))
-    told = {"do_train", "num_train_epochs", "lora_rank", "chats.formatting"}
+    told = {"do_train", "lora_rank", "chats.formatting"}
     assert (dropped.keys(), differs) == (told, {})
     changes = {key: value for key, value in taken.items() if VLM.get(key, "absent") != value}
     assert changes == {
@@ -121,6 +121,13 @@ def test_a_whole_model_of_text_with_steps_and_warm_up(sft, lists):
     assert taken["train.global_batch_size"] == 8  # of one rank
     gone = {key for key in VLM if key not in taken}
     assert gone == {key for key in VLM if "adapters" in key} | {"train.epochs", "train.base_dtype"}
+
+
+def test_a_switch_that_is_written_at_its_default_leaves_the_default_of_the_tool(sft, lists):
+    keys = {"disable_gradient_checkpointing": False, "neat_packing": True, "packing": False}
+    taken, _, _ = lists(migrated(sft(**keys, eval_dataset="more")))
+    assert taken["engine.recompute_modules"] == "auto"
+    assert taken["data.train.packing"] is taken["data.validation.packing"] is True
 
 
 def test_adapters_quantised_bases_and_frozen_parts(sft, lists):

@@ -3,10 +3,13 @@
 import re
 
 import pytest
+import torch
 from mm_trainers.musubi import MusubiTuner
 
 from mm_core.cli.main import main
 from mm_core.errors import ConfigError, MMError
+from mm_core.interchange import to_yaml
+from mm_core.testing.data.video_readers import write_clip
 
 FLAGS = {
     "task": "t2v-1.3B",
@@ -127,7 +130,7 @@ def test_ranks_accumulation_memory_and_schedule(folder, lists):
     run = migrated(folder(changed, toml, launcher="--num_processes 4"))
     taken, dropped, differs = lists(run)
     assert (run.world, run.launch, differs) == (4, "mm-train --config {config} --nproc 4", {})
-    assert dropped.keys() == {"--save_every_n_epochs", "--sdpa"}
+    assert dropped.keys() == {"--max_train_steps", "--save_every_n_epochs", "--sdpa"}
     changes = {key: value for key, value in taken.items() if WAN.get(key, "absent") != value}
     assert changes == {
         "train.micro_batch_size": 3,
@@ -240,7 +243,7 @@ control_directory = "depth"
         "datasets.0.source_fps",
         "datasets.1.frame_extraction",
         "datasets.1.control_directory",
-        "general.batch_size",
+        "datasets.1.batch_size",
     }
 
 
@@ -250,8 +253,8 @@ control_directory = "depth"
         ({"colour": "blue"}, "--colour"),
         ({"dit_dtype": "fp16"}, "--dit_dtype"),
         ({"optimizer_type": "prodigy"}, "--optimizer_type"),
-        ({"optimizer_args": "decouple=True"}, "decouple"),
-        ({"network_args": "conv_dim=4"}, "conv_dim"),
+        ({"optimizer_args": "decouple=True"}, "--optimizer_args.decouple"),
+        ({"network_args": "conv_dim=4"}, "--network_args.conv_dim"),
         ({"network_module": "lycoris.kohya"}, "--network_module"),
         ({"scale_weight_norms": 1.0}, "--scale_weight_norms"),
         ({"lr_scheduler": "rex"}, "--lr_scheduler"),
@@ -302,3 +305,20 @@ def test_the_command_takes_both_files_and_plans_the_run(folder, capsys):
     text = (place / "run.yaml").read_text()
     assert "    shift: 3.0  # train.sh:12 --discrete_flow_shift: ours is 5\n" in text
     assert "    num_frames: 17  # data.toml:8 datasets.0.target_frames\n" in text
+
+
+@pytest.mark.slow
+def test_a_migrated_script_of_wan_trains_an_adapter_on_clips(folder, tmp_path, capsys):
+    wan = pytest.importorskip("mm_wan.testing").make_tiny_checkpoint(tmp_path / "Wan")
+    (tmp_path / "clips").mkdir()
+    for number in range(2):
+        frames = torch.rand(5, 32, 32, 3, generator=torch.Generator().manual_seed(number))
+        write_clip(tmp_path / f"clips/{number}.mp4", (frames * 255).byte(), 16)
+        (tmp_path / f"clips/{number}.txt").write_text("a red circle moves left")
+    toml = CLIPS.replace("[832, 480]", "[32, 32]").replace("[17]", "[5]")
+    flags = {"dit": wan / "transformer", "vae": wan / "vae", "t5": wan / "text_encoder"}
+    place = folder({**flags, "max_train_steps": 2, "network_args": "loraplus_lr_ratio=4"}, toml)
+    sizes = ["task.predictor.preset=null", f"task.text_encoder.tokenizer={wan / 'tokenizer'}"]
+    (tmp_path / "run.yaml").write_text(to_yaml(migrated(place)))
+    assert main(["train", "--config", "run.yaml", *sizes]) == 0
+    assert "done: step 2 of 2; run folder out/motion" in capsys.readouterr().out

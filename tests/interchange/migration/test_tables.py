@@ -12,6 +12,7 @@ from mm_core.interchange import (
     Default,
     Differs,
     Drop,
+    Instead,
     Key,
     Migrated,
     apply,
@@ -111,6 +112,41 @@ def test_a_value_that_cannot_be_converted_has_no_counterpart(tmp_path):
         ("opt.clip", "an unknown key of the tool"),
     ]
     assert "train.clip_grad_norm" not in run.lines, "the key is there, so its default does not count"
+
+
+def test_a_key_counts_by_other_keys_takes_their_values_and_has_a_default_that_is_converted(tmp_path):
+    rows = (
+        Key("rate", "lr_schedule.min_lr", lambda rate, lr: rate * lr, absent=0.5, of={"opt.lr": 2.0}),
+        Key("opt.lr", "optimizer.lr"),
+        Key("warm", "lr_schedule.warmup_steps", absent=100, given="mode=warm|none fast"),
+        Drop("warm", "no warm-up"),
+        Drop("mode", "x"),
+        Drop("fast", "x"),
+    )
+    for text, minimum, warm in (
+        ("fast: true\n", 1.0, 100),
+        ("{fast: true, mode: Warm, warm: 7, opt: {lr: 4}}\n", 2.0, 7),
+        ("{fast: true, mode: cold, rate: 0.1}\n", 0.2, None),
+        ("{fast: [], warm: 7}\n", 1.0, None),
+    ):
+        run = Migrated("x")
+        apply(rows, source(tmp_path, text), run)
+        assert run.lines["lr_schedule.min_lr"].value == minimum
+        assert (line.value if (line := run.lines.get("lr_schedule.warmup_steps")) else None) == warm
+        assert [left.key for left in run.dropped if left.key == "warm"] == ["warm"] * (
+            warm is None and "warm:" in text
+        )
+    assert run.lines["lr_schedule.min_lr"].place == "default of the tool for rate"
+
+
+def test_a_substitute_is_written_and_told(tmp_path):
+    def replaced(value):
+        raise Instead("adamw", f"{value!r} is not here")
+
+    run = Migrated("x")
+    apply((Key("opt", "optimizer.type", replaced),), source(tmp_path, "opt: lion\n"), run)
+    assert run.lines["optimizer.type"].value == "adamw"
+    assert [left.why for left in run.differs] == ["'lion' is not here; adamw is written in its place"]
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,16 @@
 
 from mm_trainers.tables.aitoolkit import JOB, PROCESS
 from mm_trainers.tables.arguments import ARGUMENTS
-from mm_trainers.tables.llamafactory import DATA_SET, LLAMA_FACTORY
-from mm_trainers.tables.musubi import DATASETS, FLAGS, LAUNCHER
+from mm_trainers.tables.llamafactory import DATA_SET, LLAMA_FACTORY, LORA
+from mm_trainers.tables.musubi import DATASETS, FLAGS, LAUNCHER, NETWORK, ONE, TWO
 
 TABLES = {
     "ai-toolkit: the file": JOB,
     "ai-toolkit: a process": PROCESS,
-    "musubi-tuner: flags of the training": FLAGS,
+    "musubi-tuner: flags of the training": (*ONE, TWO[0], *NETWORK, *FLAGS),
     "musubi-tuner: flags of the launcher": LAUNCHER,
     "musubi-tuner: the TOML of datasets": DATASETS,
-    "LLaMA-Factory: its own keys": LLAMA_FACTORY[: -len(ARGUMENTS)],
+    "LLaMA-Factory: its own keys": (*LORA, *LLAMA_FACTORY[: -len(ARGUMENTS)]),
     "LLaMA-Factory: dataset_info.json": DATA_SET,
     "TrainingArguments, also in LLaMA-Factory": ARGUMENTS,
 }

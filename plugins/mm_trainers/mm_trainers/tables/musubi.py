@@ -2,155 +2,188 @@
 
 from __future__ import annotations
 
-from mm_core.interchange import Differs, Drop, Key, Row
-from mm_trainers.common import (
-    CACHE,
+import re
+from typing import Any
+
+from mm_core.interchange import Differs, Drop, Key
+from mm_trainers import rows
+from mm_trainers.rows import EXPORT, FASTER, LOGGING, OFF, SAMPLING, Rows, drops, off, reads, takes
+from mm_trainers.values import (
     DTYPE,
-    EXPORT,
-    FASTER,
-    LOGGING,
-    OFF,
-    SAMPLING,
-    drops,
-    known,
+    OPTIMIZERS,
+    TRANSFORMERS,
+    always,
     norm,
-    off,
     one_of,
     recompute,
-    words,
+    times,
+    trackers,
 )
 
-OPTIMIZERS = {
-    **{
-        "": "adamw",
-        "adamw": "adamw",
-        "torch.optim.adamw": "adamw",
-        "adam": "adam",
-        "torch.optim.adam": "adam",
-    },
-    **{"adamw8bit": "adamw_8bit", "bitsandbytes.optim.adamw8bit": "adamw_8bit"},
-    "bitsandbytes.optim.pagedadamw8bit": "adamw_8bit",
-}
-SCHEDULES = {
-    **{"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"},
-    **{"cosine_with_restarts": "cosine", "cosine_with_min_lr": "cosine", "polynomial": "polynomial"},
-}
+_SCHEDULES = TRANSFORMERS | {"polynomial": "polynomial"}
+_KINDS = {"loha": "loha", "lokr": "lokr"}
 _EPOCHS = "checkpoints and samples are by steps: checkpoint.every, validation.every"
 _SCHEDULE = "a schedule of its own: lr_schedule has those that are known here"
 _CONTROL = "a table names pictures and clips of control by row: columns.fields of a source"
-_FRAMEPACK = "of FramePack, which is not trained here"
 _EXTRACTION = "several clips of one video: cut the videos before, or write a row for each"
+_DENSITIES = {
+    **{"uniform": "uniform", "sigmoid": "logit_normal", "shift": "logit_normal", "none": "uniform"},
+    **{"logit_normal": "logit_normal", "sigma_sqrt": "uniform", "cosmap": "uniform"},
+}
+_BY_SIZE = dict.fromkeys(("flux_shift", "flux2_shift", "qwen_shift", "krea2_shift"), "logit_normal")
+_SIGMA = "--timestep_sampling=none|sigma"
 
 
-def _trackers(value: object) -> list[str]:
-    return ["tensorboard", "wandb"] if value == "all" else words(value)
+def _numbers(text: str) -> list[float]:
+    return [float(number) for number in re.findall(r"[\d.]+(?:e-?\d+)?", text)]
 
 
-_MODEL = "task model_version edit edit_plus dit dit_high_noise vae t5 clip text_encoder"
-_FILES = "text_encoder1 text_encoder2 byt5 image_encoder"
+def _share(edge: float) -> float:
+    return edge / 1000 if edge > 1 else edge
 
-FLAGS: tuple[Row, ...] = (
+
+def _kept(last: int, every: int) -> int:
+    return int(last) // every + 1
+
+
+def _kind(module: str) -> str:
+    kind = module.rpartition(".")[2]
+    return "lora" if kind.startswith("lora") else str(one_of(_KINDS, "lora")(kind))
+
+
+def _levels(densities: dict[str, str], note: str) -> Rows:
+    """Rows for the noise levels of training: their density, and what shifts them towards noise."""
+
+    def density(kind: str, scheme: str) -> Any:
+        return one_of(densities, "uniform")(scheme if kind == "sigma" else kind)
+
+    def shift(value: float, kind: str) -> float | str:
+        sampling = kind in _BY_SIZE and kind in densities
+        return value if kind in ("sigma", "shift") else "sampling" if sampling else 1.0
+
+    schemes, kinds, start = {"--weighting_scheme": "none"}, {"--timestep_sampling": "sigma"}, "task.scheduler"
+    return (
+        Key("--timestep_sampling", f"{start}.timesteps", density, absent="sigma", of=schemes),
+        Key("--discrete_flow_shift", f"{start}.shift", shift, note, absent=1.0, of=kinds),
+    )
+
+
+WAN: Rows = (
+    *takes("--", "task.", "vae=autoencoder.from_pretrained t5=text_encoder.from_pretrained", str),
+    Key("--mode_scale", "task.scheduler.mode_scale", given=f"--weighting_scheme=mode {_SIGMA}"),
+    *_levels(_DENSITIES | {"mode": "mode"}, "ours is 5"),
+)
+ONE: Rows = (Key("--dit", "task.predictor.from_pretrained", str), *WAN)
+TWO: Rows = (Key("--timestep_boundary", "task.predictor.boundary", _share), *WAN)
+PIPELINE: Rows = _levels(_DENSITIES | _BY_SIZE, "")
+
+_START = "train.adapters.0."
+NETWORK: Rows = (
+    Key("--network_module", f"{_START}kind", _kind, absent="lora"),
+    Key("--network_dim", f"{_START}rank", absent=4),
+    Key("--network_alpha", f"{_START}alpha", float, absent=1.0),
+    *takes("--network_", _START, "dropout args.loraplus_lr_ratio=b_lr_scale", float),
+    Key("--network_args.factor", f"{_START}decompose_factor", int, given="--network_module=networks.lokr"),
+    Differs("--network_args*", "an argument of the adapter without a counterpart"),
+    Key("--network_weights", f"{_START}from", str, "its file sets targets and rank"),
+    *takes("--fp8_", "train.", "scaled=base_dtype base=base_dtype", always("fp8"), note="scaled by row"),
+    Key("--blocks_to_swap", note="engine.base: stream, and keep: the blocks that stay"),
+)
+WHOLE: Rows = (
+    *drops("--", "network_* fp8_scaled fp8_base", "the whole model is trained"),
+    *off("--", "only a frozen base is streamed: engine.offload has other ways", "blocks_to_swap"),
+)
+
+_SCHEME = ("none", "mode", "logit_normal")
+_NORMAL = f"--weighting_scheme=logit_normal {_SIGMA}"
+_RATE, _EVERY = {"--learning_rate": 2e-6}, {"--save_every_n_steps": 1}
+FLAGS: Rows = (
     Key("--dataset_config", note="the TOML of datasets, below"),
     Differs("--config_file", "write its flags into the command"),
-    *(Key(f"--{name}", note="which model") for name in (*_MODEL.split(), *_FILES.split())),
-    Key("--timestep_boundary", note="task.predictor.boundary, where both experts are trained"),
-    *known("--learning_rate", "optimizer.lr", 2e-06, float),
-    *known("--optimizer_type", "optimizer.type", "adamw", one_of(OPTIMIZERS, "adamw")),
-    Key("--optimizer_args", note="optimizer: weight_decay, betas, eps"),
-    *known("--lr_scheduler", "lr_schedule.type", "constant", one_of(SCHEDULES, "constant")),
+    *reads("--", "task model_version edit edit_plus dit dit_high_noise vae t5 clip", "which model"),
+    *reads("--", "text_encoder text_encoder1 text_encoder2 byt5 image_encoder", "which model"),
+    Drop("--timestep_boundary", "it is read only where both experts are trained"),
+    Key("--learning_rate", "optimizer.lr", float, absent=2e-6),
+    Key("--optimizer_type", "optimizer.type", one_of(OPTIMIZERS, "adamw"), absent="adamw"),
+    Key("--optimizer_args.weight_decay", "optimizer.weight_decay", float, absent=0.01),
+    Key("--optimizer_args.eps", "optimizer.eps", float),
+    Key("--optimizer_args.betas", "optimizer.betas", _numbers),
+    Differs("--optimizer_args*", "an argument of the optimizer without a counterpart"),
+    Key("--lr_scheduler", "lr_schedule.type", one_of(_SCHEDULES, "constant"), absent="constant"),
     Key("--lr_warmup_steps", note="lr_schedule.warmup_steps; below 1: warmup_fraction"),
-    Key("--lr_scheduler_power", "lr_schedule.power", float),
-    Key("--lr_scheduler_min_lr_ratio", note="lr_schedule.min_lr"),
-    *off("--", _SCHEDULE, lr_scheduler_num_cycles=1, lr_decay_steps=0, lr_scheduler_type=""),
-    *off("--", _SCHEDULE, lr_scheduler_timescale=None, lr_scheduler_args=None),
-    *known("--max_train_steps", "train.steps", 1600),
-    Key("--max_train_epochs", note="train.epochs, in the place of steps"),
+    Key("--lr_scheduler_power", "lr_schedule.power", float, given="--lr_scheduler=polynomial"),
+    Drop("--lr_scheduler_power", "of the schedule polynomial alone"),
+    Drop("--lr_scheduler_min_lr_ratio", OFF, only=(0,)),
+    Key("--lr_scheduler_min_lr_ratio", "lr_schedule.min_lr", times, "a share of the rate", of=_RATE),
+    *off("--lr_", _SCHEDULE, "decay_steps scheduler_type scheduler_timescale scheduler_args"),
+    *off("--", _SCHEDULE, lr_scheduler_num_cycles=1),
+    Key("--max_train_steps", "train.steps", absent=1600, given="--max_train_epochs=none"),
+    Drop("--max_train_steps", "the epochs count"),
+    Key("--max_train_epochs", "train.epochs"),
     Key("--gradient_accumulation_steps", note="with batch_size and ranks: train.global_batch_size"),
-    *known("--max_grad_norm", "train.clip_grad_norm", 1.0, norm, note="0 is off, which is null here"),
-    Key("--seed", "run.seed", note="other random numbers than theirs"),
+    Key("--max_grad_norm", "train.clip_grad_norm", norm, rows.RATE, absent=1.0),
+    Key("--seed", "run.seed", note=rows.SEED),
     Key("--mixed_precision", "engine.param_dtype", DTYPE),
     Drop("--gradient_checkpointing_cpu_offload", FASTER),
     Key("--gradient_checkpointing", "engine.recompute_modules", recompute),
-    Key("--timestep_sampling", note="task.scheduler: timesteps and shift"),
-    Key("--weighting_scheme", note="task.scheduler.timesteps, where timestep_sampling is sigma"),
-    Key("--discrete_flow_shift", note="task.scheduler.shift"),
-    *(Key(f"--{name}", note="task.scheduler") for name in ("sigmoid_scale", "logit_*", "mode_scale")),
-    Key("--min_timestep", note="task.scheduler.max_timestep_boundary: theirs counts from clean"),
-    Key("--max_timestep", note="task.scheduler.min_timestep_boundary: theirs counts from clean"),
+    Key("--weighting_scheme", only=_SCHEME, note="task.scheduler.timesteps of sigma"),
+    Differs("--weighting_scheme", "no weight of the loss by timestep like this one"),
+    *takes("--", "task.scheduler.", "logit_mean logit_std", given=_NORMAL),
+    Key("--sigmoid_scale", "task.scheduler.logit_std", given="--timestep_sampling=sigmoid|shift"),
+    *drops("--", "logit_mean logit_std mode_scale sigmoid_scale", "of another density"),
+    *reads("--", "min_timestep max_timestep", "task.scheduler: bounds, which theirs counts from clean"),
     Key("--preserve_distribution_shape", note="the density is cut at the bounds, as here"),
     *off("--", "timesteps of one step are drawn independently here", num_timestep_buckets=(None, 0, 1)),
     *off("--", "distilled guidance is task.train_guidance", guidance_scale=1.0),
-    Key("--network_module", note="train.adapters: kind"),
-    Key("--network_dim", "train.adapters.0.rank"),
-    Key("--network_alpha", "train.adapters.0.alpha", float),
-    Key("--network_dropout", "train.adapters.0.dropout", float),
-    Key("--network_args", note="train.adapters: b_lr_scale of loraplus_lr_ratio, decompose_factor of factor"),
-    Key("--network_weights", "train.adapters.0.from", str, "its file sets targets and rank"),
-    Drop("--dim_from_weights", "the file of the adapter decides"),
-    *off("--", "the norm of an adapter is not bounded", scale_weight_norms=None),
-    *off("--", "add it to train.adapters as {from: FILE, train: false}", base_weights=None),
-    Drop("--base_weights_multiplier", "see base_weights"),
-    Key("--fp8_base", note="train.base_dtype: fp8, with a scale for each row"),
-    Key("--fp8_scaled", note="train.base_dtype: fp8, with a scale for each row"),
-    Key("--blocks_to_swap", note="engine.base: stream, and keep: the blocks that stay"),
+    *off("--", "the norm of an adapter is not bounded", "scale_weight_norms"),
+    *off("--", "add it to train.adapters as {from: FILE, train: false}", "base_weights"),
+    *drops("--", "base_weights_multiplier dim_from_weights", "the file of the adapter decides"),
     *drops("--", "fp8_t5 fp8_vl fp8_llm fp8_text_encoder", "text encoders are in bf16, and run once"),
-    *off("--", "engine.param_dtype, and dtype of the autoencoder", dit_dtype=None, vae_dtype=None),
-    *off("--", "one-frame inference is another task", one_frame=False),
-    *off("--", "not trained here", remove_first_image_from_target=False, turbo_dit=None),
-    *off("--", "weights are kept in fp32", fused_backward_pass=False, full_bf16=False, full_fp16=False),
-    *off("--", "the sizes are those of the model's files", num_layers=None, force_v2_1_time_embedding=False),
-    Key("--output_dir", "run.dir", str),
-    Key("--output_name", "run.name", str),
+    *off("--", "engine.param_dtype, and dtype of the autoencoder", "dit_dtype vae_dtype"),
+    *off("--", "not trained here", "one_frame remove_first_image_from_target turbo_dit"),
+    *off("--", "weights are kept in fp32", "fused_backward_pass full_bf16 full_fp16"),
+    *off("--", "the sizes are those of the model's files", "num_layers force_v2_1_time_embedding"),
+    *takes("--output_", "run.", "dir name", str),
     Key("--save_every_n_steps", "checkpoint.every"),
-    Key("--save_last_n_steps", note="checkpoint.keep: the steps by save_every_n_steps"),
+    Key("--save_last_n_steps", "checkpoint.keep", _kept, of=_EVERY, given="--save_every_n_steps"),
+    Drop("--save_last_n_steps", "it does nothing without save_every_n_steps"),
     *drops("--", "save_every_n_epochs sample_every_n_epochs save_last_n_epochs*", _EPOCHS),
-    *drops("--", "save_state* save_last_n_steps_state", "checkpoints hold all that a resume needs"),
-    Drop("--resume", "the same command resumes by itself"),
+    *drops("--", "save_state* save_last_n_steps_state resume", "the same command resumes by itself"),
     *drops("--", "sample_every_n_steps sample_at_first", SAMPLING),
     Drop("--sample_prompts", f"{SAMPLING}: write its lines as validation.samples.prompts"),
     Key("--max_data_loader_n_workers", "data.loader.workers"),
-    Key("--log_with", "log.trackers", _trackers),
+    Key("--log_with", "log.trackers", trackers),
     *drops("--", "logging_dir log_* wandb_* show_timesteps training_comment", LOGGING),
-    *drops("--", "save_precision metadata_* no_metadata huggingface_* async_upload", EXPORT),
-    *drops("--", "save_merged_model mem_eff_save", EXPORT),
-    *drops("--", "sdpa flash_attn sage_attn xformers flash3 split_attn", FASTER),
-    *drops("--", "compile* dynamo_* cuda_* ddp_* persistent_data_loader_workers", FASTER),
-    *drops("--", "vae_* offload_inactive_dit use_pinned_memory_for_block_swap block_swap_*", FASTER),
-    *drops("--", "img_in_txt_in_offloading disable_numpy_memmap use_32bit_attention", FASTER),
+    *drops("--", "save_precision metadata_* no_metadata huggingface_* async_upload mem_eff_save", EXPORT),
+    Drop("--save_merged_model", EXPORT),
+    *drops("--", "sdpa flash_attn sage_attn xformers flash3 split_attn compile* dynamo_* cuda_*", FASTER),
+    *drops("--", "persistent_data_loader_workers vae_* offload_inactive_dit block_swap_* ddp_*", FASTER),
+    *drops("--", "use_pinned_memory_for_block_swap img_in_txt_in_offloading disable_numpy_memmap", FASTER),
+    Drop("--use_32bit_attention", FASTER),
 )
 
-LAUNCHER: tuple[Row, ...] = (
+LAUNCHER: Rows = (
     Key("--num_processes", note="mm-train --nproc"),
     Key("--mixed_precision", "engine.param_dtype", DTYPE),
     Drop("--*", "of accelerate: `mm-train` starts the ranks"),
 )
 
-_TWICE: tuple[Row, ...] = (
-    Key("*resolution", note="width and height: of buckets the area, else data.train.width, height"),
-    Key("*enable_bucket", note="data.loader.mode: variable"),
-    Key("*bucket_no_upscale", note="data.loader.upscale"),
-    Key("*batch_size", note="train.micro_batch_size"),
-    Key("*num_repeats", note="weight of the sources"),
-    Drop("*caption_extension", "a .txt file beside each", only=(".txt",)),
-    Differs("*caption_extension", "captions are .txt files beside pictures, or columns of a table"),
-)
-
-DATASETS: tuple[Row, ...] = (
-    Key("datasets.*.image_directory", "data.train.sources.*.annotations", str),
-    Key("datasets.*.video_directory", "data.train.sources.*.annotations", str),
-    Key("datasets.*.image_jsonl_file", note="annotations of a source, with columns image_path and caption"),
-    Key("datasets.*.video_jsonl_file", note="annotations of a source, with columns video_path and caption"),
-    Key("datasets.*.target_frames", note="data.train.num_frames"),
+_FILES = "image_directory={0} video_directory={0} image_jsonl_file={0} video_jsonl_file={0}"
+DATASETS: Rows = (
+    *takes("datasets.*.", "", _FILES.format("data.train.sources.*.annotations"), str),
     Drop("datasets.*.frame_extraction", "clips begin where the video does", only=("head",)),
     Key("datasets.*.frame_extraction", only=("full",), note="buckets of max_frames and less"),
     Differs("datasets.*.frame_extraction", _EXTRACTION),
-    Key("datasets.*.max_frames", note="data.train.num_frames, where frame_extraction is full"),
+    *reads("datasets.*.", "target_frames max_frames", "data.train.num_frames"),
     *drops("datasets.*.", "frame_stride frame_sample", "of another frame_extraction"),
     Key("datasets.*.source_fps", note="data.train.fps, the model's: frames are taken at that rate"),
-    Drop("datasets.*.cache_directory", CACHE),
-    *off("datasets.*.", _CONTROL, control_directory=None, multiple_target=False),
+    Drop("datasets.*.cache_directory", rows.CACHE),
+    *off("datasets.*.", _CONTROL, "control_directory multiple_target"),
     *drops("datasets.*.", "no_resize_control control_resolution", "of control_directory"),
-    Differs("datasets.*.fp_*", _FRAMEPACK),
-    *_TWICE,
+    Differs("datasets.*.fp_*", "of FramePack, which is not trained here"),
+    Key("*resolution", note="width and height: of buckets the area, else data.train.width, height"),
+    *reads("*", "enable_bucket bucket_no_upscale", "data.loader: mode variable, upscale"),
+    *reads("*", "batch_size num_repeats", "train.micro_batch_size; weight of the sources"),
+    *off("*", "captions are .txt files beside pictures, or columns of a table", caption_extension=".txt"),
     Drop("*debug_dataset", OFF, only=(False,)),
 )
