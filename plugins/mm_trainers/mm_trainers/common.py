@@ -75,7 +75,7 @@ def settle(source: Source) -> None:
         run.todo.append(_8BIT)
 
 
-_OF_FILES = ("rank", "alpha", "targets", "exclude")
+_OF_FILES = ("rank", "alpha", "targets", "exclude", "decompose_factor")
 
 
 def warm_up(source: Source, path: str) -> None:

@@ -35,7 +35,7 @@ class LlamaFactory(Reader):
         return given or ({"train_dataset", "model"} <= keys and "parallel" not in keys)
 
     def runs(self, root: Node, paths: Sequence[Path]) -> list[Migrated]:
-        """A run; a ConfigError where it is no supervised fine-tuning, or of the newer configuration."""
+        """A run; a ConfigError where its stage is another than sft, or its configuration the newer one."""
         return [_of_factory(Source(root, _begun(root)))]
 
 
