@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -69,7 +70,10 @@ def test_ranks_do_not_outlive_a_launcher_that_was_killed(stoppable):
 def test_a_launcher_that_waits_for_other_hosts_can_be_stopped(start, free_port, wait_until):
     waiting = start(SCRIPT, "launch", "fine", f"127.0.0.1:{free_port}")
     wait_until(lambda: waiting.command.err.endswith("\n"))
-    assert waiting.command.err == (f"mm: waiting at 127.0.0.1:{free_port} for 2 hosts (up to 15 minutes)\n")
+    assert re.fullmatch(
+        rf"mm: waiting for 1 more host at 127.0.0.1:{free_port}; here: \S+ \(up to 15 minutes\)\n",
+        waiting.command.err,
+    )
     waiting.send(signal.SIGTERM)
     ended = waiting.end()
     assert ended.code == 128 + signal.SIGTERM and not ended.pids

@@ -45,6 +45,7 @@ class _Run:
         self._reported = ""
         self._alone: list[Decision] = []  # of a run on one host
         self._killed = self._ran = False  # whether all ranks are killed; whether any have been started
+        self._waits = True  # whether no rank has ended since the last start
         several = nodes.endpoint is not None
         self._meeting = Meeting(nodes, tries.facts, lambda: bool(self.asked)) if several else None
 
@@ -56,10 +57,12 @@ class _Run:
             self.code = self._attempts()
         except BaseException as fault:  # the main thread reports it
             self.fault = fault
+        self._waits = False
 
     def _attempts(self) -> int:
         first = self.tries.newest()
         while True:
+            self._waits = True
             joined = self._joined()
             if isinstance(joined, Decision):
                 sys.stderr.write("mm: the run has ended without this host\n")
@@ -103,7 +106,7 @@ class _Run:
             sys.stderr.write(f"mm: error: {fault.render()}\n")
             return End(PASSING, fault.what, own=False)
         finally:
-            self._ran = True
+            self._ran, self._waits = True, False
             self.current = None
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -120,15 +123,10 @@ class _Run:
             hosts = self._meeting.hosts
             try:
                 decision, winner = self._meeting.settle(end, decided)
-            except (
-                RuntimeError
-            ):  # the rendezvous host is gone: this one waits for it, and begins to count anew
-                lost = (
-                    End(PASSING, f"lost the launcher at {self.nodes.endpoint}")
-                    if not end.failed and end.code
-                    else end
-                )
-                decision = decide({hosts[0]: lost}, [], None, newest, lasted, most)
+            except RuntimeError:  # the rendezvous host is gone: this one waits for it, and counts anew
+                if end.code == STOPPED and not end.asked:  # its ranks stop when they lose their launcher
+                    end = End(PASSING, f"lost the launcher at {self.nodes.endpoint}")
+                decision = decide({hosts[0]: end}, [], None, newest, lasted, most)
         if self._meeting is None and decision.again:
             self._alone.append(decision)
         if decision.again:
@@ -183,9 +181,9 @@ class _Run:
             sys.stderr.write(f"mm: waiting for {waits_for} (up to 15 minutes)\n")
 
     def abandoned(self) -> bool:
-        """Whether a signal arrived while no rank ran, and nothing ends."""
+        """Whether a signal arrived before ranks ran, and nothing ends."""
         current = self.current
-        if not self.asked or (current is not None and current.reached):
+        if not self.asked or not self._waits or (current is not None and current.reached):
             return False
         return self._killed or time.monotonic() - self._asked_at > UNSTARTED
 
