@@ -1,4 +1,4 @@
-"""`mm launch slurm|kubernetes`: prints the file that a cluster's scheduler takes, for a person to read and edit."""
+"""`mm launch slurm|kubernetes`: prints a file for a cluster's scheduler, which a person can read and edit."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mm_core.cli.options import add_allow_code, config_of, count, whole
-from mm_core.errors import ConfigError, MMError, PlanError
+from mm_core.errors import ConfigError, MMError, PlanError, printable
 
 if TYPE_CHECKING:
     from mm_core.config.sections import RunConfig
-    from mm_core.runtime.submit import Submission
 
 _GRACE = {"slurm": 300, "kubernetes": 600}
 
@@ -21,7 +20,9 @@ _GRACE = {"slurm": 300, "kubernetes": 600}
 def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="slurm|kubernetes")
     slurm = actions.add_parser("slurm", help="a batch script, for sbatch", allow_abbrev=False)
-    kubernetes = actions.add_parser("kubernetes", help="an indexed Job, for kubectl apply", allow_abbrev=False)
+    kubernetes = actions.add_parser(
+        "kubernetes", help="an indexed Job, for kubectl apply", allow_abbrev=False
+    )
     for each, seconds in zip((slurm, kubernetes), _GRACE.values(), strict=True):
         _add_shared(each, seconds)
     add = slurm.add_argument
@@ -31,8 +32,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--no-gres", action="store_true", help="ask for no devices, where Slurm does not know them")
     add = kubernetes.add_argument
     add("--image", required=True, metavar="NAME", help="container image with mm_core and the run's plugins")
-    add("--claim", default="runs", metavar="NAME", help="PersistentVolumeClaim for runs and data (default runs)")
-    add("--namespace", default="default", metavar="NAME", help="namespace (default: default)")
+    add(
+        "--claim",
+        default="runs",
+        metavar="NAME",
+        help="PersistentVolumeClaim for runs and data (default runs)",
+    )
+    add("--namespace", metavar="NAME", help="namespace (default: that of kubectl)")
     add("--shm", default="16Gi", metavar="SIZE", help="size of /dev/shm (default 16Gi)")
 
 
@@ -61,10 +67,10 @@ def execute(args: argparse.Namespace) -> int:
 
     nproc = args.nproc or RESOURCES[args.device].devices
     config = _checked(args, args.nodes * nproc)
-    command = f"mm {shlex.join(sys.argv[1:])}"
+    command = printable(f"mm {shlex.join(sys.argv[1:])}")
     job = Submission(config, command, args.nodes, nproc, args.device, args.grace, args.max_restarts)
     if args.action == "kubernetes":
-        print(kubernetes_file(job, Place(args.image, args.claim, args.namespace, args.shm)), end="")
+        print(kubernetes_file(job, Place(args.image, args.claim, args.shm, args.namespace)), end="")
         return 0
     options = directives(job, args.time, args.sbatch, not args.no_gres)
     print(slurm_file(job, options, _train(args)), end="")
@@ -79,7 +85,7 @@ def _train(args: argparse.Namespace) -> list[str]:
 
 
 def _checked(args: argparse.Namespace, world: int) -> RunConfig:
-    """The run's config, after its plan has been made for all ranks. What is missing here may be on the hosts."""
+    """The run's config, once it could be planned. Files that are missing here may be on the hosts."""
     from mm_core.config.components import absent_paths
     from mm_core.plan import build_task, plan_shown
 

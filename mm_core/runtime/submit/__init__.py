@@ -1,4 +1,4 @@
-"""Files for the schedulers of clusters: a job of Slurm, a Job of Kubernetes, from templates that read as these."""
+"""Files for the schedulers of clusters, from templates that read as those: jobs of Slurm and Kubernetes."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ class Place:
 
     image: str
     claim: str
-    namespace: str
     shm: str
+    namespace: str | None = None
 
     def __post_init__(self) -> None:
         names = rf"{_LABEL}(\.{_LABEL})*"
@@ -38,7 +38,8 @@ class Place:
             ("shm", _SIZE, "a size, as 16Gi"),
         )
         for name, form, accepted in rules:
-            if not re.fullmatch(form, value := getattr(self, name), re.ASCII):
+            value = getattr(self, name)
+            if value is not None and not re.fullmatch(form, value, re.ASCII):
                 raise MMError(f"{value!r} cannot be used", where=f"--{name}", accepted=accepted)
 
 
@@ -51,7 +52,7 @@ def kubernetes_file(job: Submission, place: Place) -> str:
     config = job.config
     if paths := config.plugins.path:
         raise MMError(
-            f"the run needs {plural(len(paths), 'file')} of this machine, which no pod has: {', '.join(paths)}",
+            f"the run needs {plural(len(paths), 'file')} that no pod has: {', '.join(paths)}",
             where="plugins.path",
             hint="make a package of it (mm plugins new) and install it in the image",
         )
@@ -72,8 +73,9 @@ def kubernetes_file(job: Submission, place: Place) -> str:
         {
             "command": job.command,
             "name": job.name,
-            "namespace": place.namespace,
+            "namespace": [f"namespace: {place.namespace}"] if place.namespace else [],
             "config": to_yaml(config),
+            "work": WORK,
             "port": str(PORT),
             "nodes": str(job.nodes),
             "failures": str(FAILURES * job.nodes),
@@ -81,7 +83,7 @@ def kubernetes_file(job: Submission, place: Place) -> str:
             "image": inline(place.image),
             "train": [f"- {inline(word)}" for word in train],
             "environment": device,
-            "limits": [f"{resource}: {job.nproc}"] if resource else [],
+            "limits": [f"{resource}: {job.nproc}"] if resource else ["{}"],
             "claim": place.claim,
             "shm": place.shm,
         },

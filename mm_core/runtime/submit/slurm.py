@@ -66,7 +66,7 @@ def directives(job: Submission, time: str | None, more: Sequence[str], devices: 
         raise MMError(what, where="--grace", accepted=f"at most {WARNING}")
     limit = None if time is None else seconds_of(time)
     if limit is not None and limit <= job.grace + EARLY:
-        what = f"a job of {limit} seconds that is asked to save {job.grace} seconds before its end would not train"
+        what = f"a job of {limit} seconds that saves {job.grace} seconds before its end would not train"
         hint = f"ask for more time, or a shorter --grace (Slurm may warn {EARLY} seconds too early)"
         raise MMError(what, where="--time", hint=hint)
     asked = {
@@ -95,7 +95,9 @@ def _options(more: Sequence[str]) -> dict[str, str]:
         key, _, value = each.removeprefix("--").partition("=")
         if not re.fullmatch(r"[a-z][a-z0-9-]+", key) or not value.isprintable():
             hint = "--sbatch partition=long --sbatch account=vision --sbatch exclusive"
-            raise MMError(f"{each!r} is not an option of sbatch", where="--sbatch", accepted="KEY=VALUE", hint=hint)
+            raise MMError(
+                f"{each!r} is not an option of sbatch", where="--sbatch", accepted="KEY=VALUE", hint=hint
+            )
         if key in _OWN:
             raise MMError(f"the file sets {key} itself", where=f"--sbatch {each}", hint=f"use {_OWN[key]}")
         own[key] = value
@@ -110,7 +112,9 @@ def slurm_file(job: Submission, options: Mapping[str, str], train: Sequence[str]
         options: from `directives`.
         train: the command that trains on one host, without the options of the rendezvous.
     """
-    lines = [f"#SBATCH --{key}" + (f"={shlex.quote(value)}" if value else "") for key, value in options.items()]
+    lines = [
+        f"#SBATCH --{key}" + (f"={shlex.quote(value)}" if value else "") for key, value in options.items()
+    ]
     needed = {key: value for key, value in (("MM_DEVICE", job.device),) if not RESOURCES[value].kubernetes}
     return filled(
         "slurm.sh",

@@ -1,0 +1,47 @@
+"""A job of `mm launch slurm` on a cluster of two hosts: warned before its end, and in the queue again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mm_core.training.verify_resume import compare_runs
+from support import slurm
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def slow(tiny, tmp_path) -> Path:
+    """A run of two minutes that saves only where it stops and ends."""
+    config = yaml.safe_load(tiny.read_text())
+    config["task"]["type"], config["plugins"] = "local/faulty_task", {"path": [str(HERE / "faulty.py")]}
+    config["train"]["steps"], config["checkpoint"] = 240, {"every": 10_000}
+    config["run"]["dir"] = str(tmp_path / "runs of two")  # with spaces, as in paths of users
+    path = tmp_path / "slow.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(slurm.missing() is not None, reason=f"no cluster here: {slurm.missing()}")
+def test_a_job_that_reaches_its_time_limit_waits_in_the_queue_and_ends_as_an_undisturbed_run(
+    slow, mm, tmp_path
+):
+    runs = tmp_path / "runs of two"
+    assert mm("train", "--config", slow, "--nproc", 2, "run.name=alone").code == 0
+    job = ["--nodes", 2, "--nproc", 1, "--device", "cpu", "--time", "3:00", "--grace", 60]
+    printed = mm("launch", "slurm", "--config", slow, *job, "run.name=Queued", anew=True, cwd=tmp_path)
+    assert printed.code == 0, printed.err
+    (tmp_path / "job.sh").write_text(printed.out)
+    with slurm.cluster(tmp_path) as cluster:
+        number = cluster.call("sbatch", "--parsable", "job.sh", cwd=tmp_path, FAULT="slow").strip()
+        ended = cluster.wait(number, lambda job: job["JobState"] in ("COMPLETED", "FAILED", "TIMEOUT"), 900)
+    text = (tmp_path / f"queued-{number}.out").read_text()
+    assert ended["JobState"] == "COMPLETED" and int(ended["Restarts"]) >= 1, text
+    assert "mm: SIGUSR1 received: saving after this step" in text and "stopped by SIGUSR1 after step" in text
+    assert f"job {number} waits in the queue again" in text and "done: step 240 of 240" in text
+    results, remarks = compare_runs(runs / "alone", runs / "Queued")
+    assert all(result.ok for result in results) and not remarks, (results, remarks)
