@@ -162,7 +162,7 @@ def test_what_is_no_time_is_refused():
             ["slurm", "--time", "6:00"],
             "--time: a job of 360 seconds that saves 300 seconds before its end",
         ),
-        (["slurm", "--grace", "70000"], "--grace: 70000 seconds are more than Slurm can warn"),
+        (["slurm", "--grace", "70000"], "--grace: Slurm cannot warn 70,000 seconds before the end of a job"),
         (["slurm", "--sbatch", "Partition long"], "--sbatch: 'Partition long' is not an option of sbatch"),
         (
             ["slurm", "--sbatch", "nodes=4"],
@@ -194,12 +194,13 @@ def test_files_that_only_the_hosts_have_are_named_on_the_error_stream(tiny, caps
 
 
 def test_a_job_of_kubernetes_holds_the_config_and_has_no_fault(printed, tiny, tmp_path):
-    found = kubernetes_jobs.documents(printed("kubernetes", *IMAGE, "run.name=Ä 1"))
+    more = ["run.name=Ä 1", "run.dir=runs/@name@"]
+    found = kubernetes_jobs.documents(printed("kubernetes", *IMAGE, *more))
     assert kubernetes_jobs.faults(found) == []
     assert [each["metadata"] for each in found.values()] == [{"name": "run-1"}] * 3
     stored = tmp_path / "run.yaml"
     stored.write_text(found["ConfigMap"]["data"]["run.yaml"])
-    asked = load_config(tiny, ["run.dir=runs", "run.name=Ä 1"])
+    asked = load_config(tiny, more)
     assert to_mapping(load_config(stored)) == to_mapping(asked)
 
 

@@ -1,4 +1,4 @@
-"""The Dockerfile: each step of Python runs in a clean environment, those of the system are simulated. No image
+"""The Dockerfile: its steps of Python run in a clean environment, that of the system is simulated. No image
 is built here."""
 
 from __future__ import annotations

@@ -45,13 +45,15 @@ class Submission:
 
 
 def filled(template: str, words: Mapping[str, str | Sequence[str]]) -> str:
-    """A template's text with `@name@` replaced. Lines take the indentation of theirs; no lines: it goes."""
-    text = (files(__package__) / "templates" / template).read_text(encoding="utf-8")
+    """A template's text with `@name@` replaced. A line of its own takes lines, each indented as it is."""
 
-    def lines(found: re.Match[str]) -> str:
-        value = words[found[2]]
+    def text(found: re.Match[str]) -> str:
+        indent, alone, within = found.groups()
+        if within is not None:
+            return str(words[within])
+        value = words[alone]
         rows = value.splitlines() if isinstance(value, str) else value
-        return "".join(f"{found[1]}{row}".rstrip() + "\n" for row in rows)
+        return "".join(f"{indent}{row}\n" if row else "\n" for row in rows)
 
-    text = re.sub(r"^([ \t]*)@(\w+)@\n", lines, text, flags=re.MULTILINE)
-    return re.sub(r"@(\w+)@", lambda found: str(words[found[1]]), text)
+    source = (files(__package__) / "templates" / template).read_text(encoding="utf-8")
+    return re.sub(r"^([ \t]*)@(\w+)@\n|@(\w+)@", text, source, flags=re.MULTILINE)

@@ -73,7 +73,7 @@ def kubernetes_file(job: Submission, place: Place) -> str:
         {
             "command": job.command,
             "name": job.name,
-            "namespace": [f"namespace: {place.namespace}"] if place.namespace else [],
+            "namespace": [f'namespace: "{place.namespace}"'] if place.namespace else [],
             "config": to_yaml(config),
             "work": WORK,
             "port": str(PORT),

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mm_core.device.resources import RESOURCES
-from mm_core.errors import MMError
+from mm_core.errors import MMError, plural
 from mm_core.runtime.submit import Submission, filled
 
 WARNING = 65535
@@ -62,11 +62,12 @@ def directives(job: Submission, time: str | None, more: Sequence[str], devices: 
         MMError: a time or an option that the job cannot have.
     """
     if job.grace > WARNING:
-        what = f"{job.grace} seconds are more than Slurm can warn before the end of a job"
+        what = f"Slurm cannot warn {plural(job.grace, 'second')} before the end of a job"
         raise MMError(what, where="--grace", accepted=f"at most {WARNING}")
     limit = None if time is None else seconds_of(time)
     if limit is not None and limit <= job.grace + EARLY:
-        what = f"a job of {limit} seconds that saves {job.grace} seconds before its end would not train"
+        what = f"a job of {plural(limit, 'second')} that saves {plural(job.grace, 'second')} before its end"
+        what += " would not train"
         hint = f"ask for more time, or a shorter --grace (Slurm may warn {EARLY} seconds too early)"
         raise MMError(what, where="--time", hint=hint)
     asked = {

@@ -1,6 +1,7 @@
 #!/bin/bash
 # @command@
-# Read it, change it, and submit it: sbatch FILE. Options of sbatch override the lines below.
+# Read it, change it, and submit it: sbatch FILE. Options of sbatch override the lines below. A cluster that
+# refuses the line for devices (Invalid generic resource) does not know them: remove it, or print with --no-gres.
 @directives@
 
 @environment@
