@@ -8,18 +8,18 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/*
 
-# PyPI has torch for CUDA, and this index for the CPU alone, which torch_npu takes on x86_64 too.
+# PyPI has torch for CUDA; this index has versions +cpu, which pip prefers, and torch_npu takes on x86_64 too.
 ARG DEVICE=cuda
 ARG TORCH=2.13.0
 ARG TORCH_NPU=2.12.0
 ARG CPU_INDEX=https://download.pytorch.org/whl/cpu
 RUN case "$DEVICE" in \
-      cuda) pip install --no-cache-dir "torch==$TORCH" ;; \
-      cpu) pip install --no-cache-dir "torch==$TORCH" --index-url "$CPU_INDEX" ;; \
-      ascend) pip install --no-cache-dir "torch==${TORCH_NPU%.post*}" --index-url "$CPU_INDEX" \
-        && pip install --no-cache-dir "torch_npu==$TORCH_NPU" ;; \
+      cuda) set -- "torch==$TORCH" ;; \
+      cpu) set -- "torch==$TORCH" ${CPU_INDEX:+--extra-index-url "$CPU_INDEX"} ;; \
+      ascend) set -- "torch_npu==$TORCH_NPU" ${CPU_INDEX:+--extra-index-url "$CPU_INDEX"} ;; \
       *) echo "DEVICE is cpu, cuda or ascend, not '$DEVICE'" >&2; exit 1 ;; \
-    esac
+    esac \
+    && pip install --no-cache-dir "$@"
 
 # The versions that mm_core is tested with, except torch, which is there already and is not replaced.
 WORKDIR /opt/mm_core

@@ -76,7 +76,13 @@ def test_each_step_runs_and_its_environment_trains(tmp_path):
                     shutil.copy(ROOT / source, to)
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", venv], check=True)
-    environment = {**os.environ, **ARGS, "DEVICE": "cpu", "PATH": f"{venv}/bin:{os.environ['PATH']}"}
+    environment = {
+        **os.environ,
+        **ARGS,
+        "DEVICE": "cpu",
+        "CPU_INDEX": "",
+        "PATH": f"{venv}/bin:{os.environ['PATH']}",
+    }
     for step in python:
         subprocess.run(["sh", "-ec", step], cwd=tmp_path, env=environment, check=True)
     words = json.loads(steps("CMD")[0])

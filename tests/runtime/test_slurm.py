@@ -26,22 +26,40 @@ def slow(tiny, tmp_path) -> Path:
     return path
 
 
+def _seconds(job: dict[str, str]) -> int:
+    hours, minutes, seconds = map(int, job["RunTime"].split(":"))
+    return 3600 * hours + 60 * minutes + seconds
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(slurm.missing() is not None, reason=f"no cluster here: {slurm.missing()}")
 def test_a_job_that_reaches_its_time_limit_waits_in_the_queue_and_ends_as_an_undisturbed_run(
     slow, mm, tmp_path
 ):
-    runs = tmp_path / "runs of two"
+    runs, metrics = tmp_path / "runs of two", tmp_path / "runs of two/Queued/metrics.jsonl"
     assert mm("train", "--config", slow, "--nproc", 2, "run.name=alone").code == 0
-    job = ["--nodes", 2, "--nproc", 1, "--device", "cpu", "--time", "3:00", "--grace", 60]
-    printed = mm("launch", "slurm", "--config", slow, *job, "run.name=Queued", anew=True, cwd=tmp_path)
-    assert printed.code == 0, printed.err
-    (tmp_path / "job.sh").write_text(printed.out)
+    hosts = ["--nodes", 2, "--nproc", 1, "--time", "1:00:00", "--grace", 60, "run.name=Queued"]
+
+    def submit(cluster: slurm.Cluster, *options: object, **more: str) -> str:
+        job = mm("launch", "slurm", "--config", slow, *hosts, *options, anew=True, cwd=tmp_path)
+        assert job.code == 0, job.err
+        (tmp_path / "job.sh").write_text(job.out)
+        return cluster.call("sbatch", "--parsable", "job.sh", cwd=tmp_path, **more).strip()
+
     with slurm.cluster(tmp_path) as cluster:
-        number = cluster.call("sbatch", "--parsable", "job.sh", cwd=tmp_path, FAULT="slow at first").strip()
+        with pytest.raises(AssertionError, match="Invalid generic resource"):
+            submit(cluster, "--sbatch", "test-only")
+        submit(cluster, "--sbatch", "test-only", "--no-gres")
+        number = submit(cluster, "--device", "cpu", FAULT="slow at first")
+        cluster.wait(number, lambda job: metrics.exists() and job["JobState"] == "RUNNING", 300)
+        # From here on it lasts until the warning, which is due two minutes before the limit at the earliest.
+        limit = _seconds(cluster.job(number)) // 60 + 2
+        cluster.call("scontrol", "update", f"JobId={number}", f"TimeLimit={limit}")
+        cluster.wait(number, lambda job: job["Restarts"] == "1" and job["JobState"] == "PENDING", 300)
+        cluster.call("scontrol", "update", f"JobId={number}", "TimeLimit=60")
         ended = cluster.wait(number, lambda job: job["JobState"] in ENDS, 900)
     text = (tmp_path / f"queued-{number}.out").read_text()
-    assert ended["JobState"] == "COMPLETED" and int(ended["Restarts"]) >= 1, text
+    assert ended["JobState"] == "COMPLETED" and ended["Restarts"] == "1", text
     assert "mm: SIGUSR1 received: saving after this step" in text and "stopped by SIGUSR1 after step" in text
     assert f"job {number} waits in the queue again" in text and "done: step 80 of 80" in text
     results, remarks = compare_runs(runs / "alone", runs / "Queued")
