@@ -63,7 +63,7 @@ def execute(args: argparse.Namespace) -> int:
     from mm_core.device.resources import RESOURCES
     from mm_core.runtime.submit import Submission
     from mm_core.runtime.submit.kubernetes import Place, kubernetes_file
-    from mm_core.runtime.submit.slurm import directives, slurm_file
+    from mm_core.runtime.submit.slurm import slurm_file
 
     nproc = args.nproc or RESOURCES[args.device].devices
     config = _checked(args, args.nodes * nproc)
@@ -72,8 +72,7 @@ def execute(args: argparse.Namespace) -> int:
     if args.action == "kubernetes":
         print(kubernetes_file(job, Place(args.image, args.claim, args.shm, args.namespace)), end="")
         return 0
-    options = directives(job, args.time, args.sbatch, not args.no_gres)
-    print(slurm_file(job, options, _train(args)), end="")
+    print(slurm_file(job, _train(args), args.time, args.sbatch, not args.no_gres), end="")
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from mm_core.device.resources import RESOURCES
@@ -18,14 +18,16 @@ EARLY = 60
 """Seconds by which Slurm may send the warning too early."""
 
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", re.ASCII)
+_REPLACED = re.compile(r"^#SBATCH --([\w-]+)(?:=.*)?\n(?=(?:#SBATCH.*\n)*#SBATCH --\1(?:=|\n))", re.MULTILINE)
+"""A line of the template before one of the user with the same key."""
+
 _DEVICES = ("gres", "gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket")
 _OWN = {
     "nodes": "--nodes",
     "time": "--time",
     "signal": "--grace",
-    "ntasks": "--nproc, and one task a host",
-    "ntasks-per-node": "--nproc, and one task a host",
-    "no-requeue": "the file's last lines, to edit",
+    "ntasks": "--nproc",
+    "ntasks-per-node": "--nproc",
 }
 
 
@@ -49,45 +51,50 @@ def seconds_of(time: str) -> int | None:
     return 3600 * hours + 60 * minutes + seconds
 
 
-def directives(job: Submission, time: str | None, more: Sequence[str], devices: bool) -> dict[str, str]:
-    """Options of `sbatch` -> values; empty for those without.
+def slurm_file(
+    job: Submission, train: Sequence[str], time: str | None, more: Sequence[str], devices: bool
+) -> str:
+    """The text of a batch script.
 
     Args:
         job: the run and its hosts.
+        train: the command that trains on one host, without the options of the rendezvous.
         time: the time limit; None: that of the partition.
-        more: KEY=VALUE of the user, which replace those of the same key.
+        more: KEY=VALUE of the user, which replace lines of the same key.
         devices: whether to ask for devices.
 
     Raises:
         MMError: a time or an option that the job cannot have.
     """
+    limit = None if time is None else seconds_of(time)
     if job.grace > WARNING:
         what = f"Slurm cannot warn {plural(job.grace, 'second')} before the end of a job"
         raise MMError(what, where="--grace", accepted=f"at most {WARNING}")
-    limit = None if time is None else seconds_of(time)
     if limit is not None and limit <= job.grace + EARLY:
         what = f"a job of {plural(limit, 'second')} that saves {plural(job.grace, 'second')} before its end"
-        what += " would not train"
         hint = f"ask for more time, or a shorter --grace (Slurm may warn {EARLY} seconds too early)"
-        raise MMError(what, where="--time", hint=hint)
-    asked = {
-        "job-name": job.name,
-        "nodes": str(job.nodes),
-        "ntasks-per-node": "1",
-        "exclusive": "",  # all cores of the host; `mem=0`: all memory
-        "mem": "0",
-        **({"time": time} if time is not None else {}),
-        "signal": f"USR1@{job.grace}",
-        "requeue": "",
-        "open-mode": "append",
-        "output": "%x-%j.out",
-        "chdir": str(Path.cwd()),
-    }
-    own = _options(more)
-    if devices and (line := RESOURCES[job.device].slurm) and own.keys().isdisjoint(_DEVICES):
-        key, _, value = line.format(count=job.nproc).partition("=")
-        asked[key] = value
-    return asked | own
+        raise MMError(f"{what} would not train", where="--time", hint=hint)
+    own, asked = _options(more), [] if time is None else [f"time={time}"]
+    resource = RESOURCES[job.device]
+    if devices and resource.slurm and own.keys().isdisjoint(_DEVICES):
+        asked.append(resource.slurm.format(count=job.nproc))
+    asked += [f"{key}={shlex.quote(value)}" if value else key for key, value in own.items()]
+    text = filled(
+        "slurm.sh",
+        {
+            "command": job.command,
+            "name": job.name,
+            "nodes": str(job.nodes),
+            "nproc": str(job.nproc),
+            "grace": str(job.grace),
+            "here": shlex.quote(str(Path.cwd())),
+            "more": [f"#SBATCH --{each}" for each in asked],
+            "environment": [] if resource.kubernetes else [f"export MM_DEVICE={job.device}"],
+            "folder": shlex.quote(str(job.config.run.folder)),
+            "train": shlex.join([*train, *job.restarts]),
+        },
+    )
+    return _REPLACED.sub("", text)
 
 
 def _options(more: Sequence[str]) -> dict[str, str]:
@@ -96,36 +103,9 @@ def _options(more: Sequence[str]) -> dict[str, str]:
         key, _, value = each.removeprefix("--").partition("=")
         if not re.fullmatch(r"[a-z][a-z0-9-]+", key) or not value.isprintable():
             hint = "--sbatch partition=long --sbatch account=vision --sbatch exclusive"
-            raise MMError(
-                f"{each!r} is not an option of sbatch", where="--sbatch", accepted="KEY=VALUE", hint=hint
-            )
+            what = f"{each!r} is not an option of sbatch"
+            raise MMError(what, where="--sbatch", accepted="KEY or KEY=VALUE", hint=hint)
         if key in _OWN:
             raise MMError(f"the file sets {key} itself", where=f"--sbatch {each}", hint=f"use {_OWN[key]}")
         own[key] = value
     return own
-
-
-def slurm_file(job: Submission, options: Mapping[str, str], train: Sequence[str]) -> str:
-    """The text of a batch script.
-
-    Args:
-        job: the run and its hosts.
-        options: from `directives`.
-        train: the command that trains on one host, without the options of the rendezvous.
-    """
-    lines = [
-        f"#SBATCH --{key}" + (f"={shlex.quote(value)}" if value else "") for key, value in options.items()
-    ]
-    needed = {key: value for key, value in (("MM_DEVICE", job.device),) if not RESOURCES[value].kubernetes}
-    return filled(
-        "slurm.sh",
-        {
-            "command": job.command,
-            "directives": lines,
-            "environment": [f"export {key}={value}" for key, value in needed.items()],
-            "folder": shlex.quote(str(job.config.run.folder)),
-            "train": shlex.join([*train, *job.restarts]),
-            "nproc": str(job.nproc),
-            "nodes": str(job.nodes),
-        },
-    )

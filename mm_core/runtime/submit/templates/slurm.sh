@@ -2,7 +2,17 @@
 # @command@
 # Read it, change it, and submit it: sbatch FILE. Options of sbatch override the lines below. A cluster that
 # refuses the line for devices (Invalid generic resource) does not know them: remove it, or print with --no-gres.
-@directives@
+#SBATCH --job-name=@name@
+#SBATCH --nodes=@nodes@
+#SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --signal=USR1@@grace@
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.out
+#SBATCH --chdir=@here@
+@more@
 
 @environment@
 # The hosts meet on the first one of this job, at a port of the job's own.
