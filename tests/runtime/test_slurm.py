@@ -20,6 +20,7 @@ def slow(tiny, tmp_path) -> Path:
     config = yaml.safe_load(tiny.read_text())
     config["task"]["type"], config["plugins"] = "local/faulty_task", {"path": [str(HERE / "faulty.py")]}
     config["train"]["steps"], config["checkpoint"] = 80, {"every": 10_000}
+    config["data"]["loader"]["workers"] = 1  # Slurm signals each process of a task
     config["run"]["dir"] = str(tmp_path / "runs of two")  # with spaces, as in paths of users
     path = tmp_path / "slow.yaml"
     path.write_text(yaml.safe_dump(config))
