@@ -69,6 +69,8 @@ class MMError(ValueError):
         self.hint = hint
         self.on_all_ranks = False
         """Whether every rank raises an error at this point, so that they can still save a checkpoint."""
+        self.passing = False
+        """Whether another try can succeed: a process, host or device was lost."""
         super().__init__(self.render())
 
     def render(self) -> str:

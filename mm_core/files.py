@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import glob
+import json
 import math
 import os
 import re
@@ -17,7 +18,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 from mm_core.errors import MMError
 from mm_core.processes import alive
@@ -73,6 +74,16 @@ def open_plain(path: Path) -> IO[bytes]:
 def open_append(path: Path, buffering: int = -1) -> IO[bytes]:
     """Opens a plain file for reading and appending, or makes it; errors are those of `open_plain`."""
     return os.fdopen(_plain_handle(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b", buffering)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The mappings of a file of JSON lines, without those that a crash has cut; [] if it cannot be read."""
+    rows = []
+    with suppress(OSError):
+        for line in read_plain(path).splitlines():
+            with suppress(ValueError):
+                rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict)]
 
 
 def _plain_handle(path: Path, flags: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -71,6 +72,22 @@ def run_manifest(
         "libraries": library_versions({component.distribution for component in plan.components}),
         "world": plan.engine.world,
     }
+
+
+def launch_facts(config: RunConfig) -> dict[str, str]:
+    """What must be the same on all hosts of a run: versions, plugins and config keys, but for the values of
+    environment variables."""
+    plugins = {f"plugin {name}": text for name, text in config.registry.fingerprint_table().items()}
+    versions = {"mm_core": mm_core.__version__, "torch": torch.__version__}
+    return versions | plugins | dict(_leaves(to_mapping(config), ""))
+
+
+def _leaves(value: object, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        for name, each in value.items():
+            yield from _leaves(each, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, json.dumps(value, default=str)
 
 
 def library_versions(plugins: Iterable[str] = ()) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """`mm` and `mm-train`: choose a subcommand, run it, turn errors into messages and exit codes.
 
-Exit codes: 0 done; 1 an error was printed; 2 the command line does not parse; 75 saved and stopped on
+Exit codes: 0 done; 1 an error was printed; 2 the command line does not parse; 69 a rank, host, device or
+connection was lost (mm train); 75 saved and stopped on
 request (mm train); 130 interrupted; 141 the reader of the output has gone.
 """
 
@@ -174,7 +175,7 @@ def _reported(arguments: list[str], program: str) -> int:
 
             traceback.print_exc()
         print(f"mm: error: {shown.render()}", file=sys.stderr)
-        return 1
+        return 69 if shown.passing else 1
 
 
 @contextmanager

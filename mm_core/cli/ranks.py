@@ -63,7 +63,8 @@ def on_ranks(
         return work(args)
     if before_launch is not None:
         before_launch(args)
-    from mm_core.runtime.launch.launcher import Nodes, launch
+    from mm_core.runtime.launch.launcher import launch
+    from mm_core.runtime.launch.meeting import Nodes
 
     words, nodes = rank_command(command, args), Nodes(args.nproc)
     return launch(words, nodes, announce=False, outlives_interrupts=outlives_interrupts)

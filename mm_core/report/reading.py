@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TypeGuard
 
 from mm_core.errors import MMError, did_you_mean, plural
-from mm_core.files import open_plain, read_plain
+from mm_core.files import open_plain, read_plain, read_rows
 
 METRICS = "metrics.jsonl"
 _STEP_FOLDER = re.compile(r"step_(\d{1,15})\Z")
@@ -143,6 +144,10 @@ def read_run(folder: Path, label: str) -> Run:
         except OSError:
             run.remarks.append(f"{config.name} skipped: not readable")
     run.shots = read_shots(folder / "samples")
+    for row in read_rows(folder / "restarts.jsonl"):
+        when = time.strftime("%d %b %H:%M", time.localtime(row.get("time", 0)))
+        what = f"from step {row.get('step') or 0}: {row.get('what')}"
+        run.remarks.append(f"restart {row.get('restart')} ({when}) {what}")
     return run
 
 

@@ -12,6 +12,7 @@ from mm_core.data.loading.skipped import SKIPPED
 from mm_core.data.loading.stopping import StopRequested, stop_on
 from mm_core.device import set_numerics
 from mm_core.runtime.launch.rank_logs import rank_log
+from mm_core.runtime.launch.restarts import restarted, restarts_of
 from mm_core.runtime.launch.signals import StopFlag, leaving_at_signals
 from mm_core.runtime.process_group import process_group
 from mm_core.training.assembly import assemble
@@ -79,6 +80,9 @@ def train(
             return RunResult(folder, None, None, (stop and stop.requested) or _OTHER_RANK)
         for sentence in numerics:
             run.reporter.note(sentence)
+        if (restart := restarted(folder)) is not None:
+            run.reporter.note(restart)
+            run.reporter.log(run.start, {"restarts": float(len(restarts_of(folder)))})
         run.between.stop_after = stop_after
         steps, step = run.plan.steps, run.start
         with running(run):

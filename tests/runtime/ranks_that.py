@@ -108,7 +108,8 @@ def main() -> None:
         with StopFlag() as stop:
             leave(run_as_rank(lambda: do(sys.argv[1], stop)))
     from mm_core.errors import MMError
-    from mm_core.runtime.launch.launcher import Nodes, launch
+    from mm_core.runtime.launch.launcher import launch
+    from mm_core.runtime.launch.meeting import Nodes
 
     nodes = Nodes(2) if len(sys.argv) == 3 else Nodes(1, 2, 2, sys.argv[3], "meeting")
     try:

@@ -13,7 +13,8 @@ import torch
 from mm_core.cli.installation.checks import Report
 from mm_core.device import current_device, device_count, device_stack
 from mm_core.errors import MMError, first_line, plain_reason
-from mm_core.runtime.launch.launcher import COMMAND, Nodes, launch
+from mm_core.runtime.launch.launcher import COMMAND, launch
+from mm_core.runtime.launch.meeting import Nodes
 from mm_core.runtime.launch.rank_process import run_as_rank
 from mm_core.runtime.process_group import process_group
 from mm_core.runtime.ranks import sum_over_ranks

@@ -17,19 +17,21 @@ from typing import TYPE_CHECKING, NoReturn
 
 from mm_core.cli.options import config_of, count, print_json, print_table, refuse_missing
 from mm_core.cli.ranks import rank_command, refuse_among_ranks
-from mm_core.errors import MMError, plural
+from mm_core.errors import MMError, PlanError, plural
 
 if TYPE_CHECKING:
     from mm_core.config.load import Fetch
     from mm_core.config.sections import RunConfig
     from mm_core.device.machines import Machine
+    from mm_core.runtime.launch.meeting import Nodes
+    from mm_core.runtime.launch.restarts import Tries
     from mm_core.runtime.launch.signals import StopFlag
     from mm_core.telemetry.operators import Operator
     from mm_core.training.forecast.fit import Setting
     from mm_core.training.forecast.study import Study
 
-_OF_LAUNCH = ("nproc", "nnodes", "rdzv_endpoint", "rdzv_id", "node_rank")
-"""Options that set how many ranks run, and on which hosts."""
+_OF_LAUNCH = ("nproc", "nnodes", "rdzv_endpoint", "rdzv_id", "node_rank", "max_restarts")
+"""Options that set how many ranks run, on which hosts, and how often they start again."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +45,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--rdzv-id", metavar="ID", help="rendezvous id; must be the same on all hosts")
     own_rank = "rank of this host (0 = the rendezvous host); only needed if it cannot be detected"
     add("--node-rank", metavar="N", help=own_rank)
+    again = "start the ranks again from the newest checkpoint after a failure that passes, at most N times"
+    add("--max-restarts", type=count, metavar="N", help=again)
     add("--dry-run", action="store_true", help="print the plan of the run and stop")
     add("--on", metavar="MACHINE", help="with --dry-run: plan for 8xH100, 2x8xH100 (hosts), 1x24GB")
     add("--fit", action="store_true", help="with --dry-run: also show the fastest settings that fit")
@@ -85,8 +89,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="train 2K steps, then K + K steps with a restart, in a temporary folder, and compare every bit",
     )
     parser.epilog = (
-        "Exit codes: 0 trained; 1 an error; 2 the command line does not parse; 75 saved and stopped on"
-        " request (SIGTERM, SIGINT, SIGUSR1) before the last step; 130 stopped by a second Ctrl-C; 128+n"
+        "Exit codes: 0 trained; 1 an error; 2 the command line does not parse; 69 a rank, host, device or"
+        " connection was lost; 75 saved and stopped on request (SIGTERM, SIGINT, SIGUSR1, SIGHUP) before the"
+        " last step; 130 stopped by a second Ctrl-C; 128+n"
         " signal n killed a rank."
     )
 
@@ -122,17 +127,60 @@ def execute(args: argparse.Namespace) -> int:
         return _dry_run(config, this_machine(most, nproc), args)
     if args.verify_resume is not None:
         return _verify_resume(args, config, nproc, most)
-    if world == 1:
+    if least < most:
+        _check_hosts(config, nproc, least, most)
+    if world == 1 and not args.max_restarts:
         from mm_core.runtime.launch.rank_process import run_as_rank
         from mm_core.runtime.launch.signals import StopFlag
 
         with StopFlag(announce=True) as stop:
             return run_as_rank(lambda: _train(args, stop, config))
-    from mm_core.runtime.launch.launcher import Nodes, launch
+    from mm_core.runtime.launch.launcher import launch
+    from mm_core.runtime.launch.meeting import Nodes
 
     is_rendezvous_host = None if args.node_rank is None else args.node_rank == "0"
     nodes = Nodes(nproc, least, most, args.rdzv_endpoint, args.rdzv_id, is_rendezvous_host)
-    return launch(rank_command("train", args, (*_OF_LAUNCH, "overfit_one_batch")), nodes)
+    return launch(_rank_words(args), nodes, tries=_tries(args, config, nodes))
+
+
+def _rank_words(args: argparse.Namespace) -> list[str]:
+    return rank_command("train", args, (*_OF_LAUNCH, "overfit_one_batch"))
+
+
+def _tries(args: argparse.Namespace, config: RunConfig, nodes: Nodes) -> Tries:
+    from mm_core.checkpoint.retention import complete_steps
+    from mm_core.checkpoint.run_manifest import launch_facts
+    from mm_core.runtime.launch.restarts import Tries
+
+    folder = config.run.folder
+
+    def newest() -> int | None:
+        return max(complete_steps(folder / "checkpoints"), default=None)
+
+    def again() -> list[str]:
+        """A restart resumes from the run's own checkpoint, once it has one, and not from another run's."""
+        own = "auto" if args.resume == "never" or newest() is not None else args.resume
+        return _rank_words(argparse.Namespace(**vars(args) | {"resume": own}))
+
+    facts = launch_facts(config) if nodes.endpoint is not None else {}
+    return Tries(args.max_restarts or 0, folder, newest, facts, again)
+
+
+def _check_hosts(config: RunConfig, nproc: int, least: int, most: int) -> None:
+    """Raises MMError if a step would not have the same samples on any number of hosts."""
+    from mm_core.plan import build_task, make_plan
+
+    if config.train.global_batch_size is None:
+        what = "the number of hosts may change, so a step needs a number of samples that does not"
+        hint = "set train.global_batch_size to a number that all of them divide"
+        raise MMError(what, where="train.global_batch_size", hint=hint)
+    task = build_task(config)
+    for hosts in range(least, most + 1):
+        try:
+            make_plan(config, nproc * hosts, task)
+        except PlanError as fault:
+            where = f"on {plural(hosts, 'host')}: {fault.where}"
+            raise PlanError(fault.what, where=where, accepted=fault.accepted, hint=fault.hint) from None
 
 
 def _fetch(args: argparse.Namespace) -> Fetch:
@@ -158,6 +206,7 @@ def _be_rank(args: argparse.Namespace) -> NoReturn:
 
 
 def _train(args: argparse.Namespace, stop: StopFlag, config: RunConfig | None = None) -> int:
+    from mm_core.runtime.launch.restarts import restarts_of
     from mm_core.runtime.launch.signals import STOPPED
     from mm_core.training.run import train
 
@@ -175,7 +224,9 @@ def _train(args: argparse.Namespace, stop: StopFlag, config: RunConfig | None = 
         ended = f"{state} step {result.step} of {result.steps}"
         if result.step is None:
             ended = f"stopped by {result.stopped} before the first step"
-        print(f"{ended}; run folder {result.run_dir}", flush=True)
+        restarts = len(restarts_of(result.run_dir))
+        times = f"; {plural(restarts, 'restart')}" if restarts else ""
+        print(f"{ended}{times}; run folder {result.run_dir}", flush=True)
     return STOPPED if result.stopped else 0
 
 

@@ -309,7 +309,7 @@ def _death(reading: object, start: object) -> DataError:
     if isinstance(start, StartWorker) and (hung := start.hung_in(ended)):
         return hung
     if ended and all(worker.exitcode == _SERVER_LOST for worker in ended):
-        return DataError("the process that starts the data workers was killed, and they ended", hint=_MEMORY)
+        return _killed("the process that starts the data workers was killed, and they ended", None)
     if any((worker.exitcode or 0) > 0 for worker in ended):
         return DataError(
             "a data worker ended unexpectedly",
@@ -318,7 +318,13 @@ def _death(reading: object, start: object) -> DataError:
             'put the script\'s own work under `if __name__ == "__main__":`, since workers import it; or set '
             "data.loader.workers=0 to read in the training process",
         )
-    return DataError("a data worker was killed", where=where, hint=_MEMORY)
+    return _killed("a data worker was killed", where)
+
+
+def _killed(what: str, where: str | None) -> DataError:
+    fault = DataError(what, where=where, hint=_MEMORY)
+    fault.passing = True
+    return fault
 
 
 def _abandon(reading: Any) -> None:

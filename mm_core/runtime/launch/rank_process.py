@@ -19,7 +19,7 @@ from mm_core.errors import MMError, PeerError, outer_fault
 from mm_core.plugin.authors import author_error, author_line
 from mm_core.runtime.launch.launch_folder import ENDED, FAILED, LOST, STOPPED_EARLY, LaunchFolder
 from mm_core.runtime.launch.rank_logs import latest_log
-from mm_core.runtime.launch.signals import STOPPED, show_cursor
+from mm_core.runtime.launch.signals import PASSING, STOPPED, show_cursor
 from mm_core.runtime.leftovers import end_workers
 
 GRACE = 5.0
@@ -30,6 +30,9 @@ _LOST = re.compile(
     r"|communicator was aborted|remote process exited|wait timeout after|recvValue failed|sendBytes failed"
     r"|Failed to recv"
 )
+_OF_DEVICE = re.compile(r"\b(?:CUDA|NCCL|HCCL|NPU|ACL|HIP) (?:\w+ )?error|\bncclSystemError|\bE[A-Z]\d{4}:")
+"""Errors of accelerators and their communication, of which torch has no class on every backend."""
+_OF_CODE = re.compile(r"device-side assert|invalid argument|out of memory", re.IGNORECASE)
 _NO_MEMORY = re.compile(r"can't allocate memory|out of memory|Cannot allocate memory", re.IGNORECASE)
 
 _REQUEST = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMGT]iB)")
@@ -72,8 +75,7 @@ def _outcome(work: Callable[[], int], folder: LaunchFolder) -> int:
     except KeyboardInterrupt:
         return 130
     except BaseException as error:
-        _report(error, folder)
-        return 1
+        return _report(error, folder)
     if code == STOPPED and folder.launched:
         # torch's agent treats any code except 0 as a failure and ends the other ranks.
         folder.mark(STOPPED_EARLY)
@@ -83,8 +85,8 @@ def _outcome(work: Callable[[], int], folder: LaunchFolder) -> int:
     return code
 
 
-def _report(error: BaseException, folder: LaunchFolder) -> None:
-    """Prints the error, if this rank is the one that should."""
+def _report(error: BaseException, folder: LaunchFolder) -> int:
+    """Prints the error, if this rank is the one that should, and returns the rank's exit code."""
     debug = os.environ.get("MM_DEBUG", "0") not in ("", "0")
     if debug:
         traceback.print_exception(error)
@@ -92,12 +94,13 @@ def _report(error: BaseException, folder: LaunchFolder) -> None:
     if isinstance(error, PeerError) or lost is not None:
         # The rank that caused it may be about to print; torch's agent ends all ranks when this one exits.
         if folder.wait_for(FAILED, GRACE):
-            return
+            return 1
         if folder.launched or isinstance(error, PeerError):
             folder.mark(LOST, lost.render() if lost is not None else str(error))
-            return
-    if not folder.mark(FAILED):
-        return
+            return 1
+    code = PASSING if lost is not None or passing(error) else 1
+    if not folder.mark(FAILED, _failure(code, error)):
+        return code
     shown = lost or (error if isinstance(error, MMError) else out_of_memory(error))
     shown = shown or outer_fault(error, author_line(error)) or author_error(error, latest_log())
     if shown is None:
@@ -108,11 +111,32 @@ def _report(error: BaseException, folder: LaunchFolder) -> None:
             hint="this is a bug in code, not an error in your input: the traceback above shows where",
         )
     _write(shown)
+    return code
+
+
+def passing(error: BaseException) -> bool:
+    """Whether another try can succeed after an error: of a device, of communication, or of a process that was
+    killed. Not after one of the config, the data or code, which would occur again."""
+    if isinstance(error, MMError):
+        return error.passing
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if _OF_CODE.search(str(error)) or "RuntimeError" not in names:
+        return False
+    ours = any(name.startswith(("Dist", "AcceleratorError")) for name in names)
+    return ours or bool(_OF_DEVICE.search(str(error)))
+
+
+def _failure(code: int, error: BaseException) -> str:
+    """The text of the mark FAILED: the exit code, and what is wrong in one line."""
+    what = f"{type(error).__name__}: {_first_line(error)}"
+    if isinstance(error, MMError):
+        what = error.render().splitlines()[0]
+    return f"{code} rank {os.environ.get('RANK', '0')}: {what}"
 
 
 def print_error(fault: MMError) -> None:
     """Prints an error found by a thread of this rank, if no other rank of the host has printed one."""
-    if LaunchFolder.current().mark(FAILED):
+    if LaunchFolder.current().mark(FAILED, _failure(PASSING if fault.passing else 1, fault)):
         _write(fault)
 
 

@@ -17,6 +17,10 @@ from mm_core.runtime.leftovers import end_workers
 STOPPED = 75
 """Exit code of a run that saved and ended on request before its last step (EX_TEMPFAIL: try again)."""
 
+PASSING = 69
+"""Exit code of a run that lost a rank, host, device or connection (EX_UNAVAILABLE): the same command goes on
+from the newest checkpoint."""
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Signals that ask a run to save and end. SIGUSR1 is the warning that SLURM can be set to send."""
 

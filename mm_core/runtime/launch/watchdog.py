@@ -240,10 +240,11 @@ def _leave(fault: TrainingError) -> NoReturn:
     """Prints the error, once for all ranks of this host, and ends the process: the main thread may be waiting
     in native code, where no exception reaches it."""
     from mm_core.runtime.launch.rank_process import print_error
-    from mm_core.runtime.launch.signals import show_cursor
+    from mm_core.runtime.launch.signals import PASSING, show_cursor
     from mm_core.runtime.leftovers import end_workers
 
+    fault.passing = True
     print_error(fault)
     end_workers()
     show_cursor()  # the bar is still open
-    os._exit(1)
+    os._exit(PASSING)

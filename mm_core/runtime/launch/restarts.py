@@ -1,0 +1,176 @@
+"""What follows when the ranks of a run have ended: a restart, or the end of the run, on every host."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mm_core.errors import plural
+from mm_core.files import open_append, read_rows
+from mm_core.runtime.launch.signals import PASSING, STOPPED
+
+RESTARTS = "restarts.jsonl"
+"""The file of a run's folder with a line for each restart."""
+
+RESTART = "MM_RESTART"
+"""Environment variable with the number of the restart that started a rank."""
+
+LONGEST_WAIT = 30.0
+"""Seconds to wait before a restart, at most: the wait doubles while attempts end within `SHORT`."""
+
+SHORT = 600.0
+"""Seconds within which an attempt counts as short."""
+
+IN_VAIN = 2
+"""Failures in a row without a new checkpoint after which a run ends."""
+
+
+@dataclass(frozen=True)
+class End:
+    """How the ranks of a host ended.
+
+    Attributes:
+        code: exit code of the launch, as `launch` returns it.
+        what: the error in one line; empty without one.
+        own: whether the error occurred on this host. A rank that lost the connection to another one has none.
+        asked: whether a signal or a user asked this host to stop.
+        order: which of the hosts' ends this is, from 1.
+    """
+
+    code: int
+    what: str = ""
+    own: bool = True
+    asked: bool = False
+    order: int = 0
+
+    @property
+    def passing(self) -> bool:
+        """Whether another try can succeed: a signal has ended a rank, or a device or connection failed."""
+        return self.code == PASSING or (self.code > 128 and self.code != 130)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the ranks ended by an error."""
+        return self.code not in (0, STOPPED)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What follows an attempt.
+
+    Attributes:
+        again: whether the ranks start again.
+        code: exit code of the run, if they do not.
+        what: the error that ended the attempt, with its host.
+        why: why there is no restart after a failure; empty otherwise.
+        step: the newest complete checkpoint; None without one.
+        in_vain: failures in a row without a new checkpoint.
+        short: failures in a row of attempts that were short.
+        seconds: how long to wait before the restart.
+    """
+
+    again: bool
+    code: int
+    what: str = ""
+    why: str = ""
+    step: int | None = None
+    in_vain: int = 0
+    short: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Tries:
+    """How often a run may start again, and what a restart needs to know of it.
+
+    Attributes:
+        most: restarts at most.
+        folder: the run's folder; None where nothing restarts.
+        newest: the step of the newest complete checkpoint; None without one.
+        facts: versions and config, which must be the same on all hosts.
+        again: command line of a rank after a restart; None: the same.
+    """
+
+    most: int = 0
+    folder: Path | None = None
+    newest: Callable[[], int | None] = field(default=lambda: None)
+    facts: Mapping[str, str] = field(default_factory=dict)
+    again: Callable[[], Sequence[str]] | None = None
+
+
+def decide(
+    ends: Mapping[str, End | None],
+    earlier: Sequence[Decision],
+    first: int | None,
+    newest: int | None,
+    lasted: float,
+    most: int,
+) -> Decision:
+    """What follows an attempt. All hosts use the decision that the first of them has made.
+
+    Args:
+        ends: host -> how its ranks ended; None for a host that has not responded.
+        earlier: decisions after the earlier attempts.
+        first: step of the newest checkpoint before the first attempt; None without one.
+        newest: step of the newest checkpoint now.
+        lasted: seconds of the attempt.
+        most: restarts at most.
+    """
+    known = {host: end for host, end in ends.items() if end is not None}
+    failed = {host: end for host, end in known.items() if end.failed}
+    if not failed and len(known) == len(ends):
+        return Decision(False, max((end.code for end in known.values()), default=0), step=newest)
+    causes = sorted((not end.own, end.order, host) for host, end in failed.items())
+    if causes and not causes[0][0]:
+        host = causes[0][2]
+        code, what, passing = failed[host].code, failed[host].what, failed[host].passing
+    elif len(known) < len(ends):
+        host = next(each for each in ends if each not in known)
+        code, what, passing = PASSING, "the host or its launcher was lost", True
+    else:
+        host = causes[0][2]
+        code, what, passing = failed[host].code, failed[host].what, True
+    what = f"{host}: {what}" if len(ends) > 1 else what
+    before = earlier[-1] if earlier else Decision(True, 0, step=first)
+    in_vain = before.in_vain + 1 if newest == before.step else 0
+    short = before.short + 1 if lasted < SHORT else 0
+    why = ""
+    if any(end.asked for end in known.values()):
+        why = "it was asked to stop"
+    elif not passing:
+        why = "another try would fail as well"
+    elif len(earlier) >= most:
+        why = f"{plural(most, 'restart')} of --max-restarts {'is' if most == 1 else 'are'} used up"
+    elif in_vain >= IN_VAIN:
+        why = f"{plural(in_vain, 'failure')} in a row without a new checkpoint"
+    seconds = min(2.0 ** max(short - 1, 0), LONGEST_WAIT)
+    return Decision(not why, code, what, why, newest, in_vain, short, seconds)
+
+
+def record(folder: Path | None, decision: Decision, number: int, hosts: Sequence[str]) -> None:
+    """Appends a restart to the run's `restarts.jsonl`."""
+    if folder is None:
+        return
+    row = {"restart": number, "time": time.time(), "hosts": list(hosts), **asdict(decision)}
+    folder.mkdir(parents=True, exist_ok=True)
+    with open_append(folder / RESTARTS) as file:
+        file.write((json.dumps(row) + "\n").encode())
+
+
+def restarted(folder: Path) -> str | None:
+    """The restart that started this rank, in one line; None if it was not restarted."""
+    number = os.environ.get(RESTART)
+    if number is None:
+        return None
+    rows = restarts_of(folder)
+    return f"restart {number}" + (f": {rows[-1]['what']}" if rows else "")
+
+
+def restarts_of(folder: Path) -> list[dict[str, Any]]:
+    """The restarts of a run, oldest first, as the lines of its `restarts.jsonl`; [] without one."""
+    return read_rows(folder / RESTARTS)

@@ -1,0 +1,193 @@
+"""What follows an attempt, which errors pass, and how launchers meet."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from mm_core.errors import ConfigError, DataError, MMError, PeerError, TrainingError
+from mm_core.runtime.launch import meeting as meetings
+from mm_core.runtime.launch.meeting import Asked, Meeting, Nodes
+from mm_core.runtime.launch.rank_process import passing
+from mm_core.runtime.launch.restarts import Decision, End, decide, record, restarts_of
+
+KILLED = End(137, "rank 1 was killed (SIGKILL)", order=1)
+LOST = End(69, "lost the connection to another rank", own=False, order=2)
+
+
+def after(*ends: End | None, earlier=(), first=None, newest=None, lasted=9.0, most=9) -> Decision:
+    named = {f"host{number}": end for number, end in enumerate(ends)}
+    return decide(named, earlier, first, newest, lasted, most)
+
+
+def test_a_killed_rank_starts_all_hosts_again_whichever_of_them_reports_first():
+    for ends in ((KILLED, LOST), (LOST, KILLED)):
+        found = after(*ends)
+        assert found.again and found.code == 137 and found.what.endswith("rank 1 was killed (SIGKILL)")
+
+
+@pytest.mark.parametrize("order", [1, 3])
+def test_an_error_of_the_input_ends_all_hosts_though_the_others_only_lost_a_connection(order):
+    found = after(LOST, End(1, "rank 0: clip 3: nothing can be read here", order=order))
+    assert (found.again, found.code) == (False, 1)
+    assert found.what == "host1: rank 0: clip 3: nothing can be read here"
+    assert found.why == "another try would fail as well"
+
+
+def test_of_two_errors_the_first_counts():
+    assert after(KILLED, End(1, "a bug that a lost rank causes", order=2)).again
+    assert not after(End(1, "a bug", order=1), End(137, "killed by its user", order=2)).again
+
+
+def test_a_host_that_does_not_respond_was_lost_and_a_stop_by_its_ranks_is_none():
+    assert after(None, LOST).what == "host0: the host or its launcher was lost"
+    assert after(End(75, order=1), None).again, "ranks stop because their launcher was killed"
+    assert after(End(75, order=1, asked=True), None).why == "it was asked to stop"
+    both = after(End(75, order=1), End(75, order=2))
+    assert (both.again, both.code, both.why) == (False, 75, "")
+
+
+def test_a_run_that_is_done_or_interrupted_is_left_alone():
+    assert (after(End(0), End(0)).again, after(End(0), End(0)).code) == (False, 0)
+    assert after(End(130, "interrupted", asked=True)).why == "it was asked to stop"
+
+
+def test_two_failures_without_a_new_checkpoint_end_a_run_and_one_between_does_not():
+    first = after(KILLED, first=4, newest=4)
+    assert first.again and first.in_vain == 1
+    second = after(KILLED, earlier=[first], first=4, newest=4)
+    assert (second.again, second.why) == (False, "2 failures in a row without a new checkpoint")
+    assert after(KILLED, earlier=[first], first=4, newest=6).in_vain == 0
+
+
+def test_restarts_are_counted_and_waits_grow_while_attempts_are_short():
+    earlier: list[Decision] = []
+    for step in range(8):
+        earlier.append(after(KILLED, earlier=earlier, newest=step, first=-1, most=8))
+    assert [found.seconds for found in earlier] == [1, 2, 4, 8, 16, 30, 30, 30]
+    assert after(KILLED, earlier=earlier, newest=8, lasted=700.0).seconds == 1
+    assert after(KILLED, earlier=earlier, newest=8, most=8).why == "8 restarts of --max-restarts are used up"
+
+
+def test_a_restart_is_a_line_of_the_runs_folder(tmp_path):
+    record(tmp_path / "run", after(KILLED, newest=3), 1, ["a", "b"])
+    with (tmp_path / "run/restarts.jsonl").open("a") as file:
+        file.write('{"restart": 2, "cut')
+    (row,) = restarts_of(tmp_path / "run")
+    assert (row["restart"], row["hosts"], row["step"], row["code"]) == (1, ["a", "b"], 3, 137)
+    assert restarts_of(tmp_path) == []
+
+
+def flagged() -> MMError:
+    fault = DataError("a data worker was killed")
+    fault.passing = True
+    return fault
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (ConfigError("a typo"), False),
+        (DataError("nothing can be read here"), False),
+        (TrainingError("the loss is not finite"), False),
+        (PeerError("another rank failed"), False),
+        (KeyError("a bug"), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (RuntimeError("CUDA error: device-side assert triggered"), False),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), False),
+        (flagged(), True),
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), True),
+        (RuntimeError("NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled system error"), True),
+        (RuntimeError("HCCL function error: HcclCommInitRootInfo, error code is 6"), True),
+        (torch.AcceleratorError("an unspecified launch failure"), True),
+        (torch.distributed.DistBackendError("the communicator failed"), True),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_errors_of_devices_and_of_communication_pass_and_those_of_config_data_and_code_do_not(error, passes):
+    assert passing(error) is passes
+
+
+class Others(threading.Thread):
+    """A launcher in a thread, which meets the others."""
+
+    def __init__(self, port: int, nodes: str, facts: dict[str, str] | None = None) -> None:
+        super().__init__(daemon=True)
+        least, _, most = nodes.partition(":")
+        self.meeting = Meeting(
+            Nodes(1, int(least), int(most or least), f"127.0.0.1:{port}"), facts or {}, self._asked
+        )
+        self.joined: object = None
+        self.leaves = False
+        self.start()
+
+    def _asked(self) -> bool:
+        return self.leaves
+
+    def run(self) -> None:
+        try:
+            self.joined = self.meeting.join()
+        except (Asked, MMError) as fault:
+            self.joined = fault
+
+
+def test_hosts_meet_and_those_that_differ_are_named(free_port):
+    hosts = [Others(free_port, "2", {"torch": version}) for version in ("2.13.0", "2.12.1")]
+    for host in hosts:
+        host.join(30)
+    assert all(isinstance(host.joined, MMError) for host in hosts)
+    texts = {str(host.joined) for host in hosts}
+    assert len(texts) == 1 and "rendezvous: the hosts differ: torch is 2.1" in texts.pop()
+
+
+def test_a_host_that_waits_names_what_is_missing_and_can_be_stopped(free_port, wait_until):
+    alone = Others(free_port, "2")
+    wait_until(lambda: "1 more host at 127.0.0.1:" in alone.meeting.waits_for)
+    alone.leaves = True
+    alone.join(30)
+    assert isinstance(alone.joined, Asked)
+
+
+def test_with_fewer_hosts_a_run_goes_on_and_one_that_comes_late_joins_at_the_restart(
+    free_port, monkeypatch, wait_until
+):
+    monkeypatch.setattr(meetings, "LAST_CALL", 1.0)
+    first = Others(free_port, "1:2")
+    first.join(30)
+    assert isinstance(first.joined, Nodes) and first.joined.most == 1
+    late = Others(free_port, "1:2")
+    wait_until(lambda: "under way without this host" in late.meeting.waits_for)
+    decision, decided = first.meeting.settle(KILLED, lambda ends: Decision(True, 137, step=4))
+    assert decided and decision.step == 4
+    again = threading.Thread(target=first.run, daemon=True)
+    again.start()
+    again.join(30)
+    late.join(30)
+    assert isinstance(late.joined, Nodes) and late.joined == first.joined and late.joined.most == 2
+    assert [each.step for each in late.meeting.decisions] == [4]
+
+
+def test_an_error_of_one_host_reaches_the_others_and_they_decide_the_same(free_port):
+    hosts = [Others(free_port, "2") for _ in range(2)]
+    for host in hosts:
+        host.join(30)
+    seen: list[str] = []
+    results: dict[int, tuple[Decision, bool]] = {}
+
+    def settle(number: int, end: End) -> None:
+        results[number] = hosts[number].meeting.settle(end, lambda ends: after(*ends.values()))
+
+    with hosts[1].meeting.watching(seen.append):
+        thread = threading.Thread(target=settle, args=(0, KILLED))
+        thread.start()
+        end = time.monotonic() + 20
+        while not seen and time.monotonic() < end:
+            time.sleep(0.1)
+    settle(1, LOST)
+    thread.join(30)
+    assert seen[0].endswith("failed: rank 1 was killed (SIGKILL)")
+    assert results[0][0] == results[1][0] and results[0][0].again
+    assert sorted([results[0][1], results[1][1]]) == [False, True]
