@@ -40,6 +40,7 @@ def test_a_job_that_reaches_its_time_limit_waits_in_the_queue_and_ends_as_an_und
     runs, metrics = tmp_path / "runs of two", tmp_path / "runs of two/Queued/metrics.jsonl"
     assert mm("train", "--config", slow, "--nproc", 2, "run.name=alone").code == 0
     hosts = ["--nodes", 2, "--nproc", 1, "--time", "1:00:00", "--grace", 60, "run.name=Queued"]
+    hosts += ["--max-restarts", 3]
 
     def submit(cluster: slurm.Cluster, *options: object, **more: str) -> str:
         job = mm("launch", "slurm", "--config", slow, *hosts, *options, anew=True, cwd=tmp_path)
