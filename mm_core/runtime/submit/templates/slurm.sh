@@ -27,7 +27,7 @@ before=$(newest)
 srun --cpu-bind=none bash -c 'exec "$@" --node-rank="$SLURM_NODEID"' node \
   @train@ \
   --nproc=@nproc@ --nnodes=@nodes@ --rdzv-endpoint="$host:$port" --rdzv-id="$SLURM_JOB_ID"
-code=$?
+code=$? again=no
 
 case $code in
   75 | 138) again=yes ;;                                 # saved and stopped on request; 138: before it had begun
