@@ -46,7 +46,7 @@ class FaultyTask(TextToVideo):
         if os.environ.get("FAULT") == "slow":
             time.sleep(0.2)
         if os.environ.get("FAULT") == "slow at first" and "SLURM_RESTART_COUNT" not in os.environ:
-            time.sleep(1)
+            time.sleep(2)
         return super().loss(inputs)
 
 

@@ -19,7 +19,7 @@ def slow(tiny, tmp_path) -> Path:
     """A run that is slow until it is in the queue again, and saves only where it stops and ends."""
     config = yaml.safe_load(tiny.read_text())
     config["task"]["type"], config["plugins"] = "local/faulty_task", {"path": [str(HERE / "faulty.py")]}
-    config["train"]["steps"], config["checkpoint"] = 80, {"every": 10_000}
+    config["train"]["steps"], config["checkpoint"] = 40, {"every": 10_000}
     config["data"]["loader"]["workers"] = 1  # Slurm signals each process of a task
     config["run"]["dir"] = str(tmp_path / "runs of two")  # with spaces, as in paths of users
     path = tmp_path / "slow.yaml"
@@ -46,7 +46,9 @@ def test_a_job_that_reaches_its_time_limit_waits_in_the_queue_and_ends_as_an_und
         job = mm("launch", "slurm", "--config", slow, *hosts, *options, anew=True, cwd=tmp_path)
         assert job.code == 0, job.err
         (tmp_path / "job.sh").write_text(job.out)
-        return cluster.call("sbatch", "--parsable", "job.sh", cwd=tmp_path, **more).strip()
+        return cluster.call(
+            "sbatch", "--parsable", "job.sh", cwd=tmp_path, OMP_NUM_THREADS="1", **more
+        ).strip()
 
     with slurm.cluster(tmp_path) as cluster:
         with pytest.raises(AssertionError, match="Invalid generic resource"):
@@ -63,6 +65,7 @@ def test_a_job_that_reaches_its_time_limit_waits_in_the_queue_and_ends_as_an_und
     text = (tmp_path / f"queued-{number}.out").read_text()
     assert ended["JobState"] == "COMPLETED" and ended["Restarts"] == "1", text
     assert "mm: SIGUSR1 received: saving after this step" in text and "stopped by SIGUSR1 after step" in text
-    assert f"job {number} waits in the queue again" in text and "done: step 80 of 80" in text
+    assert f"job {number} waits in the queue again" in text and "done: step 40 of 40" in text
+    assert "resource_tracker" not in text
     results, remarks = compare_runs(runs / "alone", runs / "Queued")
     assert all(result.ok for result in results) and not remarks, (results, remarks)
