@@ -9,6 +9,10 @@ SLOW_JOBS ?= 3
 # Overrides of the quickstart's config: make train ARGS="train.steps=500 run.name=short"
 ARGS ?=
 SITE ?= site
+# The image's device (cuda, cpu or ascend) and name. CANN 9.1 goes with the torch_npu of the Dockerfile.
+DEVICE ?= cuda
+IMAGE ?= mm_core:$(DEVICE)
+CANN ?= quay.io/ascend/cann:9.1.0-910b-ubuntu22.04-py3.11
 
 QUICKSTART := configs/custom_dit/quickstart.yaml
 
@@ -19,7 +23,7 @@ DOCS_STAMP := $(VENV)/.installed-docs
 PAGE_SCRIPTS := $(wildcard docs/generate_*.py)
 PROJECTS := pyproject.toml $(wildcard plugins/*/pyproject.toml)
 
-.PHONY: help venv train test slow nightly cover lint format types bench pages check-pages docs changes
+.PHONY: help venv train test slow nightly cover lint format types bench pages check-pages docs changes image
 .DEFAULT_GOAL := help
 
 ## help: this list
@@ -98,6 +102,11 @@ docs: $(DOCS_STAMP) check-pages
 ## changes: the changelog that the fragments in changes/ make, as a draft
 changes: $(STAMP)
 	$(BIN)/towncrier build --draft --version "$$($(BIN)/python -c 'import mm_core; print(mm_core.__version__)')"
+
+## image: a container image by docker; DEVICE=cpu or DEVICE=ascend for other devices than CUDA's, IMAGE=name
+image:
+	docker build --build-arg DEVICE=$(DEVICE) $(if $(filter ascend,$(DEVICE)),--build-arg BASE=$(CANN)) \
+	  --tag $(IMAGE) .
 
 $(DOCS_STAMP): $(STAMP)
 	$(PIP) --editable '.[docs]'

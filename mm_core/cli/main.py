@@ -24,6 +24,7 @@ from mm_core.runtime.output import Aside, standard_streams
 COMMANDS = MappingProxyType(
     {
         "train": ("mm_core.cli.training.train", "train the run that a YAML describes (mm-train is the same)"),
+        "launch": ("mm_core.cli.launch", "print a job of Slurm or Kubernetes that trains a run"),
         "sample": ("mm_core.cli.runs.sample", "make clips or answers with a trained run"),
         "chat": ("mm_core.cli.runs.chat", "chat with a trained run"),
         "eval": ("mm_core.cli.runs.evaluate", "held-out loss, metrics and predictions of a trained run"),
@@ -58,7 +59,7 @@ COMMANDS = MappingProxyType(
 )
 """Subcommand -> (module with `configure(parser)` and `execute(args) -> int`, one-line summary)."""
 
-PRINTING = frozenset({"weights", "validate", "config", "plugins", "chat", "data", "doctor"})
+PRINTING = frozenset({"weights", "validate", "config", "plugins", "chat", "data", "doctor", "launch"})
 """Subcommands whose only result is what they print. The others also write files."""
 
 ALIASES = MappingProxyType({"evaluate": "eval"})

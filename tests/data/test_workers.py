@@ -250,6 +250,25 @@ def test_a_batch_that_the_pinning_thread_could_not_take() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", ["SIGUSR1", "SIGHUP"])
+def test_a_signal_to_every_process_ends_none_of_them(script: Script, number: str) -> None:
+    """Slurm sends its warning to all processes of a task, multiprocessing's tracker of semaphores too."""
+    done = script.run(
+        f"signal.signal(signal.{number}, lambda *_: None)",
+        *READING,
+        "next(kept)",
+        "from multiprocessing import forkserver, resource_tracker",
+        "pids = [worker.pid for worker in t.multiprocessing.active_children()]",
+        "pids += [forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid]",
+        f"for pid in pids: os.kill(pid, signal.{number})",
+        "time.sleep(1)",
+        "states = [open(f'/proc/{pid}/stat').read().rpartition(')')[2].split()[0] for pid in pids]",
+        "print(len(pids), 'Z' in states, len(next(kept)))",
+    )
+    assert done.stdout.startswith("4 False ") and not done.stderr, done.stdout + done.stderr
+
+
+@pytest.mark.slow
 def test_workers_end_at_once_with_their_server(script: Script) -> None:
     """A worker that outlives its server would be ended by a loop of torch's that does not expect it."""
     done = script.run(

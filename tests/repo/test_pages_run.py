@@ -168,6 +168,8 @@ PAGES: dict[str, Page] = {
     ),
     "docs/launching.md": Page(
         {
+            "run.yaml --nodes 4": "x.yaml --nodes 2 --nproc 1",
+            "make image": f"{MAKE} image",
             "run.yaml": "x.yaml",
             "x.yaml\n": "x.yaml run.name=launched train.steps=1\n",
             "--nproc 4 train.steps=100": "--nproc 2 train.steps=1",
@@ -175,10 +177,12 @@ PAGES: dict[str, Page] = {
             "--nproc 64 --dry-run": "--nproc 64 --dry-run train.global_batch_size=128",
             "--nproc-per-node 8": "--nproc-per-node 1",
         },
-        {"mm-train --config run.yaml --nproc 64": "64"},
+        {"mm-train --config run.yaml --nproc 64": "64", "make image DEVICE=ascend": "cann:9.1"},
         {
             "mm-train --config run.yaml --nnodes": "tests/runtime/test_launch.py starts two hosts",
-            "srun": "there is no SLURM here; the options are those of the line with two hosts",
+            "sbatch": "tests/runtime/test_slurm.py submits such a job",
+            "kubectl": "tests/cli/test_launch_command.py checks such a Job; there is no cluster",
+            "docker": "tests/repo/test_image.py runs the steps of the image; there is no docker",
         },
     ),
     "docs/reading-a-run.md": Page(

@@ -80,6 +80,12 @@ COMMANDS: dict[str, tuple[str, int, str]] = {
         0,
         "runs/c",
     ),
+    "mm launch slurm --config FILE": (f"mm launch slurm --config {QUICKSTART} --nproc 2", 0, "#SBATCH"),
+    "mm launch kubernetes --config FILE": (
+        f"mm launch kubernetes --config {QUICKSTART} --nproc 2 --image mm",
+        0,
+        "kind: Job",
+    ),
     "mm sample --run DIR --prompt TEXT": ("mm sample --run runs/short --prompt x --steps 1", 0, "1 clip in"),
     "mm-train --config FILE --verify-resume K": (
         f"mm-train --config {QUICKSTART} run.name=v {TINY} train.steps=2 --verify-resume 1",
@@ -116,6 +122,7 @@ COMMANDS: dict[str, tuple[str, int, str]] = {
     "make lint": (f"{MAKE} --dry-run lint", 0, "ruff check"),
     "make bench": (f"{MAKE} --dry-run bench", 0, "benchmarks/*.py"),
     "make docs": (f"{MAKE} --dry-run docs", 0, "mkdocs build --strict"),
+    "make image": (f"{MAKE} --dry-run image", 0, "docker build"),
 }
 PLUGIN_COMMANDS = {
     "pip install ./mm-small-dit",

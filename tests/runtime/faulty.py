@@ -45,6 +45,8 @@ class FaultyTask(TextToVideo):
             return loss
         if os.environ.get("FAULT") == "slow":
             time.sleep(0.2)
+        if os.environ.get("FAULT") == "slow at first" and "SLURM_RESTART_COUNT" not in os.environ:
+            time.sleep(2)
         return super().loss(inputs)
 
 

@@ -87,12 +87,15 @@ def starting() -> Iterator[None]:
 @contextmanager
 def _quiet_tracker() -> Iterator[None]:
     """A context in which multiprocessing's tracker starts without its warning about leaked semaphores of a
-    killed process: the warning comes long after the error message, and explains nothing."""
+    killed process: the warning comes long after the error message, and explains nothing. It starts with the
+    signals blocked that it does not ignore itself: Slurm sends a warning to each process of a task."""
     before = os.environ.get("PYTHONWARNINGS")
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [before, "ignore:resource_tracker:UserWarning"]))
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS - {signal.SIGINT, signal.SIGTERM})
     try:
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
         del os.environ["PYTHONWARNINGS"]
         if before is not None:
             os.environ["PYTHONWARNINGS"] = before
