@@ -209,3 +209,42 @@ def test_twenty_kills_and_stops_leave_no_trace(hosts, mm, tmp_path, wait_until):
     assert [ended.code for ended in ends] == [0, 0], "\n-----\n".join(ended.err for ended in ends)
     assert done == kills, f"the run ended after {done} of {kills} disturbances"
     equal(tmp_path / "alone", run)
+
+
+@pytest.mark.slow
+def test_a_host_that_is_lost_is_missed_and_one_that_comes_back_takes_part(hosts, mm, tmp_path, wait_until):
+    both = hosts(40, "1:2", 1, "changing", every=1)
+    train = ["train", "--config", tmp_path / "faulty.yaml", f"run.dir={tmp_path}", "--nproc", 2]
+    assert mm(*train, "run.name=alone").code == 0
+    run = tmp_path / "changing"
+    both.up(2)
+    wait_until(lambda: step_of(run) >= 3, 300)
+    second = next(each for each in both.running if below(each.command.process.pid, pids_of(run)[1:]))
+    for pid in (second.command.process.pid, *below(second.command.process.pid, pids_of(run))):
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: len(restarts_of(run)) == 1 and step_of(run) >= 6, 300)
+    worlds = re.findall(r"--- rank 0 of (\d)", (run / "logs/rank_0.log").read_text())
+    assert worlds == ["2", "1"]
+    both.up(2)
+    wait_until(lambda: "under way without this host" in both.running[-1].command.err, 300)
+    os.kill(pids_of(run)[0], signal.SIGKILL)
+    ends = [each.end(600) for each in both.running]
+    assert [ended.code for ended in ends] == [0, 0], "\n-----\n".join(ended.err for ended in ends)
+    worlds = re.findall(r"--- rank 0 of (\d)", (run / "logs/rank_0.log").read_text())
+    assert worlds == ["2", "1", "2"]
+    alone, changing = (
+        {row["step"]: row["loss"] for row in read_metrics(tmp_path / name) if "loss" in row}
+        for name in ("alone", "changing")
+    )
+    # The same samples at each step, and so each of an epoch once, whichever hosts computed them.
+    assert changing.keys() == alone.keys() == set(range(1, 41))
+    assert [changing[step] for step in alone] == pytest.approx(list(alone.values()), rel=1e-4)
+
+
+def test_hosts_that_may_be_missing_need_a_step_of_one_size(tiny, mm):
+    words = ["train", "--config", tiny, "--nproc", 2, "--nnodes", "1:3", "--rdzv-endpoint", "127.0.0.1:29999"]
+    refused = mm(*words, "train.global_batch_size=null")
+    assert refused.code == 1 and "train.global_batch_size" in refused.err and "mm: waiting" not in refused.err
+    refused = mm(*words, "train.global_batch_size=8", "train.micro_batch_size=1")
+    assert refused.code == 1 and "on 3 hosts: train.global_batch_size" in refused.err
+    assert "6, 12" in refused.err
