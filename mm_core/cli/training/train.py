@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -16,22 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from mm_core.cli.options import config_of, count, print_json, print_table, refuse_missing
-from mm_core.cli.ranks import rank_command, refuse_among_ranks
-from mm_core.errors import MMError, PlanError, plural
+from mm_core.cli.ranks import refuse_among_ranks
+from mm_core.cli.training.launching import OF_LAUNCH, check_hosts, hosts_of, launched
+from mm_core.errors import MMError, plural
 
 if TYPE_CHECKING:
     from mm_core.config.load import Fetch
     from mm_core.config.sections import RunConfig
     from mm_core.device.machines import Machine
-    from mm_core.runtime.launch.meeting import Nodes
-    from mm_core.runtime.launch.restarts import Tries
     from mm_core.runtime.launch.signals import StopFlag
     from mm_core.telemetry.operators import Operator
     from mm_core.training.forecast.fit import Setting
     from mm_core.training.forecast.study import Study
-
-_OF_LAUNCH = ("nproc", "nnodes", "rdzv_endpoint", "rdzv_id", "node_rank", "max_restarts")
-"""Options that set how many ranks run, on which hosts, and how often they start again."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -106,7 +101,7 @@ def execute(args: argparse.Namespace) -> int:
         if args.dry_run:
             return _dry_run_of_rank(args)
         _be_rank(args)
-    least, most = _hosts(args)
+    least, most = hosts_of(args)
     nproc = None if args.nproc == "auto" else args.nproc
     config = config_of(args, fetch=_fetch(args))  # finds every typo before a rank is started
     if args.on is not None:
@@ -128,59 +123,14 @@ def execute(args: argparse.Namespace) -> int:
     if args.verify_resume is not None:
         return _verify_resume(args, config, nproc, most)
     if least < most:
-        _check_hosts(config, nproc, least, most)
+        check_hosts(config, nproc, least, most)
     if world == 1 and not args.max_restarts:
         from mm_core.runtime.launch.rank_process import run_as_rank
         from mm_core.runtime.launch.signals import StopFlag
 
         with StopFlag(announce=True) as stop:
             return run_as_rank(lambda: _train(args, stop, config))
-    from mm_core.runtime.launch.launcher import launch
-    from mm_core.runtime.launch.meeting import Nodes
-
-    is_rendezvous_host = None if args.node_rank is None else args.node_rank == "0"
-    nodes = Nodes(nproc, least, most, args.rdzv_endpoint, args.rdzv_id, is_rendezvous_host)
-    return launch(_rank_words(args), nodes, tries=_tries(args, config, nodes))
-
-
-def _rank_words(args: argparse.Namespace) -> list[str]:
-    return rank_command("train", args, (*_OF_LAUNCH, "overfit_one_batch"))
-
-
-def _tries(args: argparse.Namespace, config: RunConfig, nodes: Nodes) -> Tries:
-    from mm_core.checkpoint.retention import complete_steps
-    from mm_core.checkpoint.run_manifest import launch_facts
-    from mm_core.runtime.launch.restarts import Tries
-
-    folder = config.run.folder
-
-    def newest() -> int | None:
-        return max(complete_steps(folder / "checkpoints"), default=None)
-
-    def again() -> list[str]:
-        """A restart resumes from the run's own checkpoint, once it has one, and not from another run's."""
-        own = "auto" if args.resume == "never" or newest() is not None else args.resume
-        return _rank_words(argparse.Namespace(**vars(args) | {"resume": own}))
-
-    facts = launch_facts(config) if nodes.endpoint is not None else {}
-    return Tries(args.max_restarts or 0, folder, newest, facts, again)
-
-
-def _check_hosts(config: RunConfig, nproc: int, least: int, most: int) -> None:
-    """Raises MMError if a step would not have the same samples on any number of hosts."""
-    from mm_core.plan import build_task, make_plan
-
-    if config.train.global_batch_size is None:
-        what = "the number of hosts may change, so a step needs a number of samples that does not"
-        hint = "set train.global_batch_size to a number that all of them divide"
-        raise MMError(what, where="train.global_batch_size", hint=hint)
-    task = build_task(config)
-    for hosts in range(least, most + 1):
-        try:
-            make_plan(config, nproc * hosts, task)
-        except PlanError as fault:
-            where = f"on {plural(hosts, 'host')}: {fault.where}"
-            raise PlanError(fault.what, where=where, accepted=fault.accepted, hint=fault.hint) from None
+    return launched(args, config, nproc, least, most)
 
 
 def _fetch(args: argparse.Namespace) -> Fetch:
@@ -197,7 +147,7 @@ def _be_rank(args: argparse.Namespace) -> NoReturn:
     from mm_core.runtime.launch.rank_process import leave, run_as_rank
     from mm_core.runtime.launch.signals import StopFlag
 
-    refuse_among_ranks(args, [*_OF_LAUNCH, "verify_resume"])
+    refuse_among_ranks(args, [*OF_LAUNCH, "verify_resume"])
     # mm-train reports a received signal for its ranks; under torchrun rank 0 does. The handlers stay
     # installed to the end: torch's agent signals a rank whose peers have exited.
     announce = os.environ["RANK"] == "0" and LAUNCH_DIR not in os.environ
@@ -374,30 +324,6 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
         what, hint = "--ops works only with --dry-run, and --device with --ops", "add --dry-run --ops"
     if what is not None:
         raise MMError(what, where="command line", hint=hint)
-
-
-def _hosts(args: argparse.Namespace) -> tuple[int, int]:
-    """The smallest and largest number of hosts."""
-    text = args.nnodes or "1"
-    hosts = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", text)
-    if hosts is None or int(hosts[2] or hosts[1]) < int(hosts[1]):
-        raise MMError(f"{text!r} is not a number of hosts", where="--nnodes", accepted="N or MIN:MAX")
-    least, most = int(hosts[1]), int(hosts[2] or hosts[1])
-    if most > 1 and not args.rdzv_endpoint:
-        raise MMError(
-            f"{plural(most, 'host')} need a rendezvous address",
-            where="--rdzv-endpoint",
-            accepted="HOST:PORT, the same on all hosts",
-        )
-    if args.rdzv_endpoint and not re.fullmatch(r"\S+:\d+", args.rdzv_endpoint):
-        raise MMError(
-            f"{args.rdzv_endpoint!r} is not an address", where="--rdzv-endpoint", accepted="HOST:PORT"
-        )
-    if args.node_rank is not None and not re.fullmatch(r"\d+", args.node_rank):
-        raise MMError(
-            f"{args.node_rank!r} is not the rank of a host", where="--node-rank", accepted="0, 1, 2, ..."
-        )
-    return least, most
 
 
 def ranks(text: str) -> int | str:

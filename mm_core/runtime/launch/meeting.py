@@ -75,7 +75,7 @@ class Meeting:
         self._store: Any = None
         self._attempt = self._index = 0
         self._roster: list[int] = []
-        self._entries: dict[int, Any] = {}  # launcher -> what it has told of itself
+        self._entries: dict[int, Any] = {}  # launcher -> what it has written about itself
         self._seen: dict[int, tuple[int, float]] = {}  # launcher -> its last beat, and when it was new
         self.serves = False
         """Whether the store is in this process."""
@@ -205,15 +205,15 @@ class Meeting:
         over = threading.Event()
 
         def watch() -> None:
-            told = False
+            passed_on = False
             while not over.wait(1.0):
                 with suppress(RuntimeError):  # the rendezvous host is gone: seen when the ranks have ended
                     self._beat()
-                    if told or self._call("add", "ends", 0) == 0:
+                    if passed_on or self._call("add", "ends", 0) == 0:
                         continue
                     for name, end in self._ends().items():
-                        if end is not None and end.failed and not told:
-                            told = True
+                        if end is not None and end.failed and not passed_on:
+                            passed_on = True
                             failed(f"host {name} failed: {end.what}")
 
         thread = threading.Thread(target=watch, name="mm_core meeting", daemon=True)

@@ -1,0 +1,93 @@
+"""How many ranks `mm train` starts, on which hosts, and how often they start again."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import TYPE_CHECKING
+
+from mm_core.cli.ranks import rank_command
+from mm_core.errors import MMError, PlanError, plural
+
+if TYPE_CHECKING:
+    from mm_core.config.sections import RunConfig
+    from mm_core.runtime.launch.meeting import Nodes
+    from mm_core.runtime.launch.restarts import Tries
+
+OF_LAUNCH = ("nproc", "nnodes", "rdzv_endpoint", "rdzv_id", "node_rank", "max_restarts")
+"""Options that set how many ranks run, on which hosts, and how often they start again."""
+
+
+def launched(args: argparse.Namespace, config: RunConfig, nproc: int, least: int, most: int) -> int:
+    """Starts the ranks of this host, and returns the exit code of the launch."""
+    from mm_core.runtime.launch.launcher import launch
+    from mm_core.runtime.launch.meeting import Nodes
+
+    is_rendezvous_host = None if args.node_rank is None else args.node_rank == "0"
+    nodes = Nodes(nproc, least, most, args.rdzv_endpoint, args.rdzv_id, is_rendezvous_host)
+    return launch(rank_words(args), nodes, tries=_tries(args, config, nodes))
+
+
+def rank_words(args: argparse.Namespace) -> list[str]:
+    """The command line of a rank."""
+    return rank_command("train", args, (*OF_LAUNCH, "overfit_one_batch"))
+
+
+def _tries(args: argparse.Namespace, config: RunConfig, nodes: Nodes) -> Tries:
+    from mm_core.checkpoint.retention import complete_steps
+    from mm_core.checkpoint.run_manifest import launch_facts
+    from mm_core.runtime.launch.restarts import Tries
+
+    folder = config.run.folder
+
+    def newest() -> int | None:
+        return max(complete_steps(folder / "checkpoints"), default=None)
+
+    def again() -> list[str]:
+        """A restart resumes from the run's own checkpoint, once it has one, and not from another run's."""
+        own = "auto" if args.resume == "never" or newest() is not None else args.resume
+        return rank_words(argparse.Namespace(**vars(args) | {"resume": own}))
+
+    facts = launch_facts(config) if nodes.endpoint is not None else {}
+    return Tries(args.max_restarts or 0, folder, newest, facts, again)
+
+
+def check_hosts(config: RunConfig, nproc: int, least: int, most: int) -> None:
+    """Raises MMError if a step would not have the same samples on any number of hosts."""
+    from mm_core.plan import build_task, make_plan
+
+    if config.train.global_batch_size is None:
+        what = "the number of hosts may change, so a step needs a number of samples that does not"
+        hint = "set train.global_batch_size to a number that all of them divide"
+        raise MMError(what, where="train.global_batch_size", hint=hint)
+    task = build_task(config)
+    for hosts in range(least, most + 1):
+        try:
+            make_plan(config, nproc * hosts, task)
+        except PlanError as fault:
+            where = f"on {plural(hosts, 'host')}: {fault.where}"
+            raise PlanError(fault.what, where=where, accepted=fault.accepted, hint=fault.hint) from None
+
+
+def hosts_of(args: argparse.Namespace) -> tuple[int, int]:
+    """The smallest and largest number of hosts."""
+    text = args.nnodes or "1"
+    hosts = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", text)
+    if hosts is None or int(hosts[2] or hosts[1]) < int(hosts[1]):
+        raise MMError(f"{text!r} is not a number of hosts", where="--nnodes", accepted="N or MIN:MAX")
+    least, most = int(hosts[1]), int(hosts[2] or hosts[1])
+    if most > 1 and not args.rdzv_endpoint:
+        raise MMError(
+            f"{plural(most, 'host')} need a rendezvous address",
+            where="--rdzv-endpoint",
+            accepted="HOST:PORT, the same on all hosts",
+        )
+    if args.rdzv_endpoint and not re.fullmatch(r"\S+:\d+", args.rdzv_endpoint):
+        raise MMError(
+            f"{args.rdzv_endpoint!r} is not an address", where="--rdzv-endpoint", accepted="HOST:PORT"
+        )
+    if args.node_rank is not None and not re.fullmatch(r"\d+", args.node_rank):
+        raise MMError(
+            f"{args.node_rank!r} is not the rank of a host", where="--node-rank", accepted="0, 1, 2, ..."
+        )
+    return least, most
