@@ -1,5 +1,5 @@
 # mm_core and its plugins in a container: `make image`, `make image DEVICE=cpu`, `make image DEVICE=ascend`.
-# tests/repo/test_image.py runs each RUN in a folder of its own.
+# tests/repo/test_image.py runs the steps of Python in an environment of its own.
 ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE}
 

@@ -172,12 +172,14 @@ def _rendezvous_error(fault: RuntimeError) -> MMError | None:
             " port (torchrun --master-port)",
         )
     if "while trying to connect" in text or "waiting for clients" in text:
-        return MMError(
+        lost = MMError(
             f"not all ranks connected to {os.environ['MASTER_ADDR']}:{port} in time: {text.splitlines()[0]}",
             where="environment",
             hint="check that MASTER_ADDR, MASTER_PORT and WORLD_SIZE are the same for all ranks, that rank 0"
             " runs on the host MASTER_ADDR, and that its port is reachable from all other hosts",
         )
+        lost.passing = True
+        return lost
     return None
 
 

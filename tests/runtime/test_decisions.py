@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -10,6 +13,7 @@ import torch
 
 from mm_core.errors import ConfigError, DataError, MMError, PeerError, TrainingError
 from mm_core.runtime.launch import meeting as meetings
+from mm_core.runtime.launch import store as stores
 from mm_core.runtime.launch.meeting import Asked, Meeting, Nodes
 from mm_core.runtime.launch.rank_process import passing
 from mm_core.runtime.launch.restarts import Decision, End, decide, record, restarts_of
@@ -18,9 +22,9 @@ KILLED = End(137, "rank 1 was killed (SIGKILL)", order=1)
 LOST = End(69, "lost the connection to another rank", own=False, order=2)
 
 
-def after(*ends: End | None, earlier=(), first=None, newest=None, lasted=9.0, most=9) -> Decision:
+def after(*ends: End | None, before=None, first=None, newest=None, lasted=9.0, most=9) -> Decision:
     named = {f"host{number}": end for number, end in enumerate(ends)}
-    return decide(named, earlier, first, newest, lasted, most)
+    return decide(named, before or Decision(True, first=first, step=first), newest, lasted, most)
 
 
 def test_a_killed_rank_starts_all_hosts_again_whichever_of_them_reports_first():
@@ -55,25 +59,34 @@ def test_a_run_that_is_done_or_interrupted_is_left_alone():
     assert after(End(130, "interrupted", asked=True)).why == "it was asked to stop"
 
 
+def test_a_run_that_is_complete_on_one_host_is_complete():
+    for other in (None, KILLED, LOST):
+        found = after(End(0), other)
+        assert (found.again, found.code) == (False, 0)
+    assert after(End(0), End(1, "a callback failed at the end")).code == 1
+
+
 def test_two_failures_without_a_new_checkpoint_end_a_run_and_one_between_does_not():
     first = after(KILLED, first=4, newest=4)
     assert first.again and first.in_vain == 1
-    second = after(KILLED, earlier=[first], first=4, newest=4)
+    second = after(KILLED, before=first, newest=4)
     assert (second.again, second.why) == (False, "2 failures in a row without a new checkpoint")
-    assert after(KILLED, earlier=[first], first=4, newest=6).in_vain == 0
+    assert after(KILLED, before=first, newest=6).in_vain == 0
+    assert (first.first, first.number, second.number) == (4, 1, 1)
 
 
 def test_restarts_are_counted_and_waits_grow_while_attempts_are_short():
-    earlier: list[Decision] = []
+    last, waits = None, []
     for step in range(8):
-        earlier.append(after(KILLED, earlier=earlier, newest=step, first=-1, most=8))
-    assert [found.seconds for found in earlier] == [1, 2, 4, 8, 16, 30, 30, 30]
-    assert after(KILLED, earlier=earlier, newest=8, lasted=700.0).seconds == 1
-    assert after(KILLED, earlier=earlier, newest=8, most=8).why == "8 restarts of --max-restarts are used up"
+        last = after(KILLED, before=last, newest=step, first=-1, most=8)
+        waits.append(last.seconds)
+    assert waits == [1, 2, 4, 8, 16, 30, 30, 30] and last.number == 8
+    assert after(KILLED, before=last, newest=8, lasted=700.0).seconds == 1
+    assert after(KILLED, before=last, newest=8, most=8).why == "8 restarts of --max-restarts are used up"
 
 
 def test_a_restart_is_a_line_of_the_runs_folder(tmp_path):
-    record(tmp_path / "run", after(KILLED, newest=3), 1, ["a", "b"])
+    record(tmp_path / "run", after(KILLED, newest=3), ["a", "b"])
     with (tmp_path / "run/restarts.jsonl").open("a") as file:
         file.write('{"restart": 2, "cut')
     (row,) = restarts_of(tmp_path / "run")
@@ -114,8 +127,11 @@ def test_errors_of_devices_and_of_communication_pass_and_those_of_config_data_an
 class Others(threading.Thread):
     """A launcher in a thread, which meets the others."""
 
-    def __init__(self, port: int, nodes: str, facts: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, port: int, nodes: str, facts: dict[str, str] | None = None, last: Decision | None = None
+    ) -> None:
         super().__init__(daemon=True)
+        self.last = last or Decision(True)
         least, _, most = nodes.partition(":")
         self.meeting = Meeting(
             Nodes(1, int(least), int(most or least), f"127.0.0.1:{port}"), facts or {}, self._asked
@@ -129,7 +145,7 @@ class Others(threading.Thread):
 
     def run(self) -> None:
         try:
-            self.joined = self.meeting.join()
+            self.joined = self.meeting.join(self.last)
         except (Asked, MMError) as fault:
             self.joined = fault
 
@@ -160,14 +176,18 @@ def test_with_fewer_hosts_a_run_goes_on_and_one_that_comes_late_joins_at_the_res
     assert isinstance(first.joined, Nodes) and first.joined.most == 1
     late = Others(free_port, "1:2")
     wait_until(lambda: "under way without this host" in late.meeting.waits_for)
-    decision, decided = first.meeting.settle(KILLED, lambda ends: Decision(True, 137, step=4))
+    stranger = Others(free_port, "1:2", {"torch": "2.12.1"})
+    stranger.join(30)
+    assert "torch is absent on the run's hosts, and 2.12.1 on this host" in str(stranger.joined)
+    decision, decided = first.meeting.settle(KILLED, lambda ends: Decision(True, 137, number=1, step=4))
     assert decided and decision.step == 4
+    first.last = decision
     again = threading.Thread(target=first.run, daemon=True)
     again.start()
     again.join(30)
     late.join(30)
     assert isinstance(late.joined, Nodes) and late.joined == first.joined and late.joined.most == 2
-    assert [each.step for each in late.meeting.decisions] == [4]
+    assert late.meeting.last == first.meeting.last == decision
 
 
 def test_an_error_of_one_host_reaches_the_others_and_they_decide_the_same(free_port):
@@ -191,3 +211,58 @@ def test_an_error_of_one_host_reaches_the_others_and_they_decide_the_same(free_p
     assert seen[0].endswith("failed: rank 1 was killed (SIGKILL)")
     assert results[0][0] == results[1][0] and results[0][0].again
     assert sorted([results[0][1], results[1][1]]) == [False, True]
+
+
+def test_a_launcher_that_left_is_not_waited_for_and_what_one_knows_all_take(free_port, wait_until):
+    alone = Others(free_port, "2", {"torch": "a typo"})
+    wait_until(lambda: "1 more host" in alone.meeting.waits_for)
+    alone.leaves = True
+    alone.join(30)
+    knows = Decision(True, 137, number=3, first=1, step=7)
+    hosts = [Others(free_port, "2"), Others(free_port, "2", last=knows)]
+    for host in hosts:
+        host.join(30)
+    assert all(isinstance(host.joined, Nodes) for host in hosts), [host.joined for host in hosts]
+    assert [host.meeting.last for host in hosts] == [knows, knows]
+
+
+def test_two_runs_do_not_meet_at_one_port(free_port, wait_until):
+    one = Others(free_port, "2")
+    wait_until(lambda: "1 more host" in one.meeting.waits_for)
+    other = Meeting(Nodes(1, 2, 2, f"127.0.0.1:{free_port}", "another"), {}, lambda: False)
+    with pytest.raises(MMError, match=r"another run \(mm_core\) meets there") as caught:
+        other.join(Decision(True))
+    assert caught.value.where == f"127.0.0.1:{free_port}"
+    one.leaves = True
+    one.join(30)
+
+
+SERVER = """
+import sys, time
+from mm_core.runtime.launch.store import open_store
+store = open_store("127.0.0.1", int(sys.argv[1]), True)
+print("serves", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_store_that_does_not_answer_holds_nobody_up(free_port, monkeypatch):
+    """Torch's own limit does not hold for a server whose process is stopped."""
+    monkeypatch.setattr(stores, "ANSWER", 1.0)
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER, str(free_port)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert server.stdout is not None and server.stdout.readline() == "serves\n"
+        answers = stores.Answers()
+        store = answers.of(lambda: stores.open_store("127.0.0.1", free_port, False))
+        assert answers.of(lambda: store.add("key", 1)) == 1
+        server.send_signal(signal.SIGSTOP)
+        with pytest.raises(RuntimeError, match="the rendezvous host does not respond"):
+            answers.of(lambda: store.add("key", 1))
+        assert answers.stuck
+    finally:
+        server.kill()
+        server.wait()
+        assert server.stdout is not None
+        server.stdout.close()

@@ -43,12 +43,17 @@ def _tries(args: argparse.Namespace, config: RunConfig, nodes: Nodes) -> Tries:
     def newest() -> int | None:
         return max(complete_steps(folder / "checkpoints"), default=None)
 
-    def again() -> list[str]:
+    def again(saved: bool) -> list[str]:
         """A restart resumes from the run's own checkpoint, once it has one, and not from another run's."""
-        own = "auto" if args.resume == "never" or newest() is not None else args.resume
+        own = "auto" if saved or args.resume == "last" else args.resume
         return rank_words(argparse.Namespace(**vars(args) | {"resume": own}))
 
-    facts = launch_facts(config) if nodes.endpoint is not None else {}
+    facts: dict[str, str] = {}
+    if nodes.endpoint is not None:
+        shared = ("nnodes", "max_restarts", "resume", "stop_after", "allow")
+        options = {f"--{name.replace('_', '-')}": str(vars(args)[name]) for name in shared}
+        alike = {"--nproc": str(nodes.nproc)} if nodes.least < nodes.most else {}
+        facts = launch_facts(config) | options | alike
     return Tries(args.max_restarts or 0, folder, newest, facts, again)
 
 

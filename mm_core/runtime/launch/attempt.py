@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ class Attempt:
     def __init__(self, nodes: Nodes, command: Sequence[str], folder: LaunchFolder) -> None:
         self.nodes, self.command, self.folder = nodes, command, folder
         self.failures: Mapping[int, Any] = {}
+        self.fault: BaseException | None = None
         self.started = self.killed = False  # whether a rank has started; whether all are killed
         self._failed_at: float | None = None
         self._sent: set[tuple[int, int]] = set()
@@ -39,12 +41,24 @@ class Attempt:
         Raises:
             MMError: no rank could be started.
         """
+        agent = threading.Thread(target=self._agent, name="elastic agent", daemon=True)
+        agent.start()
+        gone_at: float | None = None
+        while agent.is_alive() and (gone_at is None or time.monotonic() - gone_at < 2 * GRACE):
+            agent.join(0.1)
+            # Torch's agent waits 5 minutes for the agents of other hosts, which may be lost.
+            gone = self.started and not self.folder.pids() and not self.folder.failing()
+            gone_at = (gone_at or time.monotonic()) if gone else None
+        if self.fault is not None:
+            return self._broken(self.fault)
+        return self._end()
+
+    def _agent(self) -> None:
         try:
             self._elastic()
         except BaseException as fault:
             self.started = self.started or bool(self.folder.pids())
-            return self._broken(fault)
-        return self._end()
+            self.fault = fault
 
     def _elastic(self) -> None:
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -52,7 +66,7 @@ class Attempt:
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
         nodes = self.nodes
-        rendezvous: dict[str, Any] = {"timeout": 60}  # the hosts have met already
+        rendezvous: dict[str, Any] = {"join_timeout": 120}  # the hosts have met already
         if nodes.hosts_meeting is not None:
             rendezvous["is_host"] = nodes.hosts_meeting
         config = LaunchConfig(
@@ -88,11 +102,6 @@ class Attempt:
                     if (pid, index) not in self._sent:
                         self._sent.add((pid, index))
                         os.kill(pid, given)
-
-    @property
-    def reached(self) -> bool:
-        """Whether a rank has received a signal."""
-        return bool(self._sent)
 
     def _end(self) -> End:
         """How the ranks ended. Prints the error if no rank could print it."""
@@ -158,16 +167,18 @@ def _ended(rank: int, code: int) -> str:
     return f"rank {rank} was ended by the signal {name}"
 
 
-def not_started(fault: BaseException, nodes: Nodes) -> MMError:
+def not_started(error: BaseException, nodes: Nodes) -> MMError:
     """The error for a launch that failed before any rank started, for example if hosts cannot connect."""
-    text = " ".join(str(fault).split()) or type(fault).__name__
+    text = " ".join(str(error).split()) or type(error).__name__
     hint = (
         f"check that {nodes.endpoint} is reachable from every host, and that --rdzv-endpoint, --rdzv-id and"
         " --nnodes are the same on all of them"
     )
-    return MMError(
+    fault = MMError(
         f"the ranks could not be started: {text[:400]}", hint=hint if nodes.endpoint is not None else None
     )
+    fault.passing = nodes.endpoint is not None  # a host may have been lost
+    return fault
 
 
 @contextmanager

@@ -43,9 +43,10 @@ class _Run:
         self.code, self.fault = 1, None  # type: int, BaseException | None
         self._asked_at = self._began = time.monotonic()
         self._reported = ""
-        self._alone: list[Decision] = []  # of a run on one host
+        start = tries.newest()
+        self._last = Decision(True, first=start, step=start)  # what followed the last attempt
         self._killed = self._ran = False  # whether all ranks are killed; whether any have been started
-        self._waits = True  # whether no rank has ended since the last start
+        self._waits, self._over = True, False  # whether no rank has ended since the last start; all is over
         several = nodes.endpoint is not None
         self._meeting = Meeting(nodes, tries.facts, lambda: bool(self.asked)) if several else None
 
@@ -57,43 +58,42 @@ class _Run:
             self.code = self._attempts()
         except BaseException as fault:  # the main thread reports it
             self.fault = fault
-        self._waits = False
+        self._waits, self._over = False, True
 
     def _attempts(self) -> int:
-        first = self.tries.newest()
         while True:
             self._waits = True
             joined = self._joined()
             if isinstance(joined, Decision):
                 sys.stderr.write("mm: the run has ended without this host\n")
                 return joined.code
-            began = time.monotonic()
+            began, last = time.monotonic(), self._last
+            if last.number and self.tries.again is not None:
+                self.command = list(self.tries.again(last.step is not None and last.step != last.first))
             end = replace(self._attempt(joined), asked=bool(self.asked))
-            decision = self._settled(end, first, time.monotonic() - began)
-            if not decision.again:
-                if decision.why and self.tries.most:
-                    sys.stderr.write(f"mm: no restart: {decision.why}\n")
-                return decision.code
-            self._wait(decision.seconds)
-            if self.tries.again is not None:
-                self.command = list(self.tries.again())
+            self._last = self._settled(end, time.monotonic() - began)
+            if not self._last.again:
+                if self._last.why and self.tries.most:
+                    sys.stderr.write(f"mm: no restart: {self._last.why}\n")
+                return self._last.code
+            self._wait(self._last.seconds)
 
     def _joined(self) -> Nodes | Decision:
         if self._meeting is None:
             return self.nodes
         try:
-            return self._meeting.join()
+            joined = self._meeting.join(self._last)
+            self._last = self._meeting.last
+            return joined
         except (TimeoutError, RuntimeError) as fault:
-            lost = not_started(fault, self.nodes)
-            lost.passing = True
-            raise lost from fault
+            raise not_started(fault, self.nodes) from fault
 
     def _attempt(self, nodes: Nodes) -> End:
         folder = Path(tempfile.mkdtemp(prefix="mm_core-"))
         launch_folder = LaunchFolder(folder, has_parent=True)
         launch_folder.open()
         try:
-            with environment(folder, nodes.nproc, len(self._earlier)):
+            with environment(folder, nodes.nproc, self._last.number):
                 self.current = Attempt(nodes, self.command, launch_folder)
                 self.current.killed = self._killed
                 if self._meeting is None:
@@ -110,38 +110,30 @@ class _Run:
             self.current = None
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _settled(self, end: End, first: int | None, lasted: float) -> Decision:
-        newest, most = self.tries.newest(), self.tries.most
+    def _settled(self, end: End, lasted: float) -> Decision:
+        newest, most, last = self.tries.newest(), self.tries.most, self._last
 
         def decided(ends: Mapping[str, End | None]) -> Decision:
-            return decide(ends, self._earlier, first, newest, lasted, most)
+            return decide(ends, last, newest, lasted, most)
 
-        hosts, winner = ["this host"], True
+        hosts, records = ["this host"], True
         if self._meeting is None:
             decision = decided({hosts[0]: end})
         else:
             hosts = self._meeting.hosts
             try:
-                decision, winner = self._meeting.settle(end, decided)
-            except RuntimeError:  # the rendezvous host is gone: this one waits for it, and counts anew
+                decision, records = self._meeting.settle(end, decided)
+            except RuntimeError:  # the rendezvous host is gone, and this one waits for it
                 if end.code == STOPPED and not end.asked:  # its ranks stop when they lose their launcher
                     end = End(PASSING, f"lost the launcher at {self.nodes.endpoint}")
-                decision = decide({hosts[0]: end}, [], None, newest, lasted, most)
-        if self._meeting is None and decision.again:
-            self._alone.append(decision)
+                decision, records = decided({hosts[0]: end}), self._meeting.records_alone
         if decision.again:
-            number = len(self._earlier) + (self._meeting is not None)
-            if winner:
-                record(self.tries.folder, decision, number, hosts)
+            if records:
+                record(self.tries.folder, decision, hosts)
             since = f"step {decision.step}" if decision.step is not None else "the beginning"
-            sys.stderr.write(
-                f"mm: restart {number} of {most} in {decision.seconds:.0f} s, from {since}: {decision.what}\n"
-            )
+            wait = f"in {decision.seconds:.0f} s, from {since}"
+            sys.stderr.write(f"mm: restart {decision.number} of {most} {wait}: {decision.what}\n")
         return decision
-
-    @property
-    def _earlier(self) -> list[Decision]:
-        return self._alone if self._meeting is None else self._meeting.decisions
 
     def _wait(self, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -181,10 +173,12 @@ class _Run:
             sys.stderr.write(f"mm: waiting for {waits_for} (up to 15 minutes)\n")
 
     def abandoned(self) -> bool:
-        """Whether a signal arrived before ranks ran, and nothing ends."""
+        """Whether a signal arrived before ranks ran, or a second Ctrl-C after them, and nothing ends."""
         current = self.current
-        if not self.asked or not self._waits or (current is not None and current.reached):
+        if not self.asked or (current is not None and current.started):
             return False
+        if not self._waits:
+            return self._killed and current is None and not self._over
         return self._killed or time.monotonic() - self._asked_at > UNSTARTED
 
     def outcome(self) -> int:

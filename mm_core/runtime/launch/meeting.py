@@ -14,11 +14,12 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from mm_core.errors import MMError, plural
 from mm_core.runtime.launch.restarts import Decision, End
+from mm_core.runtime.launch.store import ANSWER, Answers, is_here, open_store
 
 PATIENCE = 900.0
 """Seconds that a launcher waits for hosts, or for the rendezvous host to come back."""
@@ -32,7 +33,9 @@ SILENT = 10.0
 SETTLING = 90.0
 """Seconds that launchers wait until the ranks of the others have ended."""
 
-_CALL = timedelta(seconds=10)
+UNSEEN = 120.0
+"""Seconds without a sign of life from a launcher after which the ranks of the others are ended. It is longer
+than `SILENT`, since a launcher that was killed leaves ranks that save."""
 
 
 @dataclass(frozen=True)
@@ -71,88 +74,103 @@ class Meeting:
 
     def __init__(self, nodes: Nodes, facts: Mapping[str, str], asked: Callable[[], bool]) -> None:
         self._nodes, self._asked = nodes, asked
-        self._me = {"id": uuid.uuid4().hex, "host": socket.gethostname(), "facts": dict(facts)}
+        self._facts = dict(facts)
+        self._me: dict[str, Any] = {
+            "id": uuid.uuid4().hex,
+            "host": socket.gethostname(),
+            "facts": self._facts,
+        }
+        self._run = nodes.run_id or "mm_core"
         self._store: Any = None
+        self._answers = Answers()
         self._attempt = self._index = 0
         self._roster: list[int] = []
         self._entries: dict[int, Any] = {}  # launcher -> what it has written about itself
-        self._seen: dict[int, tuple[int, float]] = {}  # launcher -> its last beat, and when it was new
+        self._seen: dict[int, tuple[int, float, bool]] = {}  # launcher -> last beat, its time, if it changed
         self.serves = False
         """Whether the store is in this process."""
         self.hosts: list[str] = []
         """The hosts of the attempt, in an order that all of them share."""
-        self.decisions: list[Decision] = []
-        """What followed the earlier attempts of this store."""
+        self.last: Decision
+        """What followed the last attempt, as those hosts know it that have been there the longest."""
         self.waits_for = ""
         """What this launcher waits for; empty while it does not wait."""
 
-    def join(self) -> Nodes | Decision:
+    def join(self, last: Decision) -> Nodes | Decision:
         """Waits until the next attempt has its hosts; returns the launch of that attempt, or how the run has
         ended without this host.
+
+        Args:
+            last: what followed the last attempt of this launcher.
 
         Raises:
             Asked: a signal ended the wait.
             MMError: the hosts differ in a version or in the config.
             TimeoutError, RuntimeError: not enough hosts came, or the rendezvous host is not there.
         """
-        end = time.monotonic() + PATIENCE
+        self.last, end = last, time.monotonic() + PATIENCE
         while True:
             try:
                 self._connect(end)
-                joined = self._join(end)
+                joined = self._join()
                 self.waits_for = ""
                 return joined
             except RuntimeError:  # the rendezvous host is gone
+                if self._store is not None:
+                    end = time.monotonic() + PATIENCE
                 self._store = None
                 if time.monotonic() > end:
                     raise
+            except (Asked, MMError, TimeoutError):
+                with suppress(RuntimeError):
+                    self._call("set", f"gone/{self._index}", "1")
+                raise
 
     def _connect(self, end: float) -> None:
-        import torch.distributed
-
-        stores: Any = torch.distributed
         endpoint = self._nodes.endpoint or "localhost:0"
         host, _, port = endpoint.rpartition(":")
-        here = _is_here(host) if self._nodes.hosts_meeting is None else self._nodes.hosts_meeting
+        here = is_here(host) if self._nodes.hosts_meeting is None else self._nodes.hosts_meeting
         soon = time.monotonic() + 15  # its own port is free, or another launcher's store listens there
         while self._store is None:
             self.waits_for = f"the rendezvous host {endpoint}"
             for serves in (True, False) if here else (False,):
                 try:
-                    self._store = stores.TCPStore(
-                        host.strip("[]"),
-                        int(port),
-                        is_master=serves,
-                        wait_for_workers=False,
-                        multi_tenant=True,
-                        timeout=_CALL,
-                    )
+                    self._answers = Answers() if self._answers.stuck else self._answers
+                    self._store = self._answers.of(partial(open_store, host.strip("[]"), int(port), serves))
                 except (RuntimeError, ValueError, TimeoutError) as error:
                     if not serves and time.monotonic() > (soon if here else end):
                         raise TimeoutError(f"{endpoint}: {error}") from error
                 else:
-                    self.serves, self._attempt, self.decisions = serves, 0, []
+                    self.serves, self._attempt = serves, 0
                     break
             self._pause()
+        owner = self._answers.of(partial(self._store.compare_set, "mm_core/run", "", self._run)).decode()
+        if owner != self._run:
+            hint = "choose another port for --rdzv-endpoint"
+            raise MMError(f"another run ({owner}) meets there", where=endpoint, hint=hint)
 
-    def _join(self, end: float) -> Nodes | Decision:
+    def _join(self) -> Nodes | Decision:
         while (decision := self._read("decision")) is not None:
             decision.pop("by")
-            self.decisions.append(Decision(**decision))
-            if not self.decisions[-1].again:
+            self.last = Decision(**decision)
+            if not self.last.again:
                 self._call("add", "seen", 1)
-                return self.decisions[-1]
+                return self.last
             self._attempt += 1
         self._index = self._call("add", "joined", 1) - 1
         self._seen, self._entries = {}, {}
-        self._call("set", f"host/{self._index}", json.dumps(self._me))
-        roster = self._gather(end)
+        mine = self._me | {"last": asdict(self.last), "serves": self.serves}
+        self._call("set", f"host/{self._index}", json.dumps(mine))
+        roster = self._gather()
+        first = self._entry(roster[0])
         if self._index not in roster:
+            if fault := _difference({"the run's hosts": first["facts"], "this host": self._facts}):
+                raise fault
             self.waits_for = "the next restart of the run, which is under way without this host"
             while self._read("decision") is None:
                 self._beat()
                 self._pause()
-            return self._join(end=time.monotonic() + PATIENCE)
+            return self._join()
         known = [self._entry(index) for index in roster]
         names = [each["host"] for each in known]
         self.hosts = [name if names.count(name) == 1 else f"{name} ({n})" for n, name in enumerate(names)]
@@ -161,21 +179,29 @@ class Meeting:
         if fault is not None:
             self._leave()
             raise fault
+        self.last = max((Decision(**each["last"]) for each in known), key=lambda each: each.number)
         return replace(
             self._nodes,
             least=len(roster),
             most=len(roster),
-            run_id=f"{self._nodes.run_id or 'mm_core'}-{known[0]['id']}-{self._attempt}",
+            run_id=f"{self._run}-{first['id']}-{self._attempt}",
             hosts_meeting=self.serves,
         )
 
-    def _gather(self, end: float) -> list[int]:
+    @property
+    def records_alone(self) -> bool:
+        """Whether this launcher is the one that records a restart after the rendezvous host is gone."""
+        rest = [index for index in self._roster if not self._entry(index)["serves"]]
+        return rest[:1] == [self._index]
+
+    def _gather(self) -> list[int]:
         """The launchers of the attempt, by the order in which they joined."""
         before, count, grew = set(self.hosts), 0, time.monotonic()
+        end = grew + PATIENCE
         while (roster := self._read("roster")) is None:
             self._beat()
             joined = self._call("add", "joined", 0)
-            here = [index for index in range(joined) if self._entry(index) and self._alive(index)]
+            here = [index for index in range(joined) if self._here(index)]
             if len(here) > count:
                 grew = time.monotonic()
             count = len(here)
@@ -205,16 +231,19 @@ class Meeting:
         over = threading.Event()
 
         def watch() -> None:
-            passed_on = False
+            answered = time.monotonic()
             while not over.wait(1.0):
-                with suppress(RuntimeError):  # the rendezvous host is gone: seen when the ranks have ended
+                try:
                     self._beat()
-                    if passed_on or self._call("add", "ends", 0) == 0:
-                        continue
-                    for name, end in self._ends().items():
-                        if end is not None and end.failed and not passed_on:
-                            passed_on = True
-                            failed(f"host {name} failed: {end.what}")
+                    if (error := self._error()) is not None:
+                        failed(error)
+                        return self._beating(over)
+                    answered = time.monotonic()
+                except RuntimeError:  # its ranks may be saving
+                    if time.monotonic() - answered > UNSEEN:
+                        failed(f"the rendezvous host {self._nodes.endpoint} does not respond")
+                        return None
+            return None
 
         thread = threading.Thread(target=watch, name="mm_core meeting", daemon=True)
         thread.start()
@@ -222,7 +251,23 @@ class Meeting:
             yield
         finally:
             over.set()
-            thread.join()
+            thread.join(ANSWER)
+
+    def _error(self) -> str | None:
+        """The error of another host of the attempt; None without one."""
+        if self._call("add", "ends", 0):
+            for name, end in self._ends().items():
+                if end is not None and end.failed:
+                    return f"host {name} failed: {end.what}"
+        for name, index in zip(self.hosts, self._roster, strict=True):
+            if index != self._index and not self._alive(index, UNSEEN):
+                return f"host {name} has not responded for {UNSEEN:.0f} s"
+        return None
+
+    def _beating(self, over: threading.Event) -> None:
+        while not over.wait(1.0):
+            with suppress(RuntimeError):
+                self._beat()
 
     def settle(
         self, end: End, decide: Callable[[Mapping[str, End | None]], Decision]
@@ -270,14 +315,25 @@ class Meeting:
     # -- the store -----------------------------------------------------------------------------
 
     def _call(self, name: str, key: str, *values: Any) -> Any:
-        run = self._nodes.run_id or "mm_core"
-        return getattr(self._store, name)(f"mm_core/{run}/{self._attempt}/{key}", *values)
+        if self._store is None:
+            raise RuntimeError("there is no connection to the rendezvous host")
+        call = getattr(self._store, name)
+        return self._answers.of(partial(call, f"mm_core/{self._run}/{self._attempt}/{key}", *values))
 
     def _read(self, key: str) -> Any:
-        run = self._nodes.run_id or "mm_core"
-        if not self._store.check([f"mm_core/{run}/{self._attempt}/{key}"]):
+        if not self._check(key):
             return None
         return json.loads(self._call("get", key))
+
+    def _check(self, key: str) -> bool:
+        there = partial(self._store.check, [f"mm_core/{self._run}/{self._attempt}/{key}"])
+        return bool(self._answers.of(there))
+
+    def _here(self, index: int) -> bool:
+        """Whether a launcher waits for the attempt to begin."""
+        if self._entry(index) is None or not self._alive(index):
+            return False
+        return bool(self._seen[index][2]) and not self._check(f"gone/{index}")
 
     def _entry(self, index: int) -> Any:
         if index not in self._entries and (found := self._read(f"host/{index}")) is not None:
@@ -294,11 +350,13 @@ class Meeting:
     def _beat(self) -> None:
         self._call("add", f"beat/{self._index}", 1)
 
-    def _alive(self, index: int) -> bool:
+    def _alive(self, index: int, within: float = SILENT) -> bool:
         count, now = self._call("add", f"beat/{index}", 0), time.monotonic()
-        if self._seen.get(index, (None, 0))[0] != count:
-            self._seen[index] = (count, now)
-        return now - self._seen[index][1] < SILENT
+        seen, when, changed = self._seen.get(index, (count, now, index == self._index))
+        if seen != count:
+            when, changed = now, True
+        self._seen[index] = (count, when, changed)
+        return now - when < within
 
     @property
     def _rest(self) -> float:
@@ -309,18 +367,6 @@ class Meeting:
         time.sleep(self._rest)
         if self._asked():
             raise Asked
-
-
-def _is_here(host: str) -> bool:
-    """Whether a name or address is one of this host: it can be bound."""
-    with suppress(OSError):
-        for family, kind, protocol, _, address in socket.getaddrinfo(
-            host.strip("[]"), 0, type=socket.SOCK_STREAM
-        ):
-            with suppress(OSError), socket.socket(family, kind, protocol) as own:
-                own.bind(address)
-                return True
-    return False
 
 
 def _difference(facts: Mapping[str, Mapping[str, str]]) -> MMError | None:

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,23 +61,27 @@ class End:
 
 @dataclass(frozen=True)
 class Decision:
-    """What follows an attempt.
+    """What follows an attempt. It holds what the next one needs to know of all before it.
 
     Attributes:
         again: whether the ranks start again.
         code: exit code of the run, if they do not.
         what: the error that ended the attempt, with its host.
         why: why there is no restart after a failure; empty otherwise.
-        step: the newest complete checkpoint; None without one.
+        number: restarts so far, with this one.
+        first: step of the newest checkpoint before the first attempt; None without one.
+        step: that of the newest one now.
         in_vain: failures in a row without a new checkpoint.
         short: failures in a row of attempts that were short.
         seconds: how long to wait before the restart.
     """
 
     again: bool
-    code: int
+    code: int = 0
     what: str = ""
     why: str = ""
+    number: int = 0
+    first: int | None = None
     step: int | None = None
     in_vain: int = 0
     short: int = 0
@@ -92,71 +96,66 @@ class Tries:
         most: restarts at most.
         folder: the run's folder; None where nothing restarts.
         newest: the step of the newest complete checkpoint; None without one.
-        facts: versions and config, which must be the same on all hosts.
-        again: command line of a rank after a restart; None: the same.
+        facts: versions, config and options, which must be the same on all hosts.
+        again: command line of a rank after a restart, from whether the run has saved since its first start;
+            None: the same.
     """
 
     most: int = 0
     folder: Path | None = None
     newest: Callable[[], int | None] = field(default=lambda: None)
     facts: Mapping[str, str] = field(default_factory=dict)
-    again: Callable[[], Sequence[str]] | None = None
+    again: Callable[[bool], Sequence[str]] | None = None
 
 
 def decide(
-    ends: Mapping[str, End | None],
-    earlier: Sequence[Decision],
-    first: int | None,
-    newest: int | None,
-    lasted: float,
-    most: int,
+    ends: Mapping[str, End | None], before: Decision, newest: int | None, lasted: float, most: int
 ) -> Decision:
     """What follows an attempt. All hosts use the decision that the first of them has made.
 
     Args:
         ends: host -> how its ranks ended; None for a host that has not responded.
-        earlier: decisions after the earlier attempts.
-        first: step of the newest checkpoint before the first attempt; None without one.
+        before: the decision after the attempt before; for the first attempt one with the steps alone.
         newest: step of the newest checkpoint now.
         lasted: seconds of the attempt.
         most: restarts at most.
     """
     known = {host: end for host, end in ends.items() if end is not None}
     failed = {host: end for host, end in known.items() if end.failed}
-    if not failed and len(known) == len(ends):
-        return Decision(False, max((end.code for end in known.values()), default=0), step=newest)
-    causes = sorted((not end.own, end.order, host) for host, end in failed.items())
-    if causes and not causes[0][0]:
-        host = causes[0][2]
-        code, what, passing = failed[host].code, failed[host].what, failed[host].passing
-    elif len(known) < len(ends):
-        host = next(each for each in ends if each not in known)
-        code, what, passing = PASSING, "the host or its launcher was lost", True
+    # Ranks wait for each other before they end well: where one has, the run is complete.
+    done = any(end.code == 0 for end in known.values())
+    if done:
+        failed = {host: end for host, end in failed.items() if not end.passing}
+    if not failed and (done or len(known) == len(ends)):
+        return replace(before, again=False, code=0 if done else STOPPED, step=newest)
+    first = min(((not end.own, end.order, host) for host, end in failed.items()), default=None)
+    if first is not None and (not first[0] or len(known) == len(ends)):
+        host, end = first[2], failed[first[2]]
     else:
-        host = causes[0][2]
-        code, what, passing = failed[host].code, failed[host].what, True
-    what = f"{host}: {what}" if len(ends) > 1 else what
-    before = earlier[-1] if earlier else Decision(True, 0, step=first)
+        host = next(each for each in ends if each not in known)
+        end = End(PASSING, "the host or its launcher was lost")
+    what = f"{host}: {end.what}" if len(ends) > 1 else end.what
     in_vain = before.in_vain + 1 if newest == before.step else 0
     short = before.short + 1 if lasted < SHORT else 0
     why = ""
-    if any(end.asked for end in known.values()):
+    if any(each.asked for each in known.values()):
         why = "it was asked to stop"
-    elif not passing:
+    elif not end.passing:
         why = "another try would fail as well"
-    elif len(earlier) >= most:
+    elif before.number >= most:
         why = f"{plural(most, 'restart')} of --max-restarts {'is' if most == 1 else 'are'} used up"
     elif in_vain >= IN_VAIN:
         why = f"{plural(in_vain, 'failure')} in a row without a new checkpoint"
     seconds = min(2.0 ** max(short - 1, 0), LONGEST_WAIT)
-    return Decision(not why, code, what, why, newest, in_vain, short, seconds)
+    number = before.number + (not why)
+    return Decision(not why, end.code, what, why, number, before.first, newest, in_vain, short, seconds)
 
 
-def record(folder: Path | None, decision: Decision, number: int, hosts: Sequence[str]) -> None:
+def record(folder: Path | None, decision: Decision, hosts: Sequence[str]) -> None:
     """Appends a restart to the run's `restarts.jsonl`."""
     if folder is None:
         return
-    row = {"restart": number, "time": time.time(), "hosts": list(hosts), **asdict(decision)}
+    row = {"restart": decision.number, "time": time.time(), "hosts": list(hosts), **asdict(decision)}
     folder.mkdir(parents=True, exist_ok=True)
     with open_append(folder / RESTARTS) as file:
         file.write((json.dumps(row) + "\n").encode())
