@@ -356,7 +356,7 @@ class Meeting:
         if seen != count:
             when, changed = now, True
         self._seen[index] = (count, when, changed)
-        return now - when < within
+        return bool(now - when < within)
 
     @property
     def _rest(self) -> float:
