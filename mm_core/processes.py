@@ -35,6 +35,18 @@ def running_seconds() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK") if ticks else 0.0
 
 
+def descendants(pid: int) -> list[int]:
+    """The ids of all running processes that a process has started, and that those have started."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        if state := _stat(int(path.name)):
+            children.setdefault(int(state[1]), []).append(int(path.name))
+    found = [pid]
+    for each in found:
+        found += children.get(each, ())
+    return found[1:]
+
+
 def _stat(pid: int) -> list[str]:
     """The fields of /proc/PID/stat after the process name; [] if it cannot be read."""
     with suppress(OSError):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mm_core.training.forecast.fit import Setting
     from mm_core.training.forecast.study import Study
 
-_OF_LAUNCH = ("nproc", "nnodes", "rdzv_endpoint", "rdzv_id", "node_rank")
+_OF_LAUNCH = ("nproc", "nnodes", "rdzv_endpoint", "rdzv_id", "node_rank", "hostfile")
 """Options that set how many ranks run, and on which hosts."""
 
 
@@ -43,6 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--rdzv-id", metavar="ID", help="rendezvous id; must be the same on all hosts")
     own_rank = "rank of this host (0 = the rendezvous host); only needed if it cannot be detected"
     add("--node-rank", metavar="N", help=own_rank)
+    add("--hostfile", metavar="FILE", help="start by ssh on each host of its lines: HOST slots=N")
     add("--dry-run", action="store_true", help="print the plan of the run and stop")
     add("--on", metavar="MACHINE", help="with --dry-run: plan for 8xH100, 2x8xH100 (hosts), 1x24GB")
     add("--fit", action="store_true", help="with --dry-run: also show the fastest settings that fit")
@@ -101,6 +102,8 @@ def execute(args: argparse.Namespace) -> int:
         if args.dry_run:
             return _dry_run_of_rank(args)
         _be_rank(args)
+    if args.hostfile is not None:
+        return _on_hosts(args)
     least, most = _hosts(args)
     nproc = None if args.nproc == "auto" else args.nproc
     config = config_of(args, fetch=_fetch(args))  # finds every typo before a rank is started
@@ -133,6 +136,25 @@ def execute(args: argparse.Namespace) -> int:
     is_rendezvous_host = None if args.node_rank is None else args.node_rank == "0"
     nodes = Nodes(nproc, least, most, args.rdzv_endpoint, args.rdzv_id, is_rendezvous_host)
     return launch(rank_command("train", args, (*_OF_LAUNCH, "overfit_one_batch")), nodes)
+
+
+def _on_hosts(args: argparse.Namespace) -> int:
+    from mm_core.runtime.launch.hosts import PORT, read_hosts, run_on_hosts
+
+    hosts = read_hosts(Path(args.hostfile))
+    args.nnodes = args.nnodes or str(len(hosts))
+    args.rdzv_endpoint = args.rdzv_endpoint or f"{hosts[0].name}:{PORT}"
+    least, most = _hosts(args)
+    if most != len(hosts):
+        raise MMError(
+            f"{plural(most, 'host')}, and {args.hostfile} lists {len(hosts)}",
+            where="--nnodes",
+            hint="remove it",
+        )
+    config_of(args, fetch="configs")  # finds every typo before a host is asked
+    command = rank_command("train", args, (*_OF_LAUNCH, "overfit_one_batch"))
+    meeting = ["--nnodes", args.nnodes, "--rdzv-endpoint", args.rdzv_endpoint]
+    return run_on_hosts(hosts, [*command, *meeting], args.rdzv_id, least)
 
 
 def _fetch(args: argparse.Namespace) -> Fetch:
@@ -321,6 +343,9 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
         what, hint = "--strict works only with --dry-run: no run starts without its files", "add --dry-run"
     elif (args.ops and not args.dry_run) or (args.device and not args.ops):
         what, hint = "--ops works only with --dry-run, and --device with --ops", "add --dry-run --ops"
+    elif args.hostfile and (args.dry_run or args.verify_resume or args.nproc or args.node_rank):
+        what = "--hostfile starts a run with the ranks that it lists: it goes without --nproc, --node-rank,"
+        what += " --dry-run and --verify-resume"
     if what is not None:
         raise MMError(what, where="command line", hint=hint)
 
