@@ -170,13 +170,14 @@ class Session:
 
     def _read(self, stream: IO[bytes], show: Callable[[str], Any]) -> None:
         began = False
-        for line in (raw.decode(errors="replace") for raw in stream):
-            if began:
-                show(line)
-            elif line == BEGAN:
-                began = self.began = True
-            else:
-                self._before.append(line.strip())
+        with stream:
+            for line in (raw.decode(errors="replace") for raw in stream):
+                if began:
+                    show(line)
+                elif line == BEGAN:
+                    began = self.began = True
+                else:
+                    self._before.append(line.strip())
 
     def send(self, line: str) -> None:
         """Sends a line to the far end, or nothing if it is gone; may be called by a signal handler."""
