@@ -1,0 +1,158 @@
+"""Ranks that the others wait for: own time leaves collectives out, and only what lasts is noted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mm_core.device.torch_private import collectives_within
+from mm_core.report.reading import slow_ranks
+from mm_core.telemetry.phase_clock import STEPS, PhaseClock
+from mm_core.telemetry.slow_ranks import FILE, SlowRanks, slowness
+
+
+class Moments:
+    """A clock that the test moves."""
+
+    now = 0.0
+
+    def mark(self) -> float:
+        return self.now
+
+    def passed(self, moment: float) -> bool:
+        return True
+
+    def seconds(self, begun: float, ended: float) -> float:
+        return ended - begun
+
+
+class Step:
+    """Steps on a clock, of which the ranks wait in `waits` seconds."""
+
+    def __init__(self) -> None:
+        self.clock = Moments()
+        self.phases = PhaseClock(self.clock)
+
+    def take(self, data: float = 1.0, compute: float = 4.0, waits: Sequence[float] = (2.0,)) -> None:
+        for phase, seconds in (("data", data), ("wait", 8.0), ("encode", 0.5), ("forward_backward", compute)):
+            self.phases.enter(phase)
+            self.clock.now += seconds
+        for seconds in waits:
+            assert self.phases.wait(lambda seconds=seconds: self._pass(seconds)) == "gathered"
+        for phase, seconds in (("optimizer", 0.25), ("log", 16.0)):
+            self.phases.enter(phase)
+            self.clock.now += seconds
+
+    def _pass(self, seconds: float) -> str:
+        self.clock.now += seconds
+        return "gathered"
+
+    def own(self) -> float:
+        self.phases.enter("data")  # a step is known when the next one begins
+        self.phases.take()
+        return self.phases.own()
+
+
+def test_own_time_is_a_steps_without_collectives_and_what_one_rank_does():
+    steps = Step()
+    for _ in range(3):
+        steps.take()
+        steps.phases.take()
+    assert steps.own() == 1.0 + 0.5 + 4.0 + 0.25
+
+
+def test_phases_last_as_long_with_their_collectives():
+    steps = Step()
+    steps.take()
+    spent = {"data": 1.0, "wait": 8.0, "encode": 0.5, "forward_backward": 6.0, "optimizer": 0.25, "log": 16.0}
+    assert steps.phases.take() == spent
+
+
+def test_without_collectives_nothing_is_known():
+    steps = Step()
+    steps.take(waits=())
+    assert steps.own() == 0.0
+
+
+def test_a_tenth_of_the_steps_may_stall_and_old_ones_are_forgotten():
+    steps = Step()
+    for _ in range(STEPS):
+        steps.take(compute=100.0)
+    for step in range(STEPS):
+        steps.take(data=50.0 if step % 10 == 0 else 1.0)
+    assert steps.own() == 5.75
+
+
+def test_an_error_in_a_collective_passes_through_and_ends_the_wait():
+    steps = Step()
+    steps.phases.enter("forward_backward")
+    with pytest.raises(ZeroDivisionError):
+        steps.phases.wait(lambda: 1 / 0)
+    steps.take()
+    assert steps.own() == 5.75
+
+
+def test_the_others_median_is_the_measure():
+    assert slowness([1.0, 1.3, 1.0, 1.1]) == pytest.approx({0: 1 / 1.1, 1: 1.3, 2: 1 / 1.1, 3: 1.1})
+    assert slowness([1.0]) == slowness([1.0, 0.0]) == slowness([]) == {}
+
+
+class OnHosts:
+    """Ranks on hosts of their own, as the first one sees them."""
+
+    rank, gathers = 0, 0
+
+    def gather(self, item: Any) -> list[Any]:
+        self.gathers += 1
+        return [f"host-{rank}, cuda:{rank}" for rank in range(4)]
+
+
+def test_a_slow_rank_is_noted_once_until_it_recovers(tmp_path: Path):
+    notes: list[str] = []
+    ranks = OnHosts()
+    slow = SlowRanks(ranks, tmp_path, 1000, notes.append)
+    for step in range(1001, 1400):
+        slow.judge(step, [1.0, 1.0, 1.3 if step < 1150 or step > 1250 else 1.1, 1.0])
+    text = (
+        "rank 2 (host-2, cuda:2) is slow: 1.3 s a step outside of collectives, 30% more than the others; all"
+    )
+    assert notes == [f"step {step}: {text} ranks wait for it" for step in (1050, 1300)]
+    assert ranks.gathers == 2, "the ranks speak only when there is news"
+    rows = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
+    assert [(row["step"], row["rank"]) for row in rows] == [(1050, 2), (1300, 2)]
+    assert slow_ranks(tmp_path / FILE) == [
+        f"step {step:,}: {text} ranks wait for it" for step in (1050, 1300)
+    ]
+
+
+def test_only_the_first_rank_writes(tmp_path: Path):
+    ranks = OnHosts()
+    ranks.rank = 1
+    SlowRanks(ranks, tmp_path, 0, lambda text: None).judge(50, [1.0, 2.0, 1.0, 1.0])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_report_of_a_run_that_crashed_while_it_noted_has_the_whole_lines(tmp_path: Path):
+    file = tmp_path / FILE
+    assert slow_ranks(file) == []
+    file.write_text('{"step": 50, "rank": 1, "text": "rank 1"}\n{"step": 100, "ra')
+    assert slow_ranks(file) == ["step 50: rank 1"]
+    file.write_text("[1]}\n")
+    assert slow_ranks(file) == ["slow_ranks.jsonl skipped: not readable"]
+
+
+def test_the_parts_of_fully_shard_that_wait_are_there():
+    """Names that torch may change: without them nothing is measured."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    for blocking in (True, False):
+        before = dict(vars(FSDPParamGroup))
+        with collectives_within(lambda collective: collective(), blocking):
+            changed = {name for name, value in vars(FSDPParamGroup).items() if before[name] is not value}
+        begin, end = {"unshard", "post_backward"}, {"wait_for_unshard", "post_backward", "finalize_backward"}
+        assert changed == (begin if blocking else end)
+        assert dict(vars(FSDPParamGroup)) == before
