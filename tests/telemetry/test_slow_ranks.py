@@ -89,11 +89,18 @@ def test_a_tenth_of_the_steps_may_stall_and_old_ones_are_forgotten():
 
 def test_an_error_in_a_collective_passes_through_and_ends_the_wait():
     steps = Step()
-    steps.phases.enter("forward_backward")
-    with pytest.raises(ZeroDivisionError):
-        steps.phases.wait(lambda: 1 / 0)
-    steps.take()
-    assert steps.own() == 5.75
+    for phase in ("data", "forward_backward"):
+        steps.phases.enter(phase)
+
+    def lost() -> None:
+        steps.clock.now += 2.0
+        raise ConnectionError
+
+    with pytest.raises(ConnectionError):
+        steps.phases.wait(lost)
+    steps.clock.now += 3.0
+    steps.phases.enter("log")
+    assert steps.own() == 3.0
 
 
 def test_the_others_median_is_the_measure():

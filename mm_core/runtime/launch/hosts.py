@@ -66,6 +66,12 @@ class Host:
         """How output and errors name the host."""
         return self.name if self.port is None else f"{self.name}:{self.port}"
 
+    @property
+    def address(self) -> list[str]:
+        """The words of ssh that name the host."""
+        user = ["-l", self.user] if self.user is not None else []
+        return [*user, *(["-p", str(self.port)] if self.port is not None else []), "--", self.name]
+
 
 def read_hosts(path: Path) -> list[Host]:
     """The hosts of a hostfile, which has a line `HOST slots=N` for each.
@@ -134,9 +140,7 @@ def ssh_words(host: Host, environment: Mapping[str, str]) -> list[str]:
     standard input: a command line can be read by every user of either machine."""
     path = [f"PYTHONPATH={environment['PYTHONPATH']}"] if "PYTHONPATH" in environment else []
     far = shlex.join(["env", *path, sys.executable, "-P", "-m", "mm_core.runtime.launch.remote"])
-    login = ["-l", host.user] if host.user is not None else []
-    port = ["-p", str(host.port)] if host.port is not None else []
-    return [*_SSH.split(), *login, *port, "--", host.name, far]
+    return [*_SSH.split(), *host.address, far]
 
 
 class Session:
@@ -206,7 +210,8 @@ class Session:
             return LOST if code == 255 or code < 0 else code
         said = next((line for line in reversed(self._before) if line), f"exit code {code}")
         if code == 255 or code < 0:
-            hint = f"it must work without a password: ssh -o BatchMode=yes {self.host.label} true"
+            command = f"ssh -o BatchMode=yes {' '.join(self.host.address)} true"
+            hint = f"this must work, without a question: {command}"
             raise MMError(f"ssh does not reach {self.host.label}: {said}", hint=hint)
         hint = f"{sys.executable}, with mm_core, must be at the same path on every host"
         raise MMError(f"{self.host.label} cannot start the command: {said}", hint=hint)
@@ -254,11 +259,11 @@ def run_on_hosts(hosts: Sequence[Host], command: Sequence[str], run_id: str | No
             session.send(f"signal {given.name}")
 
     try:
+        for rank, host in enumerate(hosts):
+            own = ["--rdzv-id", run_id, "--nproc", str(host.slots), "--node-rank", str(rank)]
+            out, err = show(host, sys.stdout), show(host, sys.stderr)
+            sessions.append(Session(host, [*command, *own], out, err))
         with StopFlag(on_signal=forward, on_second=forward):
-            for rank, host in enumerate(hosts):
-                own = ["--rdzv-id", run_id, "--nproc", str(host.slots), "--node-rank", str(rank)]
-                out, err = show(host, sys.stdout), show(host, sys.stderr)
-                sessions.append(Session(host, [*command, *own], out, err))
             return _wait(sessions, least)
     finally:
         for session in sessions:
