@@ -27,14 +27,14 @@ def check_hosts(report: Report, path: Path, options: Sequence[str]) -> None:
         options: of `mm doctor` on each host.
     """
     command = [*COMMAND, "doctor", "--json", *options]
-    said: dict[Host, tuple[list[str], list[str]]] = {host: ([], []) for host in read_hosts(path)}
-    sessions = [Session(host, command, out.append, err.append) for host, (out, err) in said.items()]
+    printed: dict[Host, tuple[list[str], list[str]]] = {host: ([], []) for host in read_hosts(path)}
+    sessions = [Session(host, command, out.append, err.append) for host, (out, err) in printed.items()]
     found = {}
     for session in sessions:
         try:
             while session.code() is None:
                 time.sleep(0.05)
-            found[session.host] = _document(session.host, *said[session.host])
+            found[session.host] = _document(session.host, *printed[session.host])
         except MMError as fault:
             report.error(True, fault.what, str(fault.hint))
     if found:

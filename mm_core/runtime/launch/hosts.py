@@ -208,17 +208,17 @@ class Session:
             thread.join(5.0)
         if self.began:
             return LOST if code == 255 or code < 0 else code
-        said = next((line for line in reversed(self._before) if line), f"exit code {code}")
+        printed = next((line for line in reversed(self._before) if line), f"exit code {code}")
         if code == 255 or code < 0:
             command = f"ssh -o BatchMode=yes {' '.join(self.host.address)} true"
             hint = f"this must work, without a question: {command}"
-            raise MMError(f"ssh does not reach {self.host.label}: {said}", hint=hint)
+            raise MMError(f"ssh does not reach {self.host.label}: {printed}", hint=hint)
         hint = f"{sys.executable}, with mm_core, must be at the same path on every host"
-        raise MMError(f"{self.host.label} cannot start the command: {said}", hint=hint)
+        raise MMError(f"{self.host.label} cannot start the command: {printed}", hint=hint)
 
 
 def worst(codes: Sequence[int]) -> int:
-    """The exit code of a launch: the one of its hosts' that says most about whether another try helps.
+    """The exit code of a launch: the one of its hosts' that tells most about whether another try helps.
 
     An error comes before a lost host, and that before a requested end. A host that was lost does not matter
     where another has trained to the end.
