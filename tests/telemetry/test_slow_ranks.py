@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from mm_core.device.torch_private import collectives_within
 from mm_core.report.reading import slow_ranks
 from mm_core.telemetry.phase_clock import STEPS, PhaseClock
 from mm_core.telemetry.slow_ranks import FILE, SlowRanks, slowness
@@ -150,16 +149,3 @@ def test_a_report_of_a_run_that_crashed_while_it_noted_has_the_whole_lines(tmp_p
     assert slow_ranks(file) == ["step 50: rank 1"]
     file.write_text("[1]}\n")
     assert slow_ranks(file) == ["slow_ranks.jsonl skipped: not readable"]
-
-
-def test_the_parts_of_fully_shard_that_wait_are_there():
-    """Names that torch may change: without them nothing is measured."""
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
-    for blocking in (True, False):
-        before = dict(vars(FSDPParamGroup))
-        with collectives_within(lambda collective: collective(), blocking):
-            changed = {name for name, value in vars(FSDPParamGroup).items() if before[name] is not value}
-        begin, end = {"unshard", "post_backward"}, {"wait_for_unshard", "post_backward", "finalize_backward"}
-        assert changed == (begin if blocking else end)
-        assert dict(vars(FSDPParamGroup)) == before
