@@ -14,8 +14,8 @@ T = TypeVar("T")
 OWN = ("data", "encode", "forward_backward", "optimizer")
 """The phases in which a rank works on its share; in the others it waits, or does what only one rank does."""
 
-STEPS = 50
-"""Latest steps of which a rank's own time is known."""
+STEPS = 25
+"""Latest steps whose own time is known."""
 
 
 class PhaseClock:

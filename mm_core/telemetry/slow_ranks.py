@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
@@ -13,7 +14,10 @@ from mm_core.runtime.ranks import Ranks
 from mm_core.telemetry.phase_clock import STEPS
 
 SLOW = 1.2
-"""A rank is slow whose own time is more than this multiple of the median of the others."""
+"""A rank is slow whose own time is more than this multiple of the median of the others, twice in a row."""
+
+RECOVERED = 1.1
+"""It is slow no more below this one: a rank near the limit is noted once."""
 
 FILE = "slow_ranks.jsonl"
 
@@ -31,7 +35,8 @@ class SlowRanks:
     def __init__(self, ranks: Ranks, run_dir: Path, start: int, note: Callable[[str], None]) -> None:
         self._ranks, self._file, self._note = ranks, run_dir / FILE, note
         self._since = start
-        self._known: set[int] = set()
+        self._before: dict[int, float] = {}
+        self._noted: set[int] = set()
 
     def judge(self, step: int, own: Sequence[float]) -> None:
         """Compares the ranks once in `STEPS` steps. All ranks must call it, with the same numbers.
@@ -43,19 +48,23 @@ class SlowRanks:
         if step - self._since < STEPS:
             return
         self._since = step
-        slow = {rank: over for rank, over in slowness(own).items() if over > SLOW}
-        news, self._known = slow.keys() - self._known, set(slow)
+        times, before = slowness(own), self._before
+        over = {rank: each for rank, each in times.items() if each > SLOW}
+        self._noted &= {rank for rank, each in times.items() if each > RECOVERED}
+        news = (over.keys() & before.keys()) - self._noted
+        self._noted, self._before = self._noted | news, over
         if not news:
             return
         places = self._ranks.gather(f"{socket.gethostname()}, {current_device()}")
         for rank in sorted(news):
             text = (
                 f"rank {rank} ({places[rank]}) is slow: {own[rank]:.3g} s a step outside of collectives,"
-                f" {slow[rank] - 1:.0%} more than the others; all ranks wait for it"
+                f" {(over[rank] + before[rank]) / 2 - 1:.0%} more than the others over the last {2 * STEPS}"
+                " steps; all ranks wait for it"
             )
             self._note(f"step {step}: {text}")
             if self._ranks.rank == 0:
-                with self._file.open("a", encoding="utf-8") as file:
+                with suppress(OSError), self._file.open("a", encoding="utf-8") as file:
                     file.write(json.dumps({"step": step, "rank": rank, "text": text}) + "\n")
 
 

@@ -82,7 +82,7 @@ def test_a_tenth_of_the_steps_may_stall_and_old_ones_are_forgotten():
     for _ in range(STEPS):
         steps.take(compute=100.0)
     for step in range(STEPS):
-        steps.take(data=50.0 if step % 10 == 0 else 1.0)
+        steps.take(data=50.0 if step in (3, 15) else 1.0)
     assert steps.own() == 5.75
 
 
@@ -117,28 +117,56 @@ class OnHosts:
         return [f"host-{rank}, cuda:{rank}" for rank in range(4)]
 
 
-def test_a_slow_rank_is_noted_once_until_it_recovers(tmp_path: Path):
+@pytest.fixture
+def slow(tmp_path: Path) -> SlowRanks:
+    """Of a run that begins at step 1,000, with its notes."""
     notes: list[str] = []
-    ranks = OnHosts()
-    slow = SlowRanks(ranks, tmp_path, 1000, notes.append)
-    for step in range(1001, 1400):
-        slow.judge(step, [1.0, 1.0, 1.3 if step < 1150 or step > 1250 else 1.1, 1.0])
+    found = SlowRanks(OnHosts(), tmp_path, 1000, notes.append)
+    found.notes = notes
+    return found
+
+
+def judge(slow: SlowRanks, steps: range, own: float) -> None:
+    for step in steps:
+        slow.judge(step, [1.0, 1.0, own, 1.0])
+
+
+def test_a_slow_rank_is_noted_once_until_it_recovers(slow, tmp_path):
+    judge(slow, range(1001, 1151), 1.3)
+    judge(slow, range(1151, 1201), 1.15)  # not so slow that it would be noted, and not recovered
+    judge(slow, range(1201, 1251), 1.3)
+    judge(slow, range(1251, 1301), 1.05)
+    judge(slow, range(1301, 1400), 1.3)
     text = (
-        "rank 2 (host-2, cuda:2) is slow: 1.3 s a step outside of collectives, 30% more than the others; all"
+        "rank 2 (host-2, cuda:2) is slow: 1.3 s a step outside of collectives, 30% more than the others over"
     )
-    assert notes == [f"step {step}: {text} ranks wait for it" for step in (1050, 1300)]
-    assert ranks.gathers == 2, "the ranks speak only when there is news"
+    text += " the last 50 steps; all ranks wait for it"
+    assert slow.notes == [f"step {step}: {text}" for step in (1050, 1350)]
+    assert slow._ranks.gathers == 2, "the ranks speak only when there is news"
     rows = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
-    assert [(row["step"], row["rank"]) for row in rows] == [(1050, 2), (1300, 2)]
-    assert slow_ranks(tmp_path / FILE) == [
-        f"step {step:,}: {text} ranks wait for it" for step in (1050, 1300)
-    ]
+    assert [(row["step"], row["rank"]) for row in rows] == [(1050, 2), (1350, 2)]
+    assert slow_ranks(tmp_path / FILE) == [f"step {step:,}: {text}" for step in (1050, 1350)]
+
+
+def test_a_stall_of_one_window_is_not_noted(slow):
+    for begin in range(1001, 2000, 50):
+        judge(slow, range(begin, begin + 25), 3.0)
+        judge(slow, range(begin + 25, begin + 50), 1.19)
+    assert not slow.notes
+
+
+def test_a_note_that_cannot_be_written_does_not_end_the_run(tmp_path):
+    notes: list[str] = []
+    slow = SlowRanks(OnHosts(), tmp_path / "gone", 0, notes.append)
+    judge(slow, range(1, 51), 2.0)
+    assert len(notes) == 1
 
 
 def test_only_the_first_rank_writes(tmp_path: Path):
     ranks = OnHosts()
     ranks.rank = 1
-    SlowRanks(ranks, tmp_path, 0, lambda text: None).judge(50, [1.0, 2.0, 1.0, 1.0])
+    judge(SlowRanks(ranks, tmp_path, 0, lambda text: None), range(51), 2.0)
+    assert ranks.gathers == 1
     assert not list(tmp_path.iterdir())
 
 
