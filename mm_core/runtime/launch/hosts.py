@@ -218,7 +218,7 @@ class Session:
 
 
 def worst(codes: Sequence[int]) -> int:
-    """The exit code of a launch: the one of its hosts' that tells most about whether another try helps.
+    """The exit code of a launch: the worst of its hosts'.
 
     An error comes before a lost host, and that before a requested end. A host that was lost does not matter
     where another has trained to the end.
