@@ -178,6 +178,8 @@ PAGES: dict[str, Page] = {
         {"mm-train --config run.yaml --nproc 64": "64"},
         {
             "mm-train --config run.yaml --nnodes": "tests/runtime/test_launch.py starts two hosts",
+            "mm doctor --hosts": "tests/runs/test_hosts.py has hosts to reach by ssh,",
+            "mm-train --config run.yaml --hostfile": "and trains on them",
             "srun": "there is no SLURM here; the options are those of the line with two hosts",
         },
     ),
