@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+from mm_core.device.torch_private import collectives_within
 from mm_core.report.reading import slow_ranks
 from mm_core.telemetry.phase_clock import STEPS, PhaseClock
 from mm_core.telemetry.slow_ranks import FILE, SlowRanks, slowness
@@ -77,12 +87,12 @@ def test_without_collectives_nothing_is_known():
     assert steps.own() == 0.0
 
 
-def test_a_tenth_of_the_steps_may_stall_and_old_ones_are_forgotten():
+def test_half_of_the_steps_may_stall_and_old_ones_are_forgotten():
     steps = Step()
     for _ in range(STEPS):
-        steps.take(compute=100.0)
+        steps.take(compute=0.5)
     for step in range(STEPS):
-        steps.take(data=50.0 if step in (3, 15) else 1.0)
+        steps.take(data=50.0 if step % 2 else 1.0)
     assert steps.own() == 5.75
 
 
@@ -177,3 +187,64 @@ def test_a_report_of_a_run_that_crashed_while_it_noted_has_the_whole_lines(tmp_p
     assert slow_ranks(file) == ["step 50: rank 1"]
     file.write_text("[1]}\n")
     assert slow_ranks(file) == ["slow_ranks.jsonl skipped: not readable"]
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[Callable[[Callable[[int], object]], list[object]]]:
+    """Runs a function as two ranks, threads of this process; what waits is left out of the clock of each."""
+    from torch.testing._internal.distributed import multi_threaded_pg as threaded
+
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    threaded._install_threaded_pg()
+    store = dist.HashStore()
+
+    def run(work: Callable[[int], object]) -> list[object]:
+        def be(rank: int) -> object:
+            dist.init_process_group("threaded", rank=rank, world_size=2, store=store)
+            try:
+                return work(rank)
+            except BaseException as error:
+                threaded.ProcessLocalGroup.exception_handle(error)
+                raise
+
+        with ThreadPoolExecutor(2) as ranks:
+            return list(ranks.map(be, range(2)))
+
+    yield run
+    threaded._uninstall_threaded_pg()
+    torch._C._distributed_c10d._set_thread_isolation_mode(False)
+
+
+@pytest.mark.parametrize("where", ["data", "before", "after"])
+@pytest.mark.parametrize("shape", [(2,), (2, 1)], ids=["sharded", "replicated"])
+def test_a_rank_that_sleeps_has_the_steps_of_the_other_and_more_time_of_its_own(two_ranks, where, shape):
+    """Of real sharded modules and collectives: it sleeps while it reads, before or after its forward."""
+    clocks = threading.local()
+
+    def train(rank: int) -> tuple[float, float]:
+        clocks.own = clock = PhaseClock()
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh)
+        lasted = []
+        for _ in range(9):
+            began = time.perf_counter()
+            for phase in ("data", "wait", "forward_backward"):
+                clock.enter(phase)
+                if phase == "wait":
+                    dist.barrier()
+                slept = {"data": "data", "forward_backward": "before"}.get(phase)
+                time.sleep(0.05 * (rank == 1 and slept == where))
+            output = model(torch.ones(8, 64))
+            time.sleep(0.05 * (rank == 1 and where == "after"))
+            output.sum().backward()
+            clock.enter("log")
+            clock.take()
+            lasted.append(time.perf_counter() - began)
+        return median(lasted), clock.own()
+
+    with collectives_within(lambda collective: clocks.own.wait(collective), blocking=True):
+        (step, own), (slow_step, slow_own) = two_ranks(train)
+    assert slow_step == pytest.approx(step, rel=0.2), "the times of the steps do not show it"
+    assert slow_own > own + 0.03, "that it works longer does"
