@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -40,9 +41,9 @@ def start(by_ssh, tiny, tmp_path, monkeypatch) -> Callable[..., warm.Running]:
     monkeypatch.setenv("MM_TEST", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
-    def begin(*more: object) -> warm.Running:
+    def begin(*more: object, hostfile: Path = by_ssh) -> warm.Running:
         command = ["-m", "mm_core.cli.main", "train", "--config", tiny, f"run.dir={tmp_path}", *more]
-        meeting = ["--hostfile", by_ssh, "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+        meeting = ["--hostfile", hostfile, "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
         return warm.Running([*command, *meeting], env=dict(os.environ), anew=True, merged=True)
 
     return begin
@@ -112,12 +113,14 @@ def test_a_host_that_refuses_is_a_sentence_and_the_other_ends(start, by_ssh, tmp
     first = by_ssh.read_text().splitlines()[0]
     hostfile = tmp_path / "hosts"
     hostfile.write_text(f"{first}\n127.0.0.1:{free_port()} slots=1\n")
-    code, text, _ = start("--hostfile", hostfile).end(90)
+    code, text, _ = start(hostfile=hostfile).end(90)
     assert code == 1 and text.count("mm: error:") == 1, text
     assert "mm: error: ssh does not reach 127.0.0.1:" in text and "Connection refused" in text
     assert not running(tmp_path)
 
 
 def test_the_doctor_compares_hosts(by_ssh, capsys):
-    assert main(["doctor", "--hosts", str(by_ssh)]) == 0, capsys.readouterr().out
-    assert "2 hosts" in capsys.readouterr().out
+    code, text = main(["doctor", "--hosts", str(by_ssh)]), capsys.readouterr().out
+    assert code == 0 and text.endswith("\nnothing is wrong\n"), text
+    labels = [line.split()[0] for line in by_ssh.read_text().splitlines()]
+    assert all(re.search(rf"^{label} +mm-core .*, torch 2", text, re.MULTILINE) for label in labels), text

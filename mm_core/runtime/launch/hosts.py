@@ -204,6 +204,7 @@ class Session:
         code = self.process.poll()
         if code is None:
             return None
+        self.end()
         for thread in self._threads:
             thread.join(5.0)
         if self.began:
