@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 from mm_core.device import DeviceClock, device_type
+from mm_core.processes import CoreWaits
 
 T = TypeVar("T")
 
@@ -20,7 +21,8 @@ STEPS = 25
 
 class PhaseClock:
     """Measures the seconds that training steps spend in each phase (`data`, `encode`, `optimizer` ...), and
-    how many of them a rank spends on its own share: not in collectives, where it waits for the slowest rank.
+    how many of them a rank spends on its own share: not in collectives, where it waits for the slowest rank,
+    and on CPU not without a core.
 
     On an accelerator it times the device's queue with events that are read later.
 
@@ -32,8 +34,10 @@ class PhaseClock:
     def __init__(self, clock: DeviceClock | None = None, watch: Callable[[str], None] | None = None) -> None:
         self._clock = clock or DeviceClock()
         self._watch = watch
-        self._marks: list[tuple[str, bool, object]] = []
-        self._every = 1 if device_type() == "cpu" else 5  # a collective costs two events of the device
+        self._marks: list[tuple[str, bool, object, float]] = []
+        on_cpu = device_type() == "cpu"
+        self._coreless: Callable[[], float] = CoreWaits() if clock is None and on_cpu else lambda: 0.0
+        self._every = 1 if on_cpu else 5  # a collective costs two events of the device
         self._steps, self._at = 0, ""
         self._step, self._waited = 0.0, False
         self._own: deque[float] = deque(maxlen=STEPS // self._every)
@@ -44,7 +48,7 @@ class PhaseClock:
             pass  # the phase goes on; only the watchdog is notified
         else:
             self._steps += phase == "data"
-            self._marks.append((phase, False, self._clock.mark()))
+            self._mark(phase)
         if self._watch is not None:
             self._watch(phase)
 
@@ -53,31 +57,34 @@ class PhaseClock:
         phase = self._marks[-1][0] if self._marks else ""
         if phase not in OWN or self._steps % self._every:
             return collective()
-        self._marks.append((phase, True, self._clock.mark()))
+        self._mark(phase, waits=True)
         try:
             return collective()
         finally:
-            self._marks.append((phase, False, self._clock.mark()))
+            self._mark(phase)
+
+    def _mark(self, phase: str, waits: bool = False) -> None:
+        self._marks.append((phase, waits, self._clock.mark(), self._coreless()))
 
     def own(self) -> float:
-        """Seconds that this rank spends on its share of a step, as of the last `take`: the mean of the faster
-        half of the latest steps, since a busy host stalls many. 0 while it is not known, as on one rank."""
-        faster = sorted(self._own)[: (len(self._own) + 1) // 2]
-        return sum(faster) / len(faster) if faster else 0.0
+        """Seconds that this rank spends on its share of a step, as of the last `take`: the mean of the latest
+        steps but the fastest and the slowest tenth. 0 while it is not known, as on a single rank."""
+        steps, tenth = sorted(self._own), len(self._own) // 10
+        steps = steps[tenth : len(steps) - tenth]
+        return sum(steps) / len(steps) if steps else 0.0
 
     def take(self) -> dict[str, float]:
         """Returns the seconds spent in each phase since the last call, up to where the device is."""
         if not self._marks:
             return {}
-        running = self._marks[-1][0]
-        marks = [*self._marks, (running, False, self._clock.mark())]
-        last = max((n for n, (*_, at) in enumerate(marks) if self._clock.passed(at)), default=0)
-        self._marks, marks = marks[last:], marks[: last + 1]
+        self._mark(self._marks[-1][0])
+        last = max((n for n, (*_, at, _) in enumerate(self._marks) if self._clock.passed(at)), default=0)
+        self._marks, marks = self._marks[last:], self._marks[: last + 1]
         spent: dict[str, float] = {}
-        for (phase, waits, begun), (*_, ended) in pairwise(marks):
+        for (phase, waits, begun, coreless), (*_, ended, later) in pairwise(marks):
             seconds = self._clock.seconds(begun, ended)
             spent[phase] = spent.get(phase, 0.0) + seconds
-            self._add(phase, waits, seconds)
+            self._add(phase, waits, seconds - (later - coreless))
         return spent
 
     def _add(self, phase: str, waits: bool, seconds: float) -> None:

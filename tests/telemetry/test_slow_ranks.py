@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from mm_core.device.torch_private import collectives_within
+from mm_core.processes import CoreWaits
 from mm_core.report.reading import slow_ranks
 from mm_core.telemetry.phase_clock import STEPS, PhaseClock
 from mm_core.telemetry.slow_ranks import FILE, SlowRanks, slowness
@@ -87,13 +90,43 @@ def test_without_collectives_nothing_is_known():
     assert steps.own() == 0.0
 
 
-def test_half_of_the_steps_may_stall_and_old_ones_are_forgotten():
+def test_a_tenth_of_the_steps_may_stall_and_old_ones_are_forgotten():
     steps = Step()
     for _ in range(STEPS):
-        steps.take(compute=0.5)
+        steps.take(compute=100.0)
     for step in range(STEPS):
-        steps.take(data=50.0 if step % 2 else 1.0)
+        steps.take(data={3: 50.0, 15: 70.0, 7: 0.5}.get(step, 1.0))
     assert steps.own() == 5.75
+
+
+def test_a_rank_that_waits_for_its_data_in_every_fourth_step_is_not_forgotten():
+    steps = Step()
+    for step in range(STEPS):
+        steps.take(data=1.0 if step % 4 else 9.0)
+    assert steps.own() > 1.2 * 5.75
+
+
+def test_time_without_a_core_is_not_a_ranks_own():
+    waits: list[tuple[float, float]] = []
+    ranks = [threading.Thread(target=_spin, args=(waits, 0.3)) for _ in range(3)]
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})  # threads inherit it
+    try:
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+    finally:
+        os.sched_setaffinity(0, before)
+    assert len(waits) == 3 and all(0 < waited < lasted for waited, lasted in waits)
+
+
+def _spin(waits: list[tuple[float, float]], seconds: float) -> None:
+    """Computes without the interpreter's lock, with other threads on the same core."""
+    coreless, began = CoreWaits(), time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        hashlib.sha256(bytes(2**20))
+    waits.append((coreless(), time.perf_counter() - began))
 
 
 def test_an_error_in_a_collective_passes_through_and_ends_the_wait():
