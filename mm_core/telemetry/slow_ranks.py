@@ -70,6 +70,6 @@ class SlowRanks:
 
 def slowness(own: Sequence[float]) -> dict[int, float]:
     """Each rank's own time as a multiple of the median of the others; none where a time is not known."""
-    if len(own) < 2 or not all(own):
+    if len(own) < 2 or min(own) <= 0:
         return {}
     return {rank: own[rank] / median([*own[:rank], *own[rank + 1 :]]) for rank in range(len(own))}
