@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 
 from mm_core.device import current_device
+from mm_core.errors import plural
 from mm_core.runtime.ranks import Ranks
 from mm_core.telemetry.phase_clock import STEPS
 
@@ -59,8 +60,8 @@ class SlowRanks:
         for rank in sorted(news):
             text = (
                 f"rank {rank} ({places[rank]}) is slow: {own[rank]:.3g} s a step outside of collectives,"
-                f" {(over[rank] + before[rank]) / 2 - 1:.0%} more than the others over the last {2 * STEPS}"
-                " steps; all ranks wait for it"
+                f" {(over[rank] + before[rank]) / 2 - 1:.0%} more than the others over the last"
+                f" {plural(2 * STEPS, 'step')}; all ranks wait for it"
             )
             self._note(f"step {step}: {text}")
             if self._ranks.rank == 0:
