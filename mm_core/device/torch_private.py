@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -35,6 +36,7 @@ __all__ = [
     "Kernel",
     "TensorMeta",
     "TorchDispatchMode",
+    "collectives_within",
     "compute_local_shape_and_global_offset",
     "divide_apart",
     "fake_store",
@@ -123,6 +125,30 @@ def own_shards_only() -> Iterator[None]:
         return [tensor.narrow(dim, 0, -(-tensor.shape[dim] // count))] * count
 
     with patch.object(_fsdp_param, "_chunk_with_empty", first):
+        yield
+
+
+@contextmanager
+def collectives_within(timed: Callable[[Callable[[], Any]], Any], blocking: bool) -> Iterator[None]:
+    """A context in which fully_shard lets `timed` call what waits for other ranks.
+
+    Args:
+        timed: called with a function, which it calls; returns its result.
+        blocking: whether the host waits, in the call that begins a collective; else the device's queue does.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    def through(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **options: timed(partial(original, *args, **options))
+
+    names = (
+        ("unshard", "post_backward")
+        if blocking
+        else ("wait_for_unshard", "post_backward", "finalize_backward")
+    )
+    with ExitStack() as patches:
+        for name in names:
+            patches.enter_context(patch.object(FSDPParamGroup, name, through(getattr(FSDPParamGroup, name))))
         yield
 
 

@@ -72,7 +72,7 @@ class Run:
     manifest: Mapping[str, object] = field(default_factory=dict)
     config_text: str = ""
     shots: list[Shot] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)  # what could not be read
+    remarks: list[str] = field(default_factory=list)  # what could not be read, and ranks that were slow
 
     @property
     def last_step(self) -> int:
@@ -143,6 +143,7 @@ def read_run(folder: Path, label: str) -> Run:
             run.config_text = read_plain(config).decode(errors="replace")
         except OSError:
             run.remarks.append(f"{config.name} skipped: not readable")
+    run.remarks += slow_ranks(folder / "slow_ranks.jsonl")
     run.shots = read_shots(folder / "samples")
     for row in read_rows(folder / "restarts.jsonl"):
         when = time.strftime("%d %b %H:%M", time.localtime(row.get("time", 0)))
@@ -232,6 +233,17 @@ def _document(path: Path, remarks: list[str]) -> dict[str, object]:
         return document
     remarks.append(f"{path.name} skipped: not readable")
     return {}
+
+
+def slow_ranks(path: Path) -> list[str]:
+    """What a run has noted of ranks that the others waited for; lines that a crash has cut are left out."""
+    try:
+        rows = [json.loads(line) for line in read_plain(path).decode().splitlines() if line.endswith("}")]
+        return [f"step {int(row['step']):,}: {row['text']}" for row in rows]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return [f"{path.name} skipped: not readable"]
 
 
 def _density(telemetry: Mapping[str, object]) -> Density | None:

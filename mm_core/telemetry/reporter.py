@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
 from mm_core.config.sections import LogSection
 from mm_core.contracts import Bins, Clip, Ending, Loss
-from mm_core.device import peak_flops, peak_memory_bytes
+from mm_core.device import device_type, peak_flops, peak_memory_bytes
+from mm_core.device.torch_private import collectives_within
 from mm_core.errors import ConfigError, MMError, plural
 from mm_core.files import replace_text
 from mm_core.plan import RunPlan
@@ -21,6 +22,7 @@ from mm_core.telemetry.flop_counter import ForwardFlops
 from mm_core.telemetry.loss_curve import write_loss_curve
 from mm_core.telemetry.phase_clock import PhaseClock
 from mm_core.telemetry.progress import make_progress
+from mm_core.telemetry.slow_ranks import SlowRanks
 from mm_core.telemetry.trackers.local import TrackerSet, open_trackers, read_metrics
 from mm_core.telemetry.window import MetricsWindow
 
@@ -68,6 +70,7 @@ class RunReporter:
         )
         self._flops, self._accumulation = ForwardFlops(), plan.accumulation
         self._steps = 0
+        self._slow = SlowRanks(ranks, run_dir, start, self.note)
         self._ranks, self.leads = ranks, ranks.rank == 0
         self.progress = make_progress(plan.steps, ranks.rank, start)
         types = [component.type for component in log.trackers]
@@ -88,6 +91,12 @@ class RunReporter:
     def enter(self, phase: str) -> None:
         """Begins a phase of a training step: its time is measured separately."""
         self.phases.enter(phase)
+
+    def timing(self) -> AbstractContextManager[None]:
+        """A context around the training loop, in which the time of collectives is measured apart."""
+        if self._ranks.alone:
+            return nullcontext()
+        return collectives_within(self.phases.wait, blocking=device_type() == "cpu")
 
     def counting(self) -> AbstractContextManager[None]:
         """A context around the forward of a micro-batch; FLOPs of the first one are counted."""
@@ -126,6 +135,7 @@ class RunReporter:
         if self.leads:
             self.trackers.log(step, metrics)
             self.progress.update(step, metrics)
+        self._slow.judge(step, self.window.own)
         return metrics
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -60,6 +60,8 @@ class MetricsWindow:
         0 until they are counted."""
         self.counts = True
         """Whether this rank's tokens and FLOPs count (`DataRanks.leads`)."""
+        self.own: Sequence[float] = ()
+        """Each rank's seconds outside of collectives in a step, as of the last `flush` (`PhaseClock.own`)."""
         self._memory, self._gather, self._clock = memory, gather, clock
         self._phases, self._peak = phases, peak
         self._bins = BinnedLoss(bins, gather) if bins is not None else None
@@ -147,6 +149,7 @@ class MetricsWindow:
         steps = max(1, self._steps)
         weight = sum(columns[0])
         step_time, data_wait, memory = (max(column) for column in columns[1:4])
+        self.own = columns[4]
         spent = [max(column) for column in columns[5 : 5 + len(PHASES)]]
         tokens, flops = sum(columns[_HEAD - 2]), sum(columns[_HEAD - 3]) or self.step_flops * self._steps
         sums = [sum(column) for column in columns[_HEAD : _HEAD + len(names)]]
@@ -174,13 +177,14 @@ class MetricsWindow:
         return metrics
 
     def _exchange(self, names: Sequence[str]) -> list[list[float]]:
-        """The rows of all ranks: weight, times, memory, phases, FLOPs, tokens, fingerprint, sums of metrics.
+        """The rows of all ranks: weight, times, memory, own time, phases, FLOPs, tokens, fingerprint, sums.
 
         Outside of the collective, rows are plain numbers: small tensor operations would cost more.
         """
         fingerprint = float(zlib.crc32("\n".join(names).encode()))
         spent = self._phases.take() if self._phases is not None else {}
-        row = [self._weight, self._step_time, self._data_wait, float(self._memory()), 0.0]
+        own_time = self._phases.own() if self._phases is not None else 0.0
+        row = [self._weight, self._step_time, self._data_wait, float(self._memory()), own_time]
         own = (self._flops, self._tokens) if self.counts else (0.0, 0.0)
         row += [*(spent.get(name, 0.0) for name in PHASES), *own, fingerprint]
         if names:

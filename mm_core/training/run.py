@@ -85,7 +85,7 @@ def train(
             run.reporter.log(run.start, {"restarts": float(len(restarts_of(folder)))})
         run.between.stop_after = stop_after
         steps, step = run.plan.steps, run.start
-        with running(run):
+        with running(run), run.reporter.timing():
             if not run.between.interrupted and (stop_after is None or step < stop_after):
                 step = run_steps(run, run.start)
         # A stop request to one rank stops all ranks.

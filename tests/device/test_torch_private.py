@@ -28,6 +28,7 @@ from mm_core.device.torch_private import (
     FakeTensorMode,
     TensorMeta,
     TorchDispatchMode,
+    collectives_within,
     compute_local_shape_and_global_offset,
     fake_store,
     forget_layouts,
@@ -270,6 +271,22 @@ def test_modules_of_mixed_dtypes_are_sharded_or_known_not_to_be(mesh):
         assert not shards_mixed()
     else:
         assert shards_mixed() and module[1].weight.grad is not None
+
+
+def test_what_waits_in_fully_shard_goes_through_a_function(second_of_two):
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    layer = nn.Linear(4, 4)
+    fully_shard(layer, mesh=second_of_two)
+    before, called = dict(vars(FSDPParamGroup)), []
+    for blocking, names in ((True, {"unshard"}), (False, {"wait_for_unshard", "finalize_backward"})):
+        with collectives_within(
+            lambda collective: called.append(collective.func.__name__) or collective(), blocking
+        ):
+            layer(torch.ones(2, 4)).sum().backward()
+        assert set(called) == names | {"post_backward"}, "forward and backward"
+        assert dict(vars(FSDPParamGroup)) == before
+        called.clear()
 
 
 @pytest.mark.slow

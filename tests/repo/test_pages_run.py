@@ -183,6 +183,8 @@ PAGES: dict[str, Page] = {
             "sbatch": "tests/runtime/test_slurm.py submits such a job",
             "kubectl": "tests/cli/test_launch_command.py checks such a Job; there is no cluster",
             "docker": "tests/repo/test_image.py runs the steps of the image; there is no docker",
+            "mm doctor --hosts": "tests/runs/test_hosts.py has hosts to reach by ssh,",
+            "mm-train --config run.yaml --hostfile": "and trains on them",
         },
     ),
     "docs/reading-a-run.md": Page(

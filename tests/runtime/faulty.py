@@ -30,6 +30,8 @@ class FaultyDataset(VideoTextDataset):
     def sample_at(self, index, rng):
         if told("data"):
             raise DataError("nothing can be read here", where=f"clip {index}")
+        if told("slow data"):
+            time.sleep(0.015)
         return super().sample_at(index, rng)
 
 
@@ -47,6 +49,8 @@ class FaultyTask(TextToVideo):
             time.sleep(0.2)
         if os.environ.get("FAULT") == "slow at first" and "SLURM_RESTART_COUNT" not in os.environ:
             time.sleep(2)
+        if told("slow forward"):
+            time.sleep(0.03)
         return super().loss(inputs)
 
 

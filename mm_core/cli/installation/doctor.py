@@ -17,6 +17,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--dir", default="runs", metavar="DIR", help="folder that runs are written to (default runs)")
     add("--deep", action="store_true", help="also multiply matrices, let two ranks communicate, save a file")
+    add("--hosts", metavar="FILE", help="ask the hosts of a hostfile by ssh, and compare what they have")
     add("--json", action="store_true", help="print JSON")
     add("--two-ranks", action="store_true", help=argparse.SUPPRESS)  # what --deep starts
 
@@ -28,9 +29,14 @@ def execute(args: argparse.Namespace) -> int:
 
         return two_ranks()
     report = Report({"python": platform.python_version(), "mm-core": __version__})
-    check_packages(report, os.environ)
-    check_machine(report, os.environ, Path(args.dir))
-    if args.deep:
+    if args.hosts is not None:
+        from mm_core.cli.installation.compared import check_hosts
+
+        check_hosts(report, Path(args.hosts), ["--dir", args.dir, *["--deep"] * args.deep])
+    else:
+        check_packages(report, os.environ)
+        check_machine(report, os.environ, Path(args.dir))
+    if args.deep and args.hosts is None:
         from mm_core.cli.installation.deep import check_deep
 
         check_deep(report, Path(args.dir))

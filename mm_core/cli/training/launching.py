@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import re
+import uuid
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mm_core.cli.options import config_of
 from mm_core.cli.ranks import rank_command
 from mm_core.errors import MMError, PlanError, plural
 
@@ -14,7 +17,7 @@ if TYPE_CHECKING:
     from mm_core.runtime.launch.meeting import Nodes
     from mm_core.runtime.launch.restarts import Tries
 
-OF_LAUNCH = ("nproc", "nnodes", "rdzv_endpoint", "rdzv_id", "node_rank", "max_restarts")
+OF_LAUNCH = ("nproc", "nnodes", "rdzv_endpoint", "rdzv_id", "node_rank", "max_restarts", "hostfile")
 """Options that set how many ranks run, on which hosts, and how often they start again."""
 
 
@@ -26,6 +29,24 @@ def launched(args: argparse.Namespace, config: RunConfig, nproc: int, least: int
     is_rendezvous_host = None if args.node_rank is None else args.node_rank == "0"
     nodes = Nodes(nproc, least, most, args.rdzv_endpoint, args.rdzv_id, is_rendezvous_host)
     return launch(rank_words(args), nodes, tries=_tries(args, config, nodes))
+
+
+def on_hosts(args: argparse.Namespace) -> int:
+    """Starts this command by ssh on each host of --hostfile, and returns the exit code of the launch."""
+    from mm_core.runtime.launch.hosts import port_of, read_hosts, run_on_hosts
+
+    hosts, run_id = read_hosts(Path(args.hostfile)), args.rdzv_id or f"mm-{uuid.uuid4().hex[:12]}"
+    args.nnodes = args.nnodes or str(len(hosts))
+    args.rdzv_endpoint = args.rdzv_endpoint or f"{hosts[0].name}:{port_of(run_id)}"
+    least, most = hosts_of(args)
+    if most != len(hosts):
+        what = f"{plural(most, 'host')}, and {args.hostfile} lists {len(hosts)}"
+        raise MMError(what, where="--nnodes", hint="remove it")
+    config_of(args, fetch="configs")  # finds every typo before a host is asked
+    meeting = ["--nnodes", args.nnodes, "--rdzv-endpoint", args.rdzv_endpoint]
+    restarts = args.max_restarts or 0
+    again = ["--max-restarts", str(restarts)] if restarts else []
+    return run_on_hosts(hosts, [*rank_words(args), *meeting, *again], run_id, least, restarts)
 
 
 def rank_words(args: argparse.Namespace) -> list[str]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from mm_core.cli.options import config_of, count, print_json, print_table, refuse_missing
 from mm_core.cli.ranks import refuse_among_ranks
-from mm_core.cli.training.launching import OF_LAUNCH, check_hosts, hosts_of, launched
+from mm_core.cli.training.launching import OF_LAUNCH, check_hosts, hosts_of, launched, on_hosts
 from mm_core.errors import MMError, plural
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--node-rank", metavar="N", help=own_rank)
     again = "start the ranks again from the newest checkpoint after a failure that passes, at most N times"
     add("--max-restarts", type=count, metavar="N", help=again)
+    add("--hostfile", metavar="FILE", help="start by ssh on each host of its lines: HOST slots=N")
     add("--dry-run", action="store_true", help="print the plan of the run and stop")
     add("--on", metavar="MACHINE", help="with --dry-run: plan for 8xH100, 2x8xH100 (hosts), 1x24GB")
     add("--fit", action="store_true", help="with --dry-run: also show the fastest settings that fit")
@@ -101,6 +102,8 @@ def execute(args: argparse.Namespace) -> int:
         if args.dry_run:
             return _dry_run_of_rank(args)
         _be_rank(args)
+    if args.hostfile is not None:
+        return on_hosts(args)
     least, most = hosts_of(args)
     nproc = None if args.nproc == "auto" else args.nproc
     config = config_of(args, fetch=_fetch(args))  # finds every typo before a rank is started
@@ -322,6 +325,9 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
         what, hint = "--strict works only with --dry-run: no run starts without its files", "add --dry-run"
     elif (args.ops and not args.dry_run) or (args.device and not args.ops):
         what, hint = "--ops works only with --dry-run, and --device with --ops", "add --dry-run --ops"
+    elif args.hostfile and (args.dry_run or args.verify_resume or args.nproc or args.node_rank):
+        what = "--hostfile starts a run with the ranks that it lists: it goes without --nproc, --node-rank,"
+        what += " --dry-run and --verify-resume"
     if what is not None:
         raise MMError(what, where="command line", hint=hint)
 
