@@ -70,6 +70,8 @@ def execute(args: argparse.Namespace) -> int:
     command = printable(f"mm {shlex.join(sys.argv[1:])}")
     job = Submission(config, command, args.nodes, nproc, args.device, args.grace, args.max_restarts)
     if args.action == "kubernetes":
+        for key, text in config.literals.items():
+            print(f"mm: {key} is {text}: give the pods that variable, under env of the file", file=sys.stderr)
         print(kubernetes_file(job, Place(args.image, args.claim, args.shm, args.namespace)), end="")
         return 0
     print(slurm_file(job, _train(args), args.time, args.sbatch, not args.no_gres), end="")

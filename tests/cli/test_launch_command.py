@@ -101,6 +101,8 @@ PROGRAMS = {
         (69, "", False),
         (137, "", False),
         (69, "step_2", True),
+        (134, "step_2", True),
+        (134, "", False),
         (1, "step_2", False),
         (0, "", False),
     ],

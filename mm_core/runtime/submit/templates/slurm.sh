@@ -30,9 +30,9 @@ srun --cpu-bind=none bash -c 'exec "$@" --node-rank="$SLURM_NODEID"' node \
 code=$? again=no
 
 case $code in
-  75 | 138) again=yes ;;                                 # saved and stopped on request; 138: before it had begun
-  69 | 137) [ "$(newest)" = "$before" ] || again=yes ;;  # a rank or host was lost; without a new checkpoint, the
-esac                                                     # next try would be lost too
+  75 | 138) again=yes ;;                                     # saved and stopped on request; 138: before it began
+  69 | 13[4-9]) [ "$(newest)" = "$before" ] || again=yes ;;  # a rank or host was lost, or a device failed; without
+esac                                                         # a new checkpoint, the next try would fail too
 if [ "$again" = yes ]; then
   echo "mm-train ended with $code: job $SLURM_JOB_ID waits in the queue again"
   scontrol requeue "$SLURM_JOB_ID"
