@@ -92,12 +92,14 @@ def _model(files: Files, run: Migrated) -> None:
 def _launch(files: Files, run: Migrated) -> None:
     """The command that launches the run, with the environment of the script."""
     found = files.program.launcher.value if files.program is not None else {}
-    given = {name[2:].replace("-", "_"): to_python(node) for name, node in found.items()}
+    given: dict[str, Any] = {name[2:].replace("-", "_"): to_python(node) for name, node in found.items()}
     if files.script is None:
         run.todo.append(f"--nproc of the launch: no script that names {files.main.name} is here. {_RANKS}")
     counts = []
-    if isinstance(local := given.get("local_worker_num", given.get("worker_num")), int):  # msrun
-        given |= {"nproc_per_node": local, "nnodes": max(given.get("worker_num", local) // local, 1)}
+    if (workers := given.get("worker_num")) is not None:  # of msrun, in all
+        local = given.get("local_worker_num", workers)
+        whole = isinstance(workers, int) and isinstance(local, int) and local
+        given |= {"nproc_per_node": local, "nnodes": workers // local if whole else 1}
     for ours, theirs in (("--nproc", "nproc_per_node"), ("--nnodes", "nnodes")):
         count = given.get(theirs, 1)
         if not isinstance(count, int):

@@ -193,6 +193,6 @@ def _engine(source: Source, beside: Sequence[Path]) -> None:
         source.set("engine.settings", given, "deepspeed")
     else:
         source.set("engine.config", str(file), "deepspeed", "as it is")
-    settings = read_source(file) if file is not None else source.node.at("deepspeed")
-    if value_at(settings, "zero_optimization.stage") == 3:
+    settings, start = (read_source(file), "") if file is not None else (source.node, "deepspeed.")
+    if value_at(settings, f"{start}zero_optimization.stage") == 3:
         source.set("task.loss", "plain", "deepspeed", "as stage 3 needs it")
