@@ -52,12 +52,17 @@ def main() -> None:
             name = folder.relative_to(clone)
             try:
                 files = find_runs([folder])
-                runs = MindSpeedMM().migrate([folder])
             except MMError as error:
                 print(f"{name}: not a training: {error.what}")
                 counts["other"] += "no launch script" in error.what
                 continue
             counts["parsed"] += 1
+            try:
+                runs = MindSpeedMM().migrate([folder])
+            except MMError as error:  # of a model that is not known here, or not there
+                print(f"{name}: {len(files)} runs refused: {error.where}: {error.what}")
+                counts["refused"] += len(files)
+                continue
             for each, run in zip(files, runs, strict=True):
                 counts["runs"] += 1
                 model = value_at(each.model, "model_id") or value_at(each.one_file, "model.model_id")
@@ -79,6 +84,7 @@ def main() -> None:
     ):
         print(f"RESULT migrate_{name} {count}/{of} {of} {'ok' if count == of else 'short'}")
     print(f"planned with the sizes that are known: {counts['planned']} of {runs} runs")
+    print(f"refused with a sentence, as their model is not known or not there: {counts['refused']} runs more")
 
 
 def _starts(path: Path) -> bool:

@@ -34,8 +34,14 @@ def execute(args: argparse.Namespace) -> int:
     from mm_core.plugin.registry import get_registry
 
     paths, out = [Path(path) for path in args.paths], Path(args.out)
+    if out.suffix not in (".yaml", ".yml"):
+        what, hint = "a config is a YAML file", "end its name with .yaml"
+        raise MMError(what, where=f"--out {out}", accepted=".yaml, .yml", hint=hint)
     migration = migration_of(get_registry(), paths, args.tool)
-    runs = migration.migrate(paths)
+    found = migration.migrate(paths)
+    runs = [
+        run for number, run in enumerate(found) if run not in found[:number]
+    ]  # several files may name one
     if not runs:
         raise MMError(f"these files of {migration.tool} describe no training", where=", ".join(args.paths))
     differ = broken = False

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from errno import ENOSPC
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,13 +46,15 @@ def config_of(args: argparse.Namespace, *more: str, fetch: Fetch = False) -> Run
 
     try:
         return load_config(args.config, [*args.overrides, *more], allow_code=args.allow_code, fetch=fetch)
-    except ConfigError:
+    except ConfigError as error:
         from mm_core.interchange import foreign
         from mm_core.plugin.registry import get_registry
 
-        for file in files_of(Path(args.config))[::-1]:
-            if error := foreign(get_registry(), file):
-                raise error from None
+        path = Path(args.config)
+        for file in files_of(path)[::-1]:
+            theirs = [fault for fault in error.faults if f"{fault.where}".startswith(f"{file}:")]
+            if (file == path or theirs) and (known := foreign(get_registry(), file)):
+                raise (known if file == path else ConfigError([known, *theirs], where=str(path))) from None
         raise
 
 
@@ -117,7 +120,7 @@ def write_named(out: Path, text: str, option: str) -> None:
         raise MMError(
             f"the file cannot be written: {error.strerror}",
             where=str(out),
-            hint=f"choose another file with {option}, or free the disk",
+            hint=f"choose another file with {option}" + ", or free the disk" * (error.errno == ENOSPC),
         ) from None
 
 

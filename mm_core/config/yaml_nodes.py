@@ -227,7 +227,9 @@ def _parsed(text: str, name: str, read: Callable[[_Loader], Any], kind: type[_Lo
 def _tree(loader: _Loader, name: str, faults: list[MMError], spent: Spent) -> Node:
     root = loader.get_single_node()
     if root is None:
-        accepted = "a mapping with run, task, data, train, ..."
+        accepted = (
+            "a mapping with run, task, data, train, ..., or with the keys of the section that includes it"
+        )
         raise ConfigError("the file is empty", where=name, accepted=accepted)
     return _Reader(loader, name, faults, spent).node(root, "")
 

@@ -134,7 +134,7 @@ def test_the_schema_is_printed_or_written(tmp_path: Path, capsys: pytest.Capture
     assert main(["config", "schema", "--out", str(tmp_path / "none/schema.json")]) == 1
     assert capsys.readouterr().err == (
         f"mm: error: {tmp_path}/none/schema.json: the file cannot be written: No such file or directory\n"
-        "  hint: choose another file with --out, or free the disk\n"
+        "  hint: choose another file with --out\n"
     )
 
 

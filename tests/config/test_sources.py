@@ -23,14 +23,17 @@ def test_a_folder_is_not_a_file(place):
     )
 
 
+EMPTY = (
+    "run.yaml: the file is empty\n  accepted: a mapping with run, task, data, train, ...,"
+    " or with the keys of the section that includes it"
+)
+
+
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("", "run.yaml: the file is empty\n  accepted: a mapping with run, task, data, train, ..."),
-        (
-            "# only a comment\n",
-            "run.yaml: the file is empty\n  accepted: a mapping with run, task, data, train, ...",
-        ),
+        ("", EMPTY),
+        ("# only a comment\n", EMPTY),
         (
             b"run: {name: \xff}",
             "run.yaml: the file is not UTF-8 text (byte 12)\n  hint: save the file as UTF-8",
@@ -243,10 +246,13 @@ def test_another_tool_s_keys_in_a_section_s_file_are_faults_with_their_file_and_
 def test_what_a_section_cannot_include_is_a_fault_with_its_place(place):
     place.write("list.yaml", "- 1\n")
     place.write("a.yaml", "include: a.yaml\n")
+    place.write("empty.yaml", "")
     named = {"engine": 3, "optimizer": "list.yaml", "log": "gone.yaml", "ema": "a.yaml"}
+    named["validation"] = "empty.yaml"
     text = "".join(f"{section}: {{include: {name}}}\n" for section, name in named.items())
     place.edit(("run: {name: small}", f"{text}run: {{name: small}}"))
-    circle, gone, listed, number = sorted(place.faults())
+    circle, empty, gone, listed, number = sorted(place.faults())
+    assert empty.startswith("empty.yaml: the file is empty") and "or with the keys of the section" in empty
     assert circle.startswith("a.yaml: files include each other: a.yaml -> a.yaml")
     assert gone.startswith("gone.yaml: there is no such file") and "included at run.yaml:" in gone
     assert listed.startswith("list.yaml:1: the file is not a mapping") and "the keys of optimizer" in listed

@@ -242,8 +242,8 @@ class _Reader:
         self._skip(1)
 
     def _unclosed(self, mark: str, line: int) -> ConfigError:
-        where = f"{self.script.path}:{line}"
-        return ConfigError(f"{mark} is not closed", where=where, hint="check the script with `bash -n`")
+        where, what = f"{self.script.path}:{line}", "this quote" if mark in "'\"" else f"this {mark}"
+        return ConfigError(f"{what} is never closed", where=where, hint="check the script with `bash -n`")
 
     def _unknown(self, text: str, line: int, why: str) -> list[_Piece]:
         if not self.open:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from mm_core.errors import ConfigError, MMError
 from mm_core.interchange.migration.migrated import Migration
+from mm_core.interchange.migration.shell import read_script
+from mm_core.interchange.migration.sources import read_source
 from mm_core.plugin.registry import Registry
 
 
@@ -31,6 +33,8 @@ def migration_of(registry: Registry, paths: Sequence[Path], name: str | None = N
     found = [each for each, migration in known.items() if migration.recognise(paths)]
     if len(found) == 1:
         return known[found[0]]
+    for file in (path for path in paths if path.is_file() and not found):  # a broken one says what is broken
+        read_script(file) if file.suffix == ".sh" else read_source(file)
     shown = ", ".join(map(str, paths))
     tools = ", ".join(sorted(f"{migration.tool} ({each})" for each, migration in known.items()))
     if found:
@@ -42,22 +46,16 @@ def migration_of(registry: Registry, paths: Sequence[Path], name: str | None = N
 
 def foreign(registry: Registry, path: Path) -> ConfigError | None:
     """The error for a config that is a file of another tool; None if no migration recognises it."""
-    for each in registry.components("migration") if path.is_file() else ():
+    for each in registry.components("migration") if path.exists() else ():
         with suppress(MMError):  # a broken migration hides no error of the config
             migration = _built(registry, each.qualified)
             if not migration.recognise([path]):
                 continue
-            hint = f"`mm migrate {path} --out run.yaml` makes a config of it, or give its folder"
-            if not _starts(migration, path):
-                hint = "it starts no run alone: give `mm migrate` all files of the run, or their folder"
-            return ConfigError(f"this is a file of {migration.tool}", where=str(path), hint=hint)
+            hint = f"`mm migrate {path} --out run.yaml` makes a config of it; "
+            hint += "if it starts no run alone, give all files of the run, or their folder"
+            what = f"this is a {'folder' if path.is_dir() else 'file'} of {migration.tool}"
+            return ConfigError(what, where=str(path), hint=hint)
     return None
-
-
-def _starts(migration: Migration, path: Path) -> bool:
-    with suppress(MMError):
-        return bool(migration.migrate([path]))
-    return False
 
 
 def _built(registry: Registry, name: str) -> Migration:

@@ -101,7 +101,9 @@ def find_runs(paths: Sequence[Path]) -> list[Files]:
         MMError: there is none.
     """
     found: list[Files] = []
-    for path in paths:
+    for path in sorted(paths, key=lambda path: path.suffix != ".sh"):  # a script names the other files
+        if path.resolve() in {file for run in found for file in run.read}:
+            continue
         inside = sorted(path.iterdir()) if path.is_dir() else [path]
         if path.is_file() and path.suffix != ".sh":  # the scripts that name it
             scripts = sorted(path.parent.glob("*.sh"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from mm_core.errors import plural
+from mm_core.errors import ConfigError, plural
 from mm_core.interchange import Left, Line, Migrated, Node, apply
 from mm_mindspeed.begin import begin, load_of
 from mm_mindspeed.files import SECTIONS, Files, place_at, value_at
@@ -56,15 +56,17 @@ def migrate_one_file(files: Files, root: Node, run: Migrated) -> None:
 
 def _task(root: Node, key: str, run: Migrated) -> None:
     name, place = value_at(root, key), place_at(root, key)
-    run.set("task.type", "pretrained", place)
-    run.set("task.auto_class", _MODELS.get(name, ("AutoModelForCausalLM",))[0], place)
     if name not in _MODELS:
-        why = "no model of this name is known here: any model that Transformers opens can be trained"
-        run.differs.append(Left(place, "model_id", name, why))
+        what = f"the model {name!r} has no counterpart here" if name else f"these files have no {key}"
+        accepted = ", ".join(["wandit", "vace", "hunyuanvideo15dit", *_MODELS])
+        hint = "a model that Transformers opens is trained by the task `pretrained`, in a config of your own"
+        raise ConfigError(what, where=place if name else run.name, accepted=accepted, hint=hint)
+    run.set("task.type", "pretrained", place)
+    run.set("task.auto_class", _MODELS[name][0], place)
 
 
 def _freeze(model: Node, run: Migrated) -> None:
-    _, tower, projector = _MODELS.get(str(value_at(model, "model_id")), ("", "", ""))
+    _, tower, projector = _MODELS[value_at(model, "model_id")]
     paths = {"tower": tower, "projector": projector, "language_model": "model.model.language_model"}
     frozen = {part: [key for key in keys if value_at(model, key)] for part, keys in FROZEN.items()}
     if named := [paths[part] for part, keys in frozen.items() if keys and paths[part]]:

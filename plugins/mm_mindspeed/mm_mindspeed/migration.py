@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mm_core.errors import ConfigError
 from mm_core.interchange import UNKNOWN, Left, Line, Migrated, apply, place_of, to_python
 from mm_mindspeed.files import PARTS, Files, find_runs, is_of_tool, value_at
 from mm_mindspeed.language import migrate_language, migrate_one_file
 from mm_mindspeed.tables.engine import ENGINE
-from mm_mindspeed.tables.flags import FLAGS
+from mm_mindspeed.tables.flags import FLAGS, LAUNCHER
 from mm_mindspeed.video import migrate_hunyuan, migrate_wan
 
 _ANCHOR = "an anchor of the file, which other keys repeat"
@@ -54,6 +55,7 @@ def _run(files: Files) -> Migrated:
     ):
         run.set(key, value, main, note)
     _launch(files, run)
+    apply(LAUNCHER, files.program.launcher if files.program is not None else files.flags.holding({}), run)
     for path in files.missing:
         run.differs.append(Left(main, "file", path, "this file is not there, so it was not read"))
     for node in files.rest:  # anchors, whose values other keys repeat
@@ -72,7 +74,12 @@ def _run(files: Files) -> Migrated:
 
 
 def _model(files: Files, run: Migrated) -> None:
-    model = files.model or files.flags.holding({})
+    if (model := files.model) is None:
+        named = files.flags.at("--mm-model")
+        what = "the file of the model is not there" if files.missing else "no key names the model's file"
+        where = place_of(named) if named is not None else files.main.name
+        hint = "copy it there, or correct the path in the script"
+        raise ConfigError(f"{what}: {', '.join(files.missing)}".rstrip(": "), where=where, hint=hint)
     name = value_at(model, "predictor.model_id")
     if name == "hunyuanvideo15dit":
         migrate_hunyuan(files, model, run)
@@ -85,10 +92,14 @@ def _model(files: Files, run: Migrated) -> None:
 def _launch(files: Files, run: Migrated) -> None:
     """The command that launches the run, with the environment of the script."""
     found = files.program.launcher.value if files.program is not None else {}
-    given = {name[2:].replace("-", "_"): to_python(node) for name, node in found.items()}
+    given: dict[str, Any] = {name[2:].replace("-", "_"): to_python(node) for name, node in found.items()}
     if files.script is None:
         run.todo.append(f"--nproc of the launch: no script that names {files.main.name} is here. {_RANKS}")
     counts = []
+    if (workers := given.get("worker_num")) is not None:  # of msrun, in all
+        local = given.get("local_worker_num", workers)
+        whole = isinstance(workers, int) and isinstance(local, int) and local
+        given |= {"nproc_per_node": local, "nnodes": workers // local if whole else 1}
     for ours, theirs in (("--nproc", "nproc_per_node"), ("--nnodes", "nnodes")):
         count = given.get(theirs, 1)
         if not isinstance(count, int):

@@ -134,6 +134,50 @@ def test_a_value_that_only_a_shell_knows_has_no_counterpart(tmp_path, capsys):
     assert "$(cat batch)" in out and "its value is known only where the script runs" in out
 
 
+def test_the_files_of_one_run_are_one_run(tmp_path, capsys):
+    write(tmp_path / "t2v", WAN, CLIPS)
+    (tmp_path / "t2v/other.sh").write_text((tmp_path / "t2v/pretrain.sh").read_text().replace("1e-05", "3"))
+    files = [f"t2v/{name}" for name in ("model.json", "pretrain.sh", "data.json", "fsdp2.yaml")]
+    assert main(["migrate", *files, "--out", "run.yaml"]) == 0
+    assert [path.name for path in tmp_path.glob("run*.yaml")] == ["run.yaml"]
+    assert main(["migrate", *files[:1], *files[2:], "--out", "both.yaml"]) == 0  # of either script
+    assert sorted(path.name for path in tmp_path.glob("both*.yaml")) == ["both.yaml", "both_other.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"), [("8 --worker_num 8", "8"), ("4 --worker_num 8", "4 --nnodes 2")]
+)
+def test_ranks_of_msrun_are_those_of_the_launch(flags, words, tmp_path, capsys):
+    write(tmp_path / "t2v", WAN, CLIPS, {"global-batch-size": 8})
+    script = tmp_path / "t2v/pretrain.sh"
+    msrun = (
+        f"msrun --local_worker_num {flags} --master_addr a --master_port 60 --bind_core=True pretrain_x.py"
+    )
+    script.write_text(script.read_text().replace("torchrun --nproc_per_node 2 pretrain_x.py", msrun))
+    assert main(["migrate", "t2v", "--out", "run.yaml"]) == 0
+    out = capsys.readouterr().out
+    assert f"mm-train --config run.yaml --nproc {words}" in out and "8 ranks" in out
+    assert "--bind_core" in out and "worker_num" in Path("run.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (None, "pretrain.sh:3 --mm-model: the file of the model is not there: model.json"),
+        ({**QWEN, "model_id": "nobody"}, "model.json:2 model_id: the model 'nobody' has no counterpart here"),
+        ({"task": "t2i"}, "pretrain: these files have no model_id"),
+    ],
+)
+def test_a_model_that_is_not_there_or_not_known_is_one_error(model, said, tmp_path, capsys):
+    write(tmp_path / "run", model, CHATS)
+    if model is None:
+        (tmp_path / "run/model.json").unlink()
+    assert main(["migrate", "run", "--out", "run.yaml"]) == 1
+    error = capsys.readouterr().err
+    assert error.count("mm: error") == 1 and said in error and not Path("run.yaml").exists()
+    assert model is None or "accepted: wandit, " in error
+
+
 def test_a_part_of_a_script_that_may_set_flags_is_said_by_its_line(tmp_path, capsys):
     (folder,) = examples(tmp_path)
     script = folder / "pretrain.sh"

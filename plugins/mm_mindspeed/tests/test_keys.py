@@ -840,14 +840,6 @@ LANGUAGE = [
         set(),
     ),
     ("sound", {"audio_encoder.freeze": True}, {}, {}, set(), {"audio_encoder.freeze"}),
-    (
-        "stranger",
-        {"model_id": "nobody"},
-        {},
-        {"task.auto_class": "AutoModelForCausalLM"},
-        set(),
-        {"model_id"},
-    ),
 ]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from mm_core.errors import ConfigError
-from mm_core.interchange import Migrated, Node, apply, read_source
+from mm_core.interchange import Migrated, Node, apply, read_source, value_at
 from mm_trainers.common import Reader, Source, file_of, files_of, found, settle, warm_up
 from mm_trainers.tables.arguments import ARGUMENTS
 from mm_trainers.tables.llamafactory import DATA_SET, LLAMA_FACTORY, LORA, MODEL, ROWS, WHOLE
@@ -193,4 +193,6 @@ def _engine(source: Source, beside: Sequence[Path]) -> None:
         source.set("engine.settings", given, "deepspeed")
     else:
         source.set("engine.config", str(file), "deepspeed", "as it is")
-    source.set("task.loss", "plain", "deepspeed", "as stage 3 needs it")
+    settings, start = (read_source(file), "") if file is not None else (source.node, "deepspeed.")
+    if value_at(settings, f"{start}zero_optimization.stage") == 3:
+        source.set("task.loss", "plain", "deepspeed", "as stage 3 needs it")

@@ -238,10 +238,12 @@ def test_a_json_of_deepspeed_becomes_the_engine_as_it_is(written, lists):
         assert engine.keys() == {"engine.type", "engine.config"}
         assert engine["engine.type"] == "deepspeed"
         assert dropped.keys() == {"bf16", "gradient_checkpointing"}
-        assert (taken["lr_schedule.warmup_steps"], taken["task.loss"]) == (10, "plain")
-    inner = written("inner.json", json.dumps({**keys, "deepspeed": {"zero_optimization": {"stage": 1}}}))
-    taken, _, _ = lists(migrated(inner, TrainingArguments))
-    assert taken["engine.settings"] == {"zero_optimization": {"stage": 1}}
+        assert taken["lr_schedule.warmup_steps"] == 10 and "task.loss" not in taken
+    for number, loss in ((1, None), (3, "plain")):  # stage 3 alone needs it
+        settings = {"zero_optimization": {"stage": number}}
+        inner = written("inner.json", json.dumps({**keys, "deepspeed": settings}))
+        taken, _, _ = lists(migrated(inner, TrainingArguments))
+        assert (taken["engine.settings"], taken.get("task.loss")) == (settings, loss)
 
 
 def test_the_command_migrates_a_run_of_a_local_model_and_plans_it(sft, tmp_path, capsys):

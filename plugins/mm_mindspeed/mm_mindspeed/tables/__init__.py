@@ -2,13 +2,14 @@
 
 from mm_mindspeed.tables.data import DATA
 from mm_mindspeed.tables.engine import ENGINE
-from mm_mindspeed.tables.flags import FLAGS
+from mm_mindspeed.tables.flags import FLAGS, LAUNCHER
 from mm_mindspeed.tables.language import LANGUAGE, LANGUAGE_DATA
 from mm_mindspeed.tables.one_file import ONE_FILE
 from mm_mindspeed.tables.video import HUNYUAN, VIDEO
 
 TABLES = {
     "Flags of the launch script, or `gpt_args` of a YAML": FLAGS,
+    "Flags of torchrun and msrun": LAUNCHER,
     "fsdp2_config.yaml and zero_config.yaml": ENGINE,
     "model.json of Wan": VIDEO,
     "model.json of HunyuanVideo 1.5": HUNYUAN,
@@ -34,7 +35,8 @@ mm-train --config run.yaml
 
 A folder with several scripts gives a config for each: `run.yaml` is of `pretrain.sh`,
 `run_finetune_lora.yaml` of `finetune_lora.sh`. Scripts are read, never run. What is printed:
-[Coming from another tool](migrate.md).
+[Coming from another tool](migrate.md). A run of a model that is not known here is an error, which names it
+and those that are known.
 
 ## Weights, both ways
 

@@ -64,3 +64,10 @@ FLAGS = under(
     Differs("lr-decay-iters", "a schedule always ends with the run"),
     Differs("rampup-batch-size", "the batch has one size"),
 )
+
+LAUNCHER = under(
+    "--",
+    *notes("nproc_per_node nproc-per-node nnodes local_worker_num worker_num", "mm-train --nproc, --nnodes"),
+    *notes("node_rank node-rank master_addr master-addr master_port master-port", "of several nodes"),
+    Drop("*", "how the launcher of theirs works: `mm-train` starts the ranks"),
+)
