@@ -34,7 +34,7 @@ def read_source(path: Path) -> Node:
 
 
 def _check_json(path: Path) -> None:
-    """Raises ConfigError for text that is no JSON, with its own line and words rather than those of YAML."""
+    """Raises ConfigError for text that is not JSON, with its own line and words rather than those of YAML."""
     try:
         json.loads(read_plain(path))
     except json.JSONDecodeError as error:
