@@ -176,6 +176,7 @@ PAGES: dict[str, Page] = {
             "run.name=try": "run.name=try lr_schedule.min_lr=0",
             "--nproc 64 --dry-run": "--nproc 64 --dry-run train.global_batch_size=128",
             "--nproc-per-node 8": "--nproc-per-node 1",
+            "--nproc 8 --max-restarts 20": "--nproc 2 --max-restarts 20",
         },
         {"mm-train --config run.yaml --nproc 64": "64", "make image DEVICE=ascend": "cann:9.1"},
         {

@@ -33,7 +33,7 @@ def migration_of(registry: Registry, paths: Sequence[Path], name: str | None = N
     found = [each for each, migration in known.items() if migration.recognise(paths)]
     if len(found) == 1:
         return known[found[0]]
-    for file in (path for path in paths if path.is_file() and not found):  # a broken one says what is broken
+    for file in (path for path in paths if path.is_file() and not found):  # broken ones first
         read_script(file) if file.suffix == ".sh" else read_source(file)
     shown = ", ".join(map(str, paths))
     tools = ", ".join(sorted(f"{migration.tool} ({each})" for each, migration in known.items()))

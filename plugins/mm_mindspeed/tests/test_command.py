@@ -158,6 +158,9 @@ def test_ranks_of_msrun_are_those_of_the_launch(flags, words, tmp_path, capsys):
     out = capsys.readouterr().out
     assert f"mm-train --config run.yaml --nproc {words}" in out and "8 ranks" in out
     assert "--bind_core" in out and "worker_num" in Path("run.yaml").read_text()
+    script.write_text(script.read_text().replace("--worker_num 8", "--worker_num $RANKS"))
+    assert main(["migrate", "t2v", "--out", "unknown.yaml"]) == 1
+    assert "--worker_num  $RANKS  its value is known only where" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
