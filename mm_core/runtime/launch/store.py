@@ -34,6 +34,8 @@ class Answers:
 
     def of(self, call: Callable[[], Any]) -> Any:
         """The answer of a call; RuntimeError if there is none in time."""
+        if self.stuck:
+            raise RuntimeError("the rendezvous host did not respond")
         answer: Future[Any] = Future()
         self._calls.put((call, answer))
         try:
