@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -246,7 +247,7 @@ time.sleep(600)
 """
 
 
-def test_a_store_that_does_not_answer_holds_nobody_up(free_port, monkeypatch):
+def test_a_store_that_does_not_answer_holds_nobody_up(free_port, monkeypatch, wait_until):
     """Torch's own limit does not hold for a server whose process is stopped."""
     monkeypatch.setattr(stores, "ANSWER", 1.0)
     server = subprocess.Popen(
@@ -258,6 +259,8 @@ def test_a_store_that_does_not_answer_holds_nobody_up(free_port, monkeypatch):
         store = answers.of(lambda: stores.open_store("127.0.0.1", free_port, False))
         assert answers.of(lambda: store.add("key", 1)) == 1
         server.send_signal(signal.SIGSTOP)
+        threads = [*Path(f"/proc/{server.pid}/task").glob("*/stat")]
+        wait_until(lambda: all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in threads))
         with pytest.raises(RuntimeError, match="the rendezvous host does not respond"):
             answers.of(lambda: store.add("key", 1))
         assert answers.stuck
