@@ -231,11 +231,12 @@ class Meeting:
         over = threading.Event()
 
         def watch() -> None:
-            answered = time.monotonic()
+            answered, looks = time.monotonic(), 0
             while not over.wait(1.0):
+                looks += 1
                 try:
                     self._beat()
-                    if (error := self._error()) is not None:
+                    if (error := self._error(of_silence=looks % 10 == 0)) is not None:
                         failed(error)
                         return self._beating(over)
                     answered = time.monotonic()
@@ -253,14 +254,14 @@ class Meeting:
             over.set()
             thread.join(ANSWER)
 
-    def _error(self) -> str | None:
-        """The error of another host of the attempt; None without one."""
+    def _error(self, of_silence: bool) -> str | None:
+        """The error of another host of the attempt, or that it is silent; None without one."""
         if self._call("add", "ends", 0):
             for name, end in self._ends().items():
                 if end is not None and end.failed:
                     return f"host {name} failed: {end.what}"
         for name, index in zip(self.hosts, self._roster, strict=True):
-            if index != self._index and not self._alive(index, UNSEEN):
+            if of_silence and index != self._index and not self._alive(index, UNSEEN):
                 return f"host {name} has not responded for {UNSEEN:.0f} s"
         return None
 
