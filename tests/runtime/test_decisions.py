@@ -214,6 +214,22 @@ def test_an_error_of_one_host_reaches_the_others_and_they_decide_the_same(free_p
     assert sorted([results[0][1], results[1][1]]) == [False, True]
 
 
+def test_a_host_that_is_silent_while_ranks_run_is_lost(free_port, monkeypatch, wait_until):
+    """As one without power: nothing resets its connections."""
+    monkeypatch.setattr(meetings, "LOOK", 1)
+    monkeypatch.setattr(meetings, "UNSEEN", 2.0)
+    hosts = [Others(free_port, "2") for _ in range(2)]
+    for host in hosts:
+        host.join(30)
+    seen: list[str] = []
+    with hosts[0].meeting.watching(seen.append):
+        with hosts[1].meeting.watching(lambda error: None):
+            time.sleep(3)
+            assert not seen
+        wait_until(lambda: bool(seen))
+    assert seen[0].endswith(" has not responded for 2 s") and seen[0].startswith("host ")
+
+
 def test_a_launcher_that_left_is_not_waited_for_and_what_one_knows_all_take(free_port, wait_until):
     alone = Others(free_port, "2", {"torch": "a typo"})
     wait_until(lambda: "1 more host" in alone.meeting.waits_for)

@@ -33,6 +33,9 @@ SILENT = 10.0
 SETTLING = 90.0
 """Seconds that launchers wait until the ranks of the others have ended."""
 
+LOOK = 10
+"""Seconds between two looks for launchers that are silent while ranks run."""
+
 UNSEEN = 120.0
 """Seconds without a sign of life from a launcher after which the ranks of the others are ended. It is longer
 than `SILENT`, since a launcher that was killed leaves ranks that save."""
@@ -236,7 +239,7 @@ class Meeting:
                 looks += 1
                 try:
                     self._beat()
-                    if (error := self._error(of_silence=looks % 10 == 0)) is not None:
+                    if (error := self._error(of_silence=looks % LOOK == 0)) is not None:
                         failed(error)
                         return self._beating(over)
                     answered = time.monotonic()
