@@ -8,7 +8,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mm_core.cli.options import config_of
+from mm_core.cli.options import config_of, count, whole
 from mm_core.cli.ranks import rank_command
 from mm_core.errors import MMError, PlanError, plural
 
@@ -19,6 +19,30 @@ if TYPE_CHECKING:
 
 OF_LAUNCH = ("nproc", "nnodes", "rdzv_endpoint", "rdzv_id", "node_rank", "max_restarts", "hostfile")
 """Options that set how many ranks run, on which hosts, and how often they start again."""
+
+
+def add_launch(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `OF_LAUNCH` to a command's parser."""
+    add = parser.add_argument
+    auto = "ranks on this host; auto (the default): one per accelerator, 1 on CPU"
+    add("--nproc", type=ranks, metavar="N|auto", help=auto)
+    add("--nnodes", metavar="N|MIN:MAX", help="hosts (default 1); run the command on each of them")
+    add("--rdzv-endpoint", metavar="HOST:PORT", help="rendezvous address; must be the same on all hosts")
+    add("--rdzv-id", metavar="ID", help="rendezvous id; must be the same on all hosts")
+    own_rank = "rank of this host (0 = the rendezvous host); only needed if it cannot be detected"
+    add("--node-rank", metavar="N", help=own_rank)
+    again = "start the ranks again from the newest checkpoint after a failure that passes, at most N times"
+    add("--max-restarts", type=whole, metavar="N", help=again)
+    add("--hostfile", metavar="FILE", help="start by ssh on each host of its lines: HOST slots=N")
+
+
+def ranks(text: str) -> int | str:
+    """Parses --nproc of `mm train`; `auto`: one rank per accelerator."""
+    try:
+        return text if text == "auto" else count(text)
+    except ValueError:
+        accepted = "accepted: 1, 2, ... or auto"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks; {accepted}") from None
 
 
 def launched(args: argparse.Namespace, config: RunConfig, nproc: int, least: int, most: int) -> int:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from mm_core.cli.options import config_of, count, print_json, print_table, refuse_missing
 from mm_core.cli.ranks import refuse_among_ranks
-from mm_core.cli.training.launching import OF_LAUNCH, check_hosts, hosts_of, launched, on_hosts
+from mm_core.cli.training.launching import OF_LAUNCH, add_launch, check_hosts, hosts_of, launched, on_hosts
 from mm_core.errors import MMError, plural
 
 if TYPE_CHECKING:
@@ -33,16 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--config", required=True, metavar="YAML", help="the run's config file")
     add("overrides", nargs="*", metavar="key=value", help="override a config key, e.g. train.steps=10")
-    auto = "ranks on this host; auto (the default): one per accelerator, 1 on CPU"
-    add("--nproc", type=ranks, metavar="N|auto", help=auto)
-    add("--nnodes", metavar="N|MIN:MAX", help="hosts (default 1); run the command on each of them")
-    add("--rdzv-endpoint", metavar="HOST:PORT", help="rendezvous address; must be the same on all hosts")
-    add("--rdzv-id", metavar="ID", help="rendezvous id; must be the same on all hosts")
-    own_rank = "rank of this host (0 = the rendezvous host); only needed if it cannot be detected"
-    add("--node-rank", metavar="N", help=own_rank)
-    again = "start the ranks again from the newest checkpoint after a failure that passes, at most N times"
-    add("--max-restarts", type=count, metavar="N", help=again)
-    add("--hostfile", metavar="FILE", help="start by ssh on each host of its lines: HOST slots=N")
+    add_launch(parser)
     add("--dry-run", action="store_true", help="print the plan of the run and stop")
     add("--on", metavar="MACHINE", help="with --dry-run: plan for 8xH100, 2x8xH100 (hosts), 1x24GB")
     add("--fit", action="store_true", help="with --dry-run: also show the fastest settings that fit")
@@ -330,12 +321,3 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
         what += " --dry-run and --verify-resume"
     if what is not None:
         raise MMError(what, where="command line", hint=hint)
-
-
-def ranks(text: str) -> int | str:
-    """Parses --nproc of `mm train`; `auto`: one rank per accelerator."""
-    try:
-        return text if text == "auto" else count(text)
-    except ValueError:
-        accepted = "accepted: 1, 2, ... or auto"
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks; {accepted}") from None
