@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import TypeVar
 
-from mm_core.device import DeviceClock, device_type
+from mm_core.device import DeviceClock, device_type, environment_world
 from mm_core.processes import CoreWaits
 
 T = TypeVar("T")
@@ -36,7 +36,8 @@ class PhaseClock:
         self._watch = watch
         self._marks: list[tuple[str, bool, object, float]] = []
         on_cpu = device_type() == "cpu"
-        self._coreless: Callable[[], float] = CoreWaits() if clock is None and on_cpu else lambda: 0.0
+        shared = clock is None and on_cpu and environment_world().world_size > 1
+        self._coreless: Callable[[], float] = CoreWaits() if shared else lambda: 0.0
         self._every = 1 if on_cpu else 5  # a collective costs two events of the device
         self._steps, self._at = 0, ""
         self._step, self._waited = 0.0, False

@@ -118,8 +118,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (
             ["xyz"],
             "mm: error: unknown command 'xyz'; "
-            "the commands are train, launch, sample, chat, eval, import, export, weights, report, align, migrate,"
-            " validate, data, cache, config, plugins, doctor",
+            "the commands are train, launch, sample, chat, eval, import, export, weights, report, align,"
+            " migrate, validate, data, cache, config, plugins, doctor",
         ),
         (["--versoin"], "mm: error: unrecognized arguments: --versoin; did you mean '--version'?"),
         (["plugins", "lst"], "; did you mean 'list'?"),

@@ -250,8 +250,11 @@ def two_ranks() -> Iterator[Callable[[Callable[[int], object]], list[object]]]:
 
 @pytest.mark.parametrize("where", ["data", "before", "after"])
 @pytest.mark.parametrize("shape", [(2,), (2, 1)], ids=["sharded", "replicated"])
-def test_a_rank_that_sleeps_has_the_steps_of_the_other_and_more_time_of_its_own(two_ranks, where, shape):
+def test_a_rank_that_sleeps_has_the_steps_of_the_other_and_more_time_of_its_own(
+    two_ranks, where, shape, monkeypatch
+):
     """Of real sharded modules and collectives: it sleeps while it reads, before or after its forward."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
     clocks = threading.local()
 
     def train(rank: int) -> tuple[float, float]:
