@@ -20,7 +20,7 @@ def test_the_rank_that_hangs_is_named_with_its_line(tiny, shapes, tmp_path, mm):
         f"data.train={{type: local/sleepy, annotations: {shapes / 'data.json'}, num_frames: 8, height: 16,"
         " width: 16}", "data.loader.workers=0", "run.stuck_after=8",
     )  # fmt: skip
-    assert done.code == 1, done.err
+    assert done.code == 69, done.err
     sentences = [line for line in done.err.splitlines() if line.startswith("mm: error:")]
     assert len(sentences) == 1, "one rank speaks for all"
     line = next(n for n, text in enumerate(PLUGIN.read_text().splitlines(), 1) if "time.sleep" in text)
