@@ -36,6 +36,11 @@ def running_seconds() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK") if ticks else 0.0
 
 
+def usable_cores() -> int:
+    """Cores that this process may use, where the system limits them; else those of the machine."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class CoreWaits:
     """Reads how many seconds the thread that makes it has waited for a core, which other threads had; 0 where
     the system does not count them."""

@@ -27,6 +27,7 @@ from mm_core.plugin.ranks import check_ranks_agree
 from mm_core.plugin.registry import Registry
 from mm_core.runtime.ranks import Ranks
 from mm_core.schema.fields import ComponentConfig
+from mm_core.schema.nodes import leaves
 
 _LIBRARIES = ("transformers", "diffusers", "peft", "accelerate", "tokenizers", "safetensors", "torchao")
 """Libraries besides torch that compute, convert or tokenize; requirements of the run's plugins are added."""
@@ -79,15 +80,8 @@ def launch_facts(config: RunConfig) -> dict[str, str]:
     environment variables."""
     plugins = {f"plugin {name}": text for name, text in config.registry.fingerprint_table().items()}
     versions = {"mm_core": mm_core.__version__, "torch": torch.__version__}
-    return versions | plugins | dict(_leaves(to_mapping(config), ""))
-
-
-def _leaves(value: object, key: str) -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict):
-        for name, each in value.items():
-            yield from _leaves(each, f"{key}.{name}" if key else str(name))
-    else:
-        yield key, json.dumps(value, default=str)
+    keys = {key: json.dumps(value, default=str) for key, value in leaves(to_mapping(config))}
+    return versions | plugins | keys
 
 
 def library_versions(plugins: Iterable[str] = ()) -> dict[str, str]:

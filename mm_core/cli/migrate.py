@@ -39,9 +39,8 @@ def execute(args: argparse.Namespace) -> int:
         raise MMError(what, where=f"--out {out}", accepted=".yaml, .yml", hint=hint)
     migration = migration_of(get_registry(), paths, args.tool)
     found = migration.migrate(paths)
-    runs = [
-        run for number, run in enumerate(found) if run not in found[:number]
-    ]  # several files may name one
+    # Several files may name one run.
+    runs = [run for number, run in enumerate(found) if run not in found[:number]]
     if not runs:
         raise MMError(f"these files of {migration.tool} describe no training", where=", ".join(args.paths))
     differ = broken = False
@@ -77,13 +76,10 @@ def _files(out: Path, names: Sequence[str]) -> list[Path]:
 
 def _refuse_existing(files: Sequence[Path], texts: Sequence[str]) -> None:
     """Raises MMError if a file exists with another text: it may hold what a user has changed since."""
+    hint = "name another file, or remove this one first"
     for file, text in zip(files, texts, strict=True):
         if file.is_file() and file.read_bytes() != text.encode():
-            what, hint = (
-                "this file exists, and is not replaced",
-                "name another file, or remove this one first",
-            )
-            raise MMError(what, where=str(file), hint=hint)
+            raise MMError("this file exists, and is not replaced", where=str(file), hint=hint)
 
 
 def _launch(run: Migrated, file: Path) -> Sequence[str]:

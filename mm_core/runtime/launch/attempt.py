@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mm_core.errors import MMError
+from mm_core.processes import usable_cores
 from mm_core.runtime.launch.launch_folder import FAILED, LAUNCH_DIR, LOST, STOPPED_EARLY, LaunchFolder
 from mm_core.runtime.launch.meeting import Nodes
 from mm_core.runtime.launch.rank_process import GRACE
@@ -184,10 +185,9 @@ def not_started(error: BaseException, nodes: Nodes) -> MMError:
 @contextmanager
 def environment(folder: Path, nproc: int, restart: int) -> Iterator[None]:
     """Sets what ranks inherit: the launch folder, their share of the cores, the number of the restart."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     wanted = {LAUNCH_DIR: str(folder)}
     if "OMP_NUM_THREADS" not in os.environ:
-        wanted["OMP_NUM_THREADS"] = str(max(1, cores // nproc))
+        wanted["OMP_NUM_THREADS"] = str(max(1, usable_cores() // nproc))
     if restart:
         wanted[RESTART] = str(restart)
     os.environ.update(wanted)

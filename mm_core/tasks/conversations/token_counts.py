@@ -19,6 +19,7 @@ from mm_core.contracts import Randomness, generators_kept, seed_generators
 from mm_core.data.loading.stopping import check_stop
 from mm_core.data.loading.workers import StartWorker, read_by_workers, start_server
 from mm_core.errors import DataError, plural
+from mm_core.processes import usable_cores
 from mm_core.runtime.ranks import Ranks
 from mm_core.tasks.conversations.rows.reading import RawRow
 
@@ -156,7 +157,7 @@ class _Rows(TorchDataset[list[Measured]]):
 
 def _processes() -> int:
     """Number of processes for this rank: its share of the available CPU cores, up to MOST."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     return min(MOST, max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
