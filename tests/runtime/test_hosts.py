@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -234,6 +235,24 @@ def test_a_signal_reaches_every_host(ssh, tmp_path):
         assert here.returncode == 75 and sorted(out.splitlines()) == [
             f"[a] saved after {number.name}", f"[b] saved after {number.name}"
         ], started  # fmt: skip
+
+
+def test_a_signal_before_a_host_is_among_the_sessions_reaches_it(ssh, tmp_path, monkeypatch, capsys):
+    session = hosts.Session
+    monkeypatch.setattr(hosts, "PATIENCE", 1.0)
+
+    def start_and_signal(host: Host, *rest: Any) -> hosts.Session:
+        started = session(host, *rest)
+        while host.name == "b" and len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.05)
+        if host.name == "b":
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return started
+
+    monkeypatch.setattr(hosts, "Session", start_and_signal)
+    code = f"{SAVES.rpartition('time')[0]}open({str(tmp_path)!r} + '/' + sys.argv[-1], 'w'); time.sleep(60)"
+    assert run_on_hosts([Host("a", 1), Host("b", 1)], [sys.executable, "-c", code], "id", 2) == 75
+    assert "[b] saved after SIGUSR1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ class Session:
     def __init__(
         self, host: Host, command: Sequence[str], out: Callable[[str], Any], err: Callable[[str], Any]
     ) -> None:
-        self.host, self.began = host, False
+        self.host, self.began, self.asked = host, False, False
         environment, pipe = passed(os.environ), subprocess.PIPE
         try:
             # In a session of its own: Ctrl-C reaches the far end as a signal, not by the death of ssh.
@@ -187,6 +187,11 @@ class Session:
         assert self.process.stdin is not None
         with suppress(OSError, ValueError):
             os.write(self.process.stdin.fileno(), f"{line}\n".encode())
+
+    def ask(self, name: str) -> None:
+        """Sends a signal to the command; may be called by a signal handler."""
+        self.asked = True
+        self.send(f"signal {name}")
 
     def end(self) -> None:
         """Ends the connection: the far end saves and ends its command."""
@@ -255,7 +260,7 @@ def run_on_hosts(
         sessions: list[Session] = []
         with StopFlag(on_signal=partial(_forward, sessions), on_second=partial(_forward, sessions)) as stop:
             again = f"{run_id}.{number}" if number else run_id
-            codes = _attempt(hosts, [*command, "--rdzv-id", again], least, sessions)
+            codes = _attempt(hosts, [*command, "--rdzv-id", again], least, sessions, stop)
             lost = any(code == LOST or (code > 128 and code != 130) for code in codes)
             if not lost or 1 in codes or number == restarts or _asked(stop):
                 return worst(codes)
@@ -268,7 +273,9 @@ def run_on_hosts(
     raise AssertionError("the last attempt returns")
 
 
-def _attempt(hosts: Sequence[Host], command: Sequence[str], least: int, sessions: list[Session]) -> list[int]:
+def _attempt(
+    hosts: Sequence[Host], command: Sequence[str], least: int, sessions: list[Session], stop: StopFlag
+) -> list[int]:
     def show(host: Host, stream: Any) -> Callable[[str], None]:
         def write(line: str) -> None:
             with _WRITING:
@@ -281,7 +288,10 @@ def _attempt(hosts: Sequence[Host], command: Sequence[str], least: int, sessions
         for rank, host in enumerate(hosts):
             own = ["--nproc", str(host.slots), "--node-rank", str(rank)]
             out, err = show(host, sys.stdout), show(host, sys.stderr)
-            sessions.append(Session(host, [*command, *own], out, err))
+            session = Session(host, [*command, *own], out, err)
+            sessions.append(session)
+            if stop.requested is not None and not session.asked:  # before it was among the sessions
+                session.ask(stop.requested)
         return _wait(sessions, least)
     finally:
         for session in sessions:
@@ -296,7 +306,7 @@ def _asked(stop: StopFlag) -> bool:
 
 def _forward(sessions: Sequence[Session], given: signal.Signals = signal.SIGINT) -> None:
     for session in sessions:
-        session.send(f"signal {given.name}")
+        session.ask(given.name)
 
 
 def _wait(sessions: Sequence[Session], least: int) -> list[int]:
