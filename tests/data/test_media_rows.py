@@ -161,6 +161,31 @@ def test_a_folder_has_media_with_captions_beside_them(tmp_path):
     assert reader.dropped == {"no .txt file beside it": 1} and reader.opened().uncaptioned == 1
 
 
+def test_what_has_no_caption_gets_that_of_its_source_and_is_counted(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in ("a.png", "b.png", "a.txt"):
+        (folder / name).touch()
+    bare = [{"path": "a.png", "cap": "own"}, {"path": "b.png", "cap": ""}, {"path": "c.png"}]
+    csv_rows = [{"path": row["path"], "cap": row.get("cap", "")} for row in bare]
+    places = {
+        folder: ["a.png own", "b.png ohwx"],
+        write(tmp_path / "rows.jsonl", bare): ["a.png own", "b.png ohwx", "c.png ohwx"],
+        write(tmp_path / "rows.csv", csv_rows): ["a.png own", "b.png ohwx", "c.png ohwx"],
+        write(tmp_path / "rows.parquet", csv_rows): ["a.png own", "b.png ohwx", "c.png ohwx"],
+        write(tmp_path / "no_captions.csv", [{"path": "a.png"}]): ["a.png ohwx"],
+        archive(tmp_path / "0.tar", {"1.jpg": b"x", "1.txt": b"own", "2.jpg": b"y"}): [
+            "1.jpg own",
+            "2.jpg ohwx",
+        ],
+    }
+    for path, expected in places.items():
+        reader = SourceReader(0, MediaSource(str(path), caption="ohwx"))
+        found = [f"{row.path} {''.join(row.captions) or 'own'}" for row in reader.blocks()]
+        assert (found, reader.dropped) == (expected, {})
+        assert reader.opened().filled == sum("ohwx" in each for each in expected)
+
+
 def test_an_archive_is_read_in_place_by_offsets(tmp_path):
     members = {
         "s/1.jpg": b"JPEG",

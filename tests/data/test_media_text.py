@@ -14,7 +14,7 @@ from PIL import Image, ImageCms
 
 from mm_core.builtin.configs.data import CaptionTags, MediaSource
 from mm_core.contracts import Randomness, SampleKey
-from mm_core.data.datasets.media_report import check, inspect
+from mm_core.data.datasets.media_report import check, inspect, remarks
 from mm_core.data.datasets.media_text import MediaTextDataset
 from mm_core.data.media.images import read_photo
 from mm_core.data.rows.mixture import Mixture, drawn_tags
@@ -338,6 +338,17 @@ def test_inspect_counts_what_each_source_gives(tmp_path, encode):
     clips = table(tmp_path / "a.jsonl", *rows)
     photos = MediaSource(str(folder(tmp_path / "p", "a.png", "b.png")), weight=1.5)
     first, second, third = inspect(dataset(photos, MediaSource(clips.annotations, where="width > 9"), clips))
-    assert first[1:] == (2, 0, 3, {"8x8": 2}, {}, 0)
-    assert second[1:] == (0, 1, 1, {"64x48, 9 frames": 1}, {"where: width > 9": 1}, 0)
+    assert first[1:] == (2, 0, 3, {"8x8": 2}, {}, 0, 0)
+    assert second[1:] == (0, 1, 1, {"64x48, 9 frames": 1}, {"where: width > 9": 1}, 0, 0)
     assert third[1:4] == (0, 2, 2)
+
+
+def test_a_source_s_caption_is_that_of_empty_files_too_and_is_remarked(tmp_path):
+    photos = folder(tmp_path / "p", "a.png", "b.png", "c.png")
+    (photos / "a.txt").write_text(" \n")
+    (photos / "b.txt").unlink()
+    given = MediaSource(str(photos), caption="ohwx", caption_prefix="a photo of ")
+    captioned = dataset(given)
+    found = [captioned[place]["caption"] for place in range(3)]
+    assert found[:2] == ["a photo of ohwx"] * 2 and "ohwx" not in found[2]
+    assert remarks(captioned) == [f"{photos}: 1 row without a caption: the source's is used"]

@@ -133,6 +133,7 @@ class MediaSource:
     )
     where: str | None = None  # condition on the columns, e.g. width >= 480; other rows are left out
     columns: MediaColumns = MediaColumns()  # names of the columns
+    caption: str | None = None  # of files and rows that have none; null: such files are left out
     caption_prefix: str = ""  # text before each caption
     tags: CaptionTags | None = None  # captions are lists of tags; null: they are kept as they are
 

@@ -38,6 +38,7 @@ class Found(NamedTuple):
         sizes: number of files of each size, by the headers of some, the most frequent one first.
         left_out: number of rows left out for each reason.
         empty_captions: number of captions without a text.
+        filled: number of rows that have the caption of their source.
     """
 
     source: str
@@ -47,10 +48,11 @@ class Found(NamedTuple):
     sizes: Mapping[str, int]
     left_out: Mapping[str, int]
     empty_captions: int
+    filled: int
 
     def remarks(self) -> list[str]:
         """What is left out, and the empty captions, a line for each."""
-        return _remarked(self.left_out, self.empty_captions)
+        return _remarked(self.left_out, self.empty_captions, self.filled)
 
 
 class Bucketed(NamedTuple):
@@ -118,6 +120,7 @@ def inspect(dataset: Dataset) -> list[Found]:
             _sizes(dataset, number),
             source.dropped,
             _empty_captions(dataset, number),
+            source.filled,
         )
         for number, source in enumerate(dataset.sources)
     ]
@@ -128,21 +131,22 @@ def remarks(dataset: object) -> list[str]:
     found: list[str] = []
     if isinstance(dataset, MediaTextDataset):
         for number, source in enumerate(dataset.sources):
-            lines = _remarked(source.dropped, _empty_captions(dataset, number))
+            lines = _remarked(source.dropped, _empty_captions(dataset, number), source.filled)
             found += [f"{source.name}: {each}" for each in lines]
     return found
 
 
-def _remarked(left_out: Mapping[str, int], empty: int) -> list[str]:
-    """What is left out of a source, and its empty captions, in words."""
+def _remarked(left_out: Mapping[str, int], empty: int, filled: int) -> list[str]:
+    """What is left out of a source, and its captions that are empty or not their own, in words."""
     lines = [f"{plural(count, 'row')} left out: {reason}" for reason, count in left_out.items()]
+    lines += [f"{plural(filled, 'row')} without a caption: the source's is used"] if filled else []
     return [*lines, *([f"{plural(empty, 'empty caption')}, used as any other"] if empty else [])]
 
 
 def _empty_captions(dataset: MediaTextDataset, number: int) -> int:
-    """The captions of a source that are empty; a source with a prefix has none."""
+    """The captions of a source that are empty; a source with a prefix or a caption has none."""
     wanted, source = dataset.wanted.sources[number], dataset.sources[number]
-    if wanted.caption_prefix.strip():
+    if wanted.caption_prefix.strip() or (wanted.caption or "").strip():
         return 0
     places = dataset.rows.of_source(number)
     found = dataset.rows.blank_captions(places)

@@ -368,6 +368,10 @@ class MediaTextDataset:
         return [clean_caption(prefix + text) for text in row.captions or (self._text_beside(row),)]
 
     def _text_beside(self, row: MediaRow) -> str:
+        text = self._text_of_file(row)
+        return text if text.strip() else self.wanted.sources[row.source].caption or text
+
+    def _text_of_file(self, row: MediaRow) -> str:
         path = inside(self.sources[row.source].folder, str(Path(row.path).with_suffix(CAPTIONS)))
         try:
             return read_plain(path).decode("utf-8-sig")

@@ -153,6 +153,16 @@ def clean_caption(text: str) -> str:
     return " ".join(text.split())
 
 
+def texts_of(cell: object) -> tuple[str, ...]:
+    """The captions in a cell that holds a text, or a list of texts and lists; () if anything else."""
+    if isinstance(cell, str):
+        return (cell,)
+    if not isinstance(cell, list):
+        return ()
+    found = [texts_of(each) for each in cell if each is not None]
+    return tuple(text for texts in found for text in texts) if all(found) else ()
+
+
 def unnameable(path: str) -> str | None:
     """The first letter of a path that no file name has, as an escape; None if there is none.
 

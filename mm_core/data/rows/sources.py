@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from mm_core.builtin.configs.data import MediaColumns, MediaSource
 from mm_core.data.rows.annotations import describe_faults, escapes
 from mm_core.data.rows.archives import Member, archives_of, beside_archives, read_archive
-from mm_core.data.rows.captions import half_character, unnameable, walked
+from mm_core.data.rows.captions import half_character, texts_of, unnameable, walked
 from mm_core.data.rows.json_rows import RowFile, kind_of
 from mm_core.data.rows.media_rows import (
     CAPTIONS,
@@ -52,6 +52,7 @@ class OpenedSource:
         archives: the tar files of the source, in order.
         kept: number of rows of each medium.
         dropped: number of rows left out for each reason.
+        filled: number of rows without a caption of their own, which have the source's.
     """
 
     name: str
@@ -59,6 +60,7 @@ class OpenedSource:
     archives: tuple[Path, ...]
     kept: Mapping[Medium, int]
     dropped: Mapping[str, int]
+    filled: int
 
     @property
     def uncaptioned(self) -> int:
@@ -87,6 +89,7 @@ class SourceReader:
         self.where = None if source.where is None else Where(source.where)
         self.kept: dict[Medium, int] = {}
         self.dropped: Counter[str] = Counter()
+        self.filled = 0
         self._strange: Counter[str] = Counter()  # files of a folder by their unknown suffixes
         self.archives = archives_of(self.path)
         own = self.path if self.path.is_dir() else self.path.parent
@@ -108,6 +111,7 @@ class SourceReader:
             raise DataError("`columns.fields` needs a table, but this source is none", where=str(self.path))
         captions = named.caption if isinstance(named.caption, tuple) else (named.caption,)
         self.captions: tuple[Column, ...] = captions
+        self.default = None if source.caption is None else (source.caption,)
         # A table without names has only numbers.
         sizes: dict[str, Column] = {name: getattr(named, name) for name in SIZES}
         self.sizes = {k: v for k, v in sizes.items() if type(v) is type(named.path)}
@@ -130,11 +134,13 @@ class SourceReader:
             and self.path.suffix.lower() == ".parquet"
             and self.where is None
             and not self.source.columns.fields
+            and not self.default
         )
         return self._counted(self._in_blocks() if columnar else self._every(), None)
 
     def _counted(self, found: Iterator[Rows | None], most: int | None) -> Iterator[Rows]:
         self.dropped.clear()
+        self.filled = 0
         self._strange.clear()
         self._faults.clear()
         seen = images = clips = 0
@@ -144,10 +150,10 @@ class SourceReader:
                 if isinstance(row, RowBlock):
                     images += (count := int(row.facts["image"].sum()))
                     clips += len(row.facts) - count
-                elif row[2] == "image":
-                    images += 1
                 else:
-                    clips += 1
+                    images += row[2] == "image"
+                    clips += row[2] != "image"
+                    self.filled += row[3] is self.default
                 yield row
         complete = most is None or seen < most
         self.kept = {"image": images, "clip": clips}
@@ -171,7 +177,7 @@ class SourceReader:
     def opened(self) -> OpenedSource:
         """The source, once its rows have been read."""
         kept, dropped = dict(self.kept), dict(self.dropped)
-        return OpenedSource(self.source.annotations, self.folder, self.archives, kept, dropped)
+        return OpenedSource(self.source.annotations, self.folder, self.archives, kept, dropped, self.filled)
 
     def _every(self) -> Iterator[MediaRow | None]:
         return (
@@ -185,13 +191,13 @@ class SourceReader:
             self._strange.update(found.strange)
             for name, medium in found.media.items():
                 text = found.captions.get(name)
-                if text is None:
+                if text is None and self.default is None:
                     self._left_out(f"no {CAPTIONS} file beside it")
                     yield None
                 elif not self._admits({"path": within + name}):
                     yield None
-                elif text == name[: name.rfind(".")] + CAPTIONS:
-                    yield MediaRow(self.number, within + name, medium, ())
+                elif text is None or text == name[: name.rfind(".")] + CAPTIONS:
+                    yield MediaRow(self.number, within + name, medium, () if text else self.default or ())
                 else:
                     yield self._captioned(within + name, medium, self.path / within / text)
             for reason, count in found.unread.items():
@@ -225,7 +231,7 @@ class SourceReader:
             if not isinstance(values, dict):
                 raise DataError("the .json member is not a JSON object", where=where)
         named = [values.get(str(column)) for column in self.captions]
-        captions = (texts[CAPTIONS],) if CAPTIONS in texts else _texts(named)
+        captions = (texts[CAPTIONS],) if CAPTIONS in texts else texts_of(named) or self.default or ()
         sizes = declared(*(values.get(str(column)) for column in self.sizes.values()))
         if not captions:
             self._left_out(f"no {CAPTIONS} member and no caption in a .json member")
@@ -245,7 +251,8 @@ class SourceReader:
         own = self.source.columns
         needed = (own.path, *self.captions, *(each.place for each in own.fields))
         columns = list(dict.fromkeys((*needed, *self.sizes.values(), *named)))
-        return columns, set(columns) - set(needed)
+        optional = set(columns) - set(needed)
+        return columns, optional.union(self.captions if self.default else ())
 
     def _in_blocks(self) -> Iterator[MediaRow | RowBlock | None]:
         from mm_core.data.rows.mapped_rows import row_block  # imports torch, which mm validate does not
@@ -281,7 +288,9 @@ class SourceReader:
         for place, values, fault in cells:
             if fault is None:
                 path, caption = values[0], values[first]
-                texts = _texts([values[each] for each in captions] if several else caption)
+                texts = texts_of([values[each] for each in captions] if several else caption)
+                if self.default and not any(values[each] for each in captions):
+                    texts = self.default
                 fault = _fault(path, texts, caption)
                 for each, at in further if fault is None else ():
                     fault = fault or field_fault(each.name, each.kind, values[at], each.most)
@@ -344,16 +353,6 @@ def _decoded(content: bytes, where: str) -> str:
         return content.decode("utf-8-sig").strip()
     except UnicodeDecodeError:
         raise DataError("a text member of the archive is not UTF-8", where=where) from None
-
-
-def _texts(cell: object) -> tuple[str, ...]:
-    """The captions in a cell that holds a text, or a list of texts and lists; () if anything else."""
-    if isinstance(cell, str):
-        return (cell,)
-    if not isinstance(cell, list):
-        return ()
-    found = [_texts(each) for each in cell if each is not None]
-    return tuple(text for texts in found for text in texts) if all(found) else ()
 
 
 def _fault(path: object, texts: Sequence[str], caption: object) -> str | None:

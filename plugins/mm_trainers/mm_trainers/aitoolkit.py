@@ -131,6 +131,9 @@ def _datasets(source: Source, arch: str) -> None:
         if here is not None:
             key = f"data.train.sources.{number}.caption_prefix"
             source.set(key, f"{source.get(here)} ", here, "before every caption")
+        if count and source.get(f"{each}.default_caption") is None:
+            what = "theirs uses files without a caption"
+            source.set(f"data.train.sources.{number}.caption", "", each, what)
     if any(key.endswith(".caption_prefix") for key in run.lines):
         run.todo.append("captions: take the trigger word and [trigger] out of them; here each one gets it")
     sizes = [f"{each}.resolution" for each in every]

@@ -74,7 +74,7 @@ _DATASETS: Rows = (
     *takes("datasets.*.", _SOURCE, "folder_path=annotations dataset_path=annotations", str),
     Key("datasets.*.num_repeats", f"{_SOURCE}weight", float),
     *off("datasets.*.", "captions are .txt files beside, or columns of a table", caption_ext=("txt", ".txt")),
-    Differs("datasets.*.default_caption", "a file without a caption is left out, and counted"),
+    Key("datasets.*.default_caption", f"{_SOURCE}caption", str),
     *reads("datasets.*.", "trigger_word caption_dropout_rate", "caption_prefix; task.caption_dropout of all"),
     Key("datasets.*.resolution", note="max_height and max_width of buckets: the area, as theirs"),
     *off("datasets.*.", "one size for all: write height and width of data.train", buckets=True),
