@@ -304,6 +304,9 @@ class CheckpointSection:
     best: str | None = None  # validation metric (`loss`, ...); also keep the checkpoint with its best value
     mode: Literal["min", "max"] = "min"  # whether the smallest or the largest value of `best` is best
     async_: bool = True  # a thread writes while training continues; false: training waits for the disk
+    export: Literal["lora/comfyui", "lora/kohya", "lora/diffusers", "lora/peft"] | None = (
+        None  # also write the adapters as such LoRA files at each save, into the run's exports/
+    )
     frozen: bool | None = None  # store frozen weights loaded from files; null: only in runs without adapters
 
 
@@ -385,12 +388,13 @@ class RunConfig:
             raise ValueError(
                 "data.validation is set but validation is not: add e.g. `validation: {every: 500}`"
             )
+        if checkpoint.export is not None and not self.train.adapters:
+            raise ValueError("checkpoint.export writes adapters, but there are none: set train.adapters")
         if checkpoint.best is not None:
             if validation is None or self.data.validation is None:
                 raise ValueError("checkpoint.best needs validation: set validation and data.validation")
             if checkpoint.every % validation.every and validation.every % checkpoint.every:
                 raise ValueError(
-                    f"checkpoint.best needs steps with a checkpoint and a validation: make checkpoint.every"
-                    f" ({checkpoint.every}) a multiple of validation.every ({validation.every}), or the other"
-                    " way round"
+                    "checkpoint.best needs steps with a checkpoint and a validation: make checkpoint.every"
+                    f" ({checkpoint.every}) or validation.every ({validation.every}) a multiple of the other"
                 )

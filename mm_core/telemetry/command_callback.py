@@ -73,7 +73,7 @@ class Command(Callback):
         if event not in self._events or Ranks.current().rank != 0:
             return
         variables = {"MM_EVENT": event, "MM_RUN_DIR": self._run_dir, "MM_STEP": str(step)}
-        variables = {**_own_environment(), **variables, **self._metrics, **more}
+        variables = {**environment_alone(), **variables, **self._metrics, **more}
         try:
             code, output = execute(self._command, variables, self._timeout)
         except (OSError, ValueError, subprocess.TimeoutExpired) as fault:
@@ -85,7 +85,8 @@ class Command(Callback):
             )
 
 
-def _own_environment() -> dict[str, str]:
+def environment_alone() -> dict[str, str]:
+    """The environment of this process without what would make a program a rank of its run."""
     started = ("TORCHELASTIC_", "MM_LAUNCH_DIR")
     return {n: v for n, v in os.environ.items() if n not in _OF_A_RANK and not n.startswith(started)}
 

@@ -46,6 +46,7 @@ from mm_core.training.late import late_steps
 from mm_core.training.loop import Training
 from mm_core.training.non_finite import first_non_finite
 from mm_core.training.optional.caching import FilledBatches
+from mm_core.training.optional.exporting import ExportAtSaves
 from mm_core.training.optional.memory import advise
 from mm_core.training.parts import Restored, RunParts, restore
 from mm_core.training.training_samples import make_loader
@@ -169,6 +170,9 @@ def equip(
     if parts.filled is not None:
         read = filled = FilledBatches(read, task, parts.filled, plan.engine, engine.device, reporter.note)
         named.append(("the feature cache", filled))
+    if config.checkpoint.export is not None:
+        export = ExportAtSaves(config.checkpoint.export, config.ema is not None, reporter.note)
+        named.append(("checkpoint.export", export))
     callbacks = CallbackList(named)
     between = BetweenSteps(
         config=config,

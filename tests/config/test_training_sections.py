@@ -36,10 +36,11 @@ def path(tmp_path):
             "validation: validation is set but there is nothing to validate: set data.validation or",
         ),
         ([HELD_OUT], "data.validation is set but validation is not: add e.g. `validation: {every: 500}`"),
+        (["checkpoint.export=lora/comfyui"], "checkpoint.export writes adapters, but there are none"),
         (["checkpoint.best=loss"], "checkpoint.best needs validation: set validation and data.validation"),
         (
             [HELD_OUT, "validation={every: 4}", "checkpoint={best: loss, every: 6}"],
-            "make checkpoint.every (6) a multiple of validation.every (4), or the other way round",
+            "make checkpoint.every (6) or validation.every (4) a multiple of the other",
         ),
         (["validation={samples: {prompts: []}}"], "validation.samples.prompts: prompts is empty"),
         ([HELD_OUT, "validation={timesteps: []}"], "validation.timesteps: timesteps is empty"),

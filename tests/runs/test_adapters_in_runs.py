@@ -73,3 +73,30 @@ def test_upon_another_run_the_weights_below_keep_every_bit(tiny, tmp_path, mm):
     )
     assert done.code == 0, done.err
     assert list((tmp_path / "c").glob("*.mp4"))
+
+
+def test_each_save_is_exported_as_a_lora_while_the_run_goes_on(tiny, tmp_path, mm):
+    """On two ranks: the files are those of `mm export`, and one that fails is a note."""
+    saves = ("train.steps=4", "checkpoint={every: 2, export: lora/diffusers}", "lr_schedule={type: constant}")
+    begin = (
+        "train",
+        "--config",
+        tiny,
+        f"run.dir={tmp_path}",
+        f"train.adapters=[{ATTENTION}]",
+        FEATURES[2],
+        *saves,
+    )
+    done = mm(*begin, "--nproc", 2, "run.name=a")
+    assert done.code == 0, done.err
+    assert done.err.count("loaded again and equal to the checkpoint") == 2, done.err
+    for step in (2, 4):
+        (file,) = (tmp_path / "a/exports").glob(f"step_*{step}-diffusers-ema.safetensors")
+        out = tmp_path / f"{step}.safetensors"
+        again = mm("export", "--run", f"{tmp_path}/a@{step}", "--to", "lora/diffusers", "--ema", "--out", out)
+        assert again.code == 0 and file.read_bytes() == out.read_bytes()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b/exports").write_text("a file where the folder should be")
+    done = mm(*begin, "run.name=b")
+    assert done.code == 0, done.err
+    assert done.err.count("was not exported") == 2, done.err
