@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mm_core.contracts import Clip, DataRanks, SampleRequest
+from mm_core.data.media.contact_sheet import write_contact_sheet
 from mm_core.data.media.video_files import (
     SHEET,
     clip_name,
@@ -15,7 +16,6 @@ from mm_core.data.media.video_files import (
     make_folder,
     preview,
     to_bytes,
-    write_contact_sheet,
     write_prompts,
     write_video,
 )
@@ -144,7 +144,7 @@ def write_own(clips: Sequence[Clip], first: int, folder: Path) -> str | None:
 
 
 def gather_previews(
-    ranks: Ranks, clips: Sequence[Clip], fault: str | None, folder: Path
+    ranks: Ranks, clips: Sequence[Clip], fault: str | None, folder: Path, title: str
 ) -> tuple[list[Clip], list[str]]:
     """Gathers previews of all sampled clips on rank 0, which writes the contact sheet and `prompts.json`.
 
@@ -155,6 +155,7 @@ def gather_previews(
         clips: of this rank.
         fault: this rank's error, if it could not write its clips.
         folder: to write to.
+        title: of the contact sheet.
 
     Returns:
         On rank 0 the previews in order, and the errors; empty lists on other ranks.
@@ -166,7 +167,8 @@ def gather_previews(
     if ranks.rank == 0 and not faults:
         try:
             write_prompts({clip_name(i, clip): clip.prompt for i, clip in enumerate(previews)}, folder)
-            write_contact_sheet(previews, folder / SHEET)
+            frames = [(each, prompt) for shares, _ in rows for each, _, prompt in shares]
+            write_contact_sheet(frames, folder / SHEET, title)
         except Exception as error:
             faults = [f"rank 0: {type(error).__name__}: {error}"]
     if not ranks.alone:

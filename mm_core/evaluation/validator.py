@@ -293,7 +293,8 @@ class Validator:
         fault = write_own(clips, request.first, folder)
         if made < real:
             fault = no_clips(type(self._task).__name__, made, real).what
-        previews, faults = gather_previews(self._ranks, clips, fault, folder)
+        title = f"{self.run_dir.name}, step {step}, seed {request.seed}"
+        previews, faults = gather_previews(self._ranks, clips, fault, folder, title)
         if faults:
             self._note(f"warning: the clips after step {step} could not be written: {'; '.join(faults)}")
         if self._ranks.rank == 0:

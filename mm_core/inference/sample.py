@@ -186,7 +186,8 @@ def _sample(
                 kept.append(clip)
     check_made(ranks, config.task.type, made, real)
     if out is not None:
-        _, faults = gather_previews(ranks, previews, None, out)
+        title = f"{config.run.name}, step {source.facts['step']}, seed {request.seed}"
+        _, faults = gather_previews(ranks, previews, None, out, title)
         if faults:
             raise DataError("; ".join(faults), where=str(out))
     return kept

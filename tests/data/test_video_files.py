@@ -68,7 +68,8 @@ def test_bytes_and_back_lose_less_than_half_a_level():
     [
         ("A red circle, moving left!", "007-a-red-circle-moving-left.mp4"),
         ("../../etc/passwd", "007-etc-passwd.mp4"),
-        ("一只猫", "007.mp4"),
+        ("一只猫 睡觉", "007-一只猫-睡觉.mp4"),
+        ("!?", "007.mp4"),
         ("x" * 90, f"007-{'x' * 60}.mp4"),
     ],
 )

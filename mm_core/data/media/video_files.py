@@ -1,10 +1,9 @@
-"""Clips as files: mp4, GIF bytes for pages, contact sheets, and the small previews that ranks exchange."""
+"""Clips as files: mp4, GIF bytes for pages, and the small previews that ranks exchange."""
 
 from __future__ import annotations
 
 import io
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mm_core.contracts import Clip
+from mm_core.data.media.contact_sheet import write_contact_sheet
 from mm_core.errors import DataError
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ def write_clips(clips: Sequence[Clip], folder: Path) -> Path:
     for name, clip in zip(names, clips, strict=True):
         write_video(clip, folder / name)
     write_prompts({name: clip.prompt for name, clip in zip(names, clips, strict=True)}, folder)
-    return write_contact_sheet(clips, folder / SHEET)
+    rows = [(to_bytes(clip), clip.prompt) for clip in clips]
+    return write_contact_sheet(rows, folder / SHEET)
 
 
 def make_folder(folder: Path) -> None:
@@ -53,7 +54,7 @@ def make_folder(folder: Path) -> None:
 
 def clip_name(index: int, clip: Clip) -> str:
     """File name of a clip, number and prompt: `003-a-red-circle.mp4`; one frame is a `.png`."""
-    slug = re.sub(r"[^a-z0-9]+", "-", clip.prompt.lower())[:60].strip("-")
+    slug = re.sub(r"[\W_]+", "-", clip.prompt.lower())[:60].strip("-")
     suffix = ".png" if clip.pixels.shape[1] == 1 else ".mp4"
     return f"{index:03d}-{slug}{suffix}" if slug else f"{index:03d}{suffix}"
 
@@ -121,39 +122,3 @@ def to_bytes(clip: Clip) -> numpy.ndarray:
 def from_bytes(frames: numpy.ndarray) -> Tensor:
     """Pixels of a clip, float32 [3,F,Y,X] in [-1, 1], from uint8 [F,Y,X,3]: the inverse of `to_bytes`."""
     return torch.from_numpy(frames).permute(3, 0, 1, 2).float().contiguous() / 127.5 - 1
-
-
-def write_contact_sheet(clips: Sequence[Clip], path: Path, most_frames: int = 8, least: int = 64) -> Path:
-    """Writes a contact sheet of clips: one row for each clip, with its prompt and frames over its length.
-
-    Args:
-        clips: the clips.
-        path: of the sheet, which is returned.
-        most_frames: maximum number of frames per clip.
-        least: minimum height of a frame in pixels.
-    """
-    from PIL import Image, ImageDraw
-
-    label = 16
-    tiles = []
-    for clip in clips:
-        frames = to_bytes(clip)
-        count = min(most_frames, len(frames))
-        chosen = [round(i * (len(frames) - 1) / max(1, count - 1)) for i in range(count)]
-        scale = max(1, math.ceil(least / frames.shape[1]))
-        size = (frames.shape[2] * scale, frames.shape[1] * scale)
-        tiles.append([Image.fromarray(frames[i]).resize(size, Image.Resampling.NEAREST) for i in chosen])
-    columns = 2 if len(tiles) > 8 else 1
-    row_width = max(sum(tile.width + 2 for tile in row) for row in tiles)
-    row_height = max(row[0].height for row in tiles) + label + 4
-    rows = math.ceil(len(tiles) / columns)
-    sheet = Image.new("RGB", (columns * (row_width + 8), rows * row_height), "white")
-    draw = ImageDraw.Draw(sheet)
-    for index, (row, clip) in enumerate(zip(tiles, clips, strict=True)):
-        x, y = index // rows * (row_width + 8), index % rows * row_height
-        draw.text((x + 2, y + 2), clip.prompt[:100].encode("latin-1", "replace").decode("latin-1"), "black")
-        for tile in row:
-            sheet.paste(tile, (x, y + label))
-            x += tile.width + 2
-    sheet.save(path)
-    return path
