@@ -19,7 +19,12 @@ from mm_core.schema.fields import ComponentConfig, Kind
 from mm_core.schema.nodes import Node, describe, inside, is_list, unwrap
 
 _INCLUDE = KeyInfo(
-    FieldInfo("include", "str or list of str", "[]", "other files, relative to this one, merged first"),
+    FieldInfo(
+        "include",
+        "str or list of str",
+        "[]",
+        "other files, relative to this one, or `config:NAME` of a plugin; merged first",
+    ),
     str | tuple[str, ...],
     (),
     (),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from mm_core.config.former import FORMER_WRITERS
-from mm_core.config.load import INCLUDING
 from mm_core.config.sections import CheckpointSection, RunConfig
+from mm_core.config.shipped import INCLUDING
 from mm_core.errors import MMError
 from mm_core.plugin.registry import Registry
 from mm_core.schema.json_schema import TEXTS, SchemaWriter
@@ -15,7 +15,7 @@ DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 _INCLUDE = {
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
-    "description": "other files, relative to this one, that are merged first",
+    "description": "other files, relative to this one, or `config:NAME` of a plugin, that are merged first",
 }
 
 _ONE_FILE_PLUGINS = {"required": ["path"], "properties": {"path": {"minItems": 1}}}

@@ -17,6 +17,7 @@ from mm_core.config.hub_names import bare_names, commits_of, located
 from mm_core.config.interpolation import resolve
 from mm_core.config.overrides import apply_overrides, merge
 from mm_core.config.sections import RunConfig
+from mm_core.config.shipped import INCLUDING, SHIPPED, find_shipped, shipped_configs
 from mm_core.config.stored import Sources, known_only, stored_plugins, unknown_commands
 from mm_core.config.yaml_nodes import Spent, read_file
 from mm_core.errors import ConfigError, MMError, RunWarning, TrustError, first_line
@@ -33,8 +34,6 @@ MAX_INCLUDES = 200
 Fetch = bool | Literal["anew", "configs"] | Path
 _INCLUDE = "include"
 _SECTIONS = tuple(keys_of(RunConfig))
-INCLUDING = tuple(name for name in _SECTIONS if name != "init_from")
-"""Sections with the key `include`; that of `init_from` names parameters."""
 
 
 def load_config(
@@ -210,11 +209,12 @@ class _ConfigReader:
                 what = f"the config's files include more than {MAX_INCLUDES} others"
                 raise ConfigError(what, where=name.place(), hint="include fewer files")
             try:
-                other = self.read(path.parent / name.value, above, node.path)
+                other = self.read(_file_of(name.value, path), above, node.path)
             except ConfigError as fault:
                 self.lost = True
                 hint = "; ".join(filter(None, [fault.hint, f"included at {name.where}"]))
-                again = ConfigError(fault.what, where=fault.where, accepted=fault.accepted, hint=hint)
+                where = fault.where or name.place()
+                again = ConfigError(fault.what, where=where, accepted=fault.accepted, hint=hint)
                 self.faults.append(again)
                 continue
             base = other if base is None else merge(base, other, self.faults)
@@ -229,6 +229,13 @@ class _ConfigReader:
             elif not isinstance(name.value, str):
                 self.faults.append(ConfigError(f"found {show(name)}", where=name.place(), accepted=accepted))
         return [name for name in names if isinstance(name.value, str)]
+
+
+def _file_of(name: str, beside: Path) -> Path:
+    """The file that an `include` in the file `beside` names."""
+    if name.startswith(SHIPPED):
+        return find_shipped(name.removeprefix(SHIPPED), shipped_configs(get_registry().plugins)).file
+    return beside.parent / name
 
 
 def _moved(node: Node, section: str) -> Node:

@@ -7,12 +7,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mm_core.config.load import INCLUDING
+from mm_core.config.sections import RunConfig
 from mm_core.config.yaml_nodes import read_file
 from mm_core.errors import ConfigError, did_you_mean, plain_reason, some
 from mm_core.files import replacing
 from mm_core.plugin.checks.locate import find_module
 from mm_core.plugin.records import PluginRecord
+from mm_core.schema.nodes import keys_of
+
+INCLUDING = tuple(name for name in keys_of(RunConfig) if name != "init_from")
+"""Sections with the key `include`; that of `init_from` names parameters."""
+
+SHIPPED = "config:"
+"""What begins the name of a plugin's YAML file in `include`: `config:wan/t2v_1_3b`."""
 
 FOLDER = "configs"
 """Name of the folder of YAML files beside a plugin's module, as its wheel carries it."""
@@ -107,7 +114,8 @@ def relative_references(config: ShippedConfig) -> tuple[str, ...]:
     included = [found for place in places if (found := place.at("include"))]
     named = [name for found in included for name in found.children or [found]]
     nodes = [*named, *root.items("plugins", "path")]
-    return tuple(n.value for n in nodes if isinstance(n.value, str) and not Path(n.value).is_absolute())
+    names = [node.value for node in nodes if isinstance(node.value, str)]
+    return tuple(n for n in names if not n.startswith(SHIPPED) and not Path(n).is_absolute())
 
 
 def _folders(module: str) -> list[Path]:

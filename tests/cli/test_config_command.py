@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 
 from mm_core.cli.main import main
+from mm_core.config.dump import to_yaml
+from mm_core.config.load import load_config
+from mm_core.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs/custom_dit/quickstart.yaml"
@@ -228,3 +231,23 @@ def test_no_command_imports_torch(site: Any, arguments: list[str]) -> None:
         "print(code, sorted(heavy), file=sys.stderr)"
     )
     assert site.run("-c", code, *arguments).stderr.splitlines()[-1] == "0 []"
+
+
+def test_a_config_includes_one_that_a_plugin_ships(tmp_path: Path) -> None:
+    """A name that no plugin ships is an error with its line."""
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("include: config:custom_dit/quickstart\nrun: {name: mine}\ntrain: {steps: 7}\n")
+    given, base = (
+        load_config(mine),
+        load_config("configs/custom_dit/quickstart.yaml", ["run.name=mine", "train.steps=7"]),
+    )
+    assert to_yaml(given) == to_yaml(base)
+    lora = tmp_path / "lora.yaml"
+    lora.write_text("include: config:wan/t2v_1_3b_lora.yaml\n")
+    assert load_config(lora).train.adapters
+    mine.write_text("include:\n- config:wan/t2v_1_3\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(mine)
+    (fault,) = caught.value.faults
+    assert fault.what == "no installed plugin ships a config named 'wan/t2v_1_3'"
+    assert "mine.yaml:2" in fault.where and "did you mean" in fault.hint
