@@ -199,7 +199,7 @@ def make_plan(
         engine=layout,
         components=tuple(_components(config)),
         modules=tuple(modules),
-        model_states=_model_states(modules, states, world),
+        model_states=_model_states(config, modules, states, world),
         missing=missing_files(config, task),
         steps=steps,
         micro_batch_size=config.train.micro_batch_size,
@@ -261,7 +261,11 @@ def _order(
     return train.order(config, size)
 
 
-def _model_states(modules: Sequence[ModuleFact], states: float, world: int) -> tuple[StageBytes, ...]:
+def _model_states(
+    config: RunConfig, modules: Sequence[ModuleFact], states: float, world: int
+) -> tuple[StageBytes, ...]:
+    if config.train.adapters and "base" in config.engine.options:
+        return ()  # `base_choices` has the figures, of a base as it is stored
     trained = sum(m.trained for m in modules if m.trainable)
     whole = sum(m.parameters for m in modules if m.trainable)
     return model_states(trained, whole - trained, states, world)
