@@ -60,6 +60,19 @@ def code_of(source: str, name: str, first: str | None = None, last: str | None =
     return dedent("\n".join(shown)).splitlines()
 
 
+def imports_of(source: str, code: str) -> list[str]:
+    """The imports of a source that some of its code needs."""
+    used = {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
+    found = []
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [each for each in node.names if (each.asname or each.name).partition(".")[0] in used]
+            if names:
+                module = f"from {node.module} " if isinstance(node, ast.ImportFrom) else ""
+                found.append(f"{module}import {', '.join(ast.unparse(each) for each in names)}")
+    return [*found, "", ""] if found else []
+
+
 def _position(lines: list[str], words: str, after: int, name: str) -> int:
     for index in range(after, len(lines)):
         if lines[index].strip().startswith(words):
@@ -73,6 +86,8 @@ def filled(page: str) -> str:
     def fill(match: re.Match[str]) -> str:
         source = (ROOT / match["file"]).read_text(encoding="utf-8")
         code = "\n".join(code_of(source, match["name"], match["first"], match["last"]))
+        if match["file"].startswith("examples/"):  # to be copied
+            code = "\n".join([*imports_of(source, code), code])
         marker = match[0].partition("\n")[0]
         return f'{marker}\n```python title="{match["file"]}"\n{code}\n```\n'
 
