@@ -101,9 +101,11 @@ def test_the_tutorial_does_what_it_shows(environment: Environment) -> None:
     here.mkdir()
     alone = ("--no-deps", "--no-build-isolation", "--no-index", "-q")
     model = here / "my-dit/my_dit/predictor.py"
-    last, printed = "", ""
+    last, listed = "", ""
     for block in blocks(ROOT / "docs/your-own-dit.md"):
-        if block.language == "diff":
+        if block.language == "python":
+            (here / str(block.file)).write_text(block.text)
+        elif block.language == "diff":
             old, new = (
                 "".join(f"{line[1:]}\n" for line in block.text.splitlines() if line[0] == sign)
                 for sign in "-+"
@@ -126,7 +128,8 @@ def test_the_tutorial_does_what_it_shows(environment: Environment) -> None:
                 subprocess.run(command, cwd=here, check=True, stdin=subprocess.DEVNULL)
             else:
                 printed = environment.mm(*(["train"] if program == "mm-train" else []), *words, cwd=here)
-    assert "my_dit/predictor" in printed, "mm config list"
+                listed = printed if words[:2] == ["config", "list"] else listed
+    assert "my_dit/predictor" in listed and steps_of(here / "runs/own_dit_predictor") == 20
     assert list((here / "clips").glob("*.mp4")) and list((here / "dist").glob("my_dit-*.whl"))
     assert steps_of(here / "runs/my_dit_predictor") == 100 and steps_of(here / "runs/silu") == 20
 

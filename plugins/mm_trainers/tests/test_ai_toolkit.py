@@ -55,7 +55,7 @@ WAN = {
     "task.caption_dropout": 0.0,
     "data.train.type": "media_text",
     "data.train.sources.0.annotations": "photos",
-        "data.train.sources.0.caption": "",
+    "data.train.sources.0.caption": "",
     "data.train.max_height": 512,
     "data.train.max_width": 512,
     "data.train.num_frames": 1,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from mm_wan.testing import make_tiny_checkpoint
+from PIL import Image
 from safetensors import safe_open
 from wan_configs import environment
 
@@ -21,10 +22,15 @@ from support.scripts import script
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs/lora-for-comfyui.md"
 TINY = {
-    "configs/wan/t2v_1_3b_lora.yaml": f"{ROOT}/configs/wan/t2v_tiny_lora.yaml",
+    "config:wan/t2v_1_3b_lora": "config:wan/t2v_tiny_lora",
     "preset: wan2.1-t2v-14b, ": "",
     "hub:Wan-AI/": "ckpt/",
-    "num_frames: 33, height: 480, width: 832": "num_frames: 9, height: 48, width: 64",
+    "num_frames: 33": "num_frames: 9",
+    "max_height: 480": "max_height: 48",
+    "max_width: 832": "max_width: 64",
+    "every: 250": "every: 1",
+    "mode: variable}": "mode: variable}\n  validation: null",  # the tiny config's is of clips of one size
+    "checkpoint:": "validation: null\ncheckpoint:",
     "steps: 1500": "steps: 2\n  micro_batch_size: 2",
     "keep: 4": "keep: 0",
 }
@@ -44,6 +50,7 @@ def test_the_page_goes_from_clips_to_a_file(tmp_path):
         place.parent.mkdir(exist_ok=True)
         place.write_bytes((clips / row["path"]).read_bytes())
         place.with_suffix(".txt").write_text("ohwx style")
+    Image.new("RGB", (96, 64), "red").save(tmp_path / "data/style/photo.jpg")
     make_tiny_checkpoint(tmp_path / "ckpt/Wan2.1-T2V-14B-Diffusers", "t2v")
     text = block("yaml")
     for full, little in TINY.items():
@@ -55,6 +62,7 @@ def test_the_page_goes_from_clips_to_a_file(tmp_path):
         words = shlex.split(line.replace("mm-train ", "mm train "))
         done = warm.run(["-m", "mm_core.cli.main", *words[1:]], cwd=tmp_path, env=environment())
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+    assert len([*(tmp_path / "runs/style/exports").glob("step_*-comfyui.safetensors")]) == 2
     with safe_open(tmp_path / "style.safetensors", "pt") as held:
         assert held.metadata()["modelspec.trigger_phrase"] == "ohwx style"
         assert "diffusion_model.blocks.0.self_attn.q.lora_A.weight" in held.keys()  # noqa: SIM118
@@ -64,8 +72,7 @@ def test_the_page_goes_from_clips_to_a_file(tmp_path):
 @pytest.mark.skipif(not shards_mixed(), reason="this torch shards no module of mixed dtypes")
 def test_its_table_is_that_of_the_dry_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    text = block("yaml").replace("configs/wan", f"{ROOT}/configs/wan")
-    (tmp_path / "style.yaml").write_text(text)
+    (tmp_path / "style.yaml").write_text(block("yaml"))
     config = load_config(tmp_path / "style.yaml")
     assert build_task(config)
     rows = re.findall(r"^  (\S.*?) +([\d.]+) +([\d.]+)$", block("text", "the frozen base"), re.M)
