@@ -11,54 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import yaml
 
 from mm_core.runtime.launch.restarts import restarts_of
 from mm_core.telemetry.trackers.local import read_metrics
-from mm_core.training.verify_resume import compare_runs
-
-HERE = Path(__file__).parent
-
-
-@pytest.fixture
-def faulty(tiny, tmp_path):
-    """Writes a run of steps that may go wrong, and returns its command."""
-
-    def write(steps: int, every: int = 2, **settings: object) -> list[object]:
-        config = yaml.safe_load(tiny.read_text())
-        config["task"]["type"], config["data"]["train"]["type"] = "local/faulty_task", "local/faulty_data"
-        config["plugins"] = {"path": [str(HERE / "faulty.py")]}
-        config["train"] |= {"steps": steps, "global_batch_size": 4, "micro_batch_size": 1}
-        config["checkpoint"] = {"every": every}
-        config["run"] = config.get("run", {}) | settings
-        path = tmp_path / "faulty.yaml"
-        path.write_text(yaml.safe_dump(config))
-        return ["train", "--config", path, f"run.dir={tmp_path}"]
-
-    return write
-
-
-def mm_train(*words: object) -> list[object]:
-    return ["-m", "mm_core.cli.main", *words]
-
-
-def equal(one: Path, other: Path) -> None:
-    results, remarks = compare_runs(one, other)
-    assert results and all(result.ok for result in results) and not remarks, (results, remarks)
-
-
-def pids_of(run: Path) -> list[int]:
-    """The newest process of each rank, from the heads of the logs."""
-    found = []
-    for log in sorted((run / "logs").glob("rank_*.log")):
-        found += re.findall(r"--- rank \d+ of \d+, pid (\d+) on", log.read_text())[-1:]
-    return [int(pid) for pid in found]
-
-
-def step_of(run: Path) -> int:
-    with suppress(OSError, ValueError):
-        return max((int(row["step"]) for row in read_metrics(run)), default=0)
-    return 0
+from support.disturbed import below, equal, mm_train, pids_of, step_of
 
 
 @pytest.mark.slow
@@ -156,16 +112,6 @@ def test_two_hosts_agree_and_go_on(what, hosts, mm, tmp_path, wait_until):
         assert all("mm: restart 1 of 99 in 1 s, from step 2: " in ended.err for ended in ends)
         assert len(restarts_of(run)) == 1
     equal(tmp_path / "alone", run)
-
-
-def below(launcher: int, pids: list[int]) -> list[int]:
-    """Those of the ranks that this launcher has started."""
-    found = []
-    for pid in pids:
-        with suppress(OSError):
-            if int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) == launcher:
-                found.append(pid)
-    return found
 
 
 def disturb(what: str, both: Hosts, run: Path, drawn: random.Random) -> None:
