@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import signal
 import time
 from contextlib import suppress
@@ -13,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from mm_core.runtime.launch.restarts import restarts_of
-from mm_core.telemetry.trackers.local import read_metrics
-from support.disturbed import below, equal, mm_train, pids_of, step_of
+from support.disturbed import below, equal, mm_train, pids_of, same_losses, step_of, worlds_of
 
 
 @pytest.mark.slow
@@ -169,22 +167,14 @@ def test_a_host_that_is_lost_is_missed_and_one_that_comes_back_takes_part(hosts,
     for pid in (second.command.process.pid, *below(second.command.process.pid, pids_of(run))):
         os.kill(pid, signal.SIGKILL)
     wait_until(lambda: len(restarts_of(run)) == 1 and step_of(run) >= 6, 300)
-    worlds = re.findall(r"--- rank 0 of (\d)", (run / "logs/rank_0.log").read_text())
-    assert worlds == ["2", "1"]
+    assert worlds_of(run) == ["2", "1"]
     both.up(2)
     wait_until(lambda: "under way without this host" in both.running[-1].command.err, 300)
     os.kill(pids_of(run)[0], signal.SIGKILL)
     ends = [each.end(600) for each in both.running]
     assert [ended.code for ended in ends] == [0, 0], "\n-----\n".join(ended.err for ended in ends)
-    worlds = re.findall(r"--- rank 0 of (\d)", (run / "logs/rank_0.log").read_text())
-    assert worlds == ["2", "1", "2"]
-    alone, changing = (
-        {row["step"]: row["loss"] for row in read_metrics(tmp_path / name) if "loss" in row}
-        for name in ("alone", "changing")
-    )
-    # The same samples at each step, and so each of an epoch once, whichever hosts computed them.
-    assert changing.keys() == alone.keys() == set(range(1, 41))
-    assert [changing[step] for step in alone] == pytest.approx(list(alone.values()), rel=1e-4)
+    assert worlds_of(run) == ["2", "1", "2"]
+    same_losses(tmp_path / "alone", run, 40)
 
 
 def test_hosts_that_may_be_missing_need_a_step_of_one_size(tiny, mm):

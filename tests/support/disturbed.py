@@ -6,6 +6,8 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
 from mm_core.telemetry.trackers.local import read_metrics
 from mm_core.training.verify_resume import compare_runs
 
@@ -17,6 +19,20 @@ def mm_train(*words: object) -> list[object]:
 def equal(one: Path, other: Path) -> None:
     results, remarks = compare_runs(one, other)
     assert results and all(result.ok for result in results) and not remarks, (results, remarks)
+
+
+def same_losses(one: Path, other: Path, steps: int) -> None:
+    """Each step had the same samples, and so each of an epoch once, whichever hosts computed them."""
+    alone, changing = (
+        {row["step"]: row["loss"] for row in read_metrics(run) if "loss" in row} for run in (one, other)
+    )
+    assert changing.keys() == alone.keys() == set(range(1, steps + 1))
+    assert [changing[step] for step in alone] == pytest.approx(list(alone.values()), rel=1e-4)
+
+
+def worlds_of(run: Path) -> list[str]:
+    """How many ranks each start of the run had."""
+    return re.findall(r"--- rank 0 of (\d)", (run / "logs/rank_0.log").read_text())
 
 
 def pids_of(run: Path) -> list[int]:

@@ -136,8 +136,8 @@ class Attempt:
         return End(_exit_code(code) if own else PASSING, message.splitlines()[0].partition(";")[0], own)
 
     def _broken(self, fault: BaseException | None) -> End:
-        """The agent itself failed, before any rank had started or because the rendezvous host is gone; without
-        a fault it still waits for that one."""
+        """The agent failed, before any rank had started or because the rendezvous host is gone, for which it
+        waits if there is no fault."""
         if fault is not None and not self.started:
             raise not_started(fault, self.nodes)
         given, _, what = (self.folder.read(FAILED) or "").partition(" ")
