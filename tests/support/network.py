@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 IP = shutil.which("ip", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
-SWITCH, HOSTS, NET = "mm-switch", ("mm-node1", "mm-node2"), "10.77.0."
+SWITCH, *HOSTS = (f"mm-{os.getpid()}-{name}" for name in ("switch", "node1", "node2"))
+NET = "10.77.0."
 FIRST = f"{NET}1"
 """The address of the first host."""
 
@@ -21,12 +22,12 @@ def missing() -> str | None:
         return "the program ip is not installed (package iproute2)"
     if os.geteuid() != 0:
         return "namespaces need root"
-    return None if _ip("netns", "list", check=False) == 0 else "the kernel has no namespaces of networks"
+    allowed = subprocess.run(["unshare", "--net", "--uts", "true"], capture_output=True).returncode == 0
+    return None if allowed else "namespaces of networks are not allowed"
 
 
-def _ip(*words: object, check: bool = True) -> int:
-    command = [str(IP), *map(str, words)]
-    return subprocess.run(command, check=check, stdout=subprocess.DEVNULL).returncode
+def _ip(*words: object, check: bool = True) -> None:
+    subprocess.run([str(IP), *map(str, words)], check=check, stdout=subprocess.DEVNULL)
 
 
 @contextmanager
@@ -64,6 +65,7 @@ def power_on(number: int) -> None:
 
 def power_off(number: int) -> None:
     """Its processes must have been killed."""
+    _ip("-n", SWITCH, "link", "del", f"port{number}")  # with the namespace it would go some time later
     _ip("netns", "del", HOSTS[number - 1])
 
 
