@@ -322,6 +322,9 @@ def test_a_store_that_does_not_answer_holds_nobody_up(free_port, monkeypatch, wa
         with pytest.raises(RuntimeError, match="the rendezvous host does not respond"):
             answers.of(lambda: store.add("key", 1))
         assert answers.stuck
+        server.send_signal(signal.SIGCONT)
+        wait_until(lambda: not answers.stuck)
+        assert answers.of(lambda: store.add("key", 1)) == 3, "the call that came late is not lost"
     finally:
         server.kill()
         server.wait()
