@@ -124,7 +124,8 @@ def test_ranks_that_have_ended_are_enough_while_torchs_launcher_waits_for_a_stor
     """As where the link to the rendezvous host is down: nothing resets the connection."""
     over = threading.Event()
     monkeypatch.setattr(Attempt, "_elastic", lambda self: over.wait(60))
-    monkeypatch.setattr("mm_core.runtime.launch.attempt.GRACE", 0.3)
+    for limit in ("GRACE", "ENDING"):
+        monkeypatch.setattr(f"mm_core.runtime.launch.attempt.{limit}", 0.3)
     rank = subprocess.Popen(["true"])
     (tmp_path / "rank_0.pid").write_text(str(rank.pid))
     folder = LaunchFolder(tmp_path, has_parent=True)

@@ -22,6 +22,10 @@ from mm_core.runtime.launch.restarts import RESTART, End
 from mm_core.runtime.launch.signals import PASSING, STOPPED, show_cursor
 
 
+ENDING = 30.0
+"""Seconds that torch's agent gives the other ranks of a host, which may still be starting, to end."""
+
+
 class Attempt:
     """One start of the ranks of this host by torch's elastic agent."""
 
@@ -45,12 +49,15 @@ class Attempt:
         agent = threading.Thread(target=self._agent, name="elastic agent", daemon=True)
         agent.start()
         gone_at: float | None = None
-        while agent.is_alive() and (gone_at is None or time.monotonic() - gone_at < 2 * GRACE):
+        while agent.is_alive():
             agent.join(0.1)
             # Torch's agent waits 5 minutes for the agents of other hosts, which may be lost; for a store that
             # is out of reach, until the system gives up the connection.
             gone = self.started and not any(map(alive, self.folder.pids()))
             gone_at = (gone_at or time.monotonic()) if gone else None
+            patience = 2 * GRACE + ENDING * self.folder.failing()
+            if gone_at is not None and time.monotonic() - gone_at > patience:
+                break
         if self.fault is not None or (agent.is_alive() and self.folder.failing()):
             return self._broken(self.fault)
         return self._end()
