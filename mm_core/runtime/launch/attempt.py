@@ -21,7 +21,6 @@ from mm_core.runtime.launch.rank_process import GRACE
 from mm_core.runtime.launch.restarts import RESTART, End
 from mm_core.runtime.launch.signals import PASSING, STOPPED, show_cursor
 
-
 ENDING = 30.0
 """Seconds that torch's agent gives the other ranks of a host, which may still be starting, to end."""
 
