@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
 from support import ranks, warm
 
+HERE = Path(__file__).parent
 SCRIPT = Path(__file__).with_name("ranks_that.py")
 
 
@@ -94,3 +96,21 @@ def wait_until() -> Callable[..., None]:
             time.sleep(0.05)
 
     return wait
+
+
+@pytest.fixture
+def faulty(tiny, tmp_path):
+    """Writes a run of steps that may go wrong, and returns its command."""
+
+    def write(steps: int, every: int = 2, **settings: object) -> list[object]:
+        config = yaml.safe_load(tiny.read_text())
+        config["task"]["type"], config["data"]["train"]["type"] = "local/faulty_task", "local/faulty_data"
+        config["plugins"] = {"path": [str(HERE / "faulty.py")]}
+        config["train"] |= {"steps": steps, "global_batch_size": 4, "micro_batch_size": 1}
+        config["checkpoint"] = {"every": every}
+        config["run"] = config.get("run", {}) | settings
+        path = tmp_path / "faulty.yaml"
+        path.write_text(yaml.safe_dump(config))
+        return ["train", "--config", path, f"run.dir={tmp_path}"]
+
+    return write

@@ -15,6 +15,9 @@ import torch
 from mm_core.errors import ConfigError, DataError, MMError, PeerError, TrainingError
 from mm_core.runtime.launch import meeting as meetings
 from mm_core.runtime.launch import store as stores
+from mm_core.runtime.launch.attempt import Attempt
+from mm_core.runtime.launch.launch_folder import FAILED, LaunchFolder
+from mm_core.runtime.launch.launch_folder import LOST as LOST_MARK
 from mm_core.runtime.launch.meeting import Asked, Meeting, Nodes
 from mm_core.runtime.launch.rank_process import passing
 from mm_core.runtime.launch.restarts import Decision, End, decide, record, restarts_of
@@ -87,12 +90,52 @@ def test_restarts_are_counted_and_waits_grow_while_attempts_are_short():
 
 
 def test_a_restart_is_a_line_of_the_runs_folder(tmp_path):
-    record(tmp_path / "run", after(KILLED, newest=3), ["a", "b"])
+    record(tmp_path / "run", after(KILLED, newest=3), ["a", "b"], 9.0)
     with (tmp_path / "run/restarts.jsonl").open("a") as file:
         file.write('{"restart": 2, "cut')
     (row,) = restarts_of(tmp_path / "run")
     assert (row["restart"], row["hosts"], row["step"], row["code"]) == (1, ["a", "b"], 3, 137)
     assert restarts_of(tmp_path) == []
+
+
+def test_hosts_that_cannot_reach_each_other_record_one_restart_and_the_next_launch_its_own(tmp_path):
+    record(tmp_path, after(None, LOST), ["a", "b"], 140.0)
+    record(tmp_path, after(LOST), ["a", "b"], 140.0)
+    assert [row["what"] for row in restarts_of(tmp_path)] == ["host0: the host or its launcher was lost"]
+    record(tmp_path, after(LOST), ["a", "b"], 0.0)  # that of another launch is older than this one's attempt
+    record(tmp_path, after(LOST, before=after(LOST), newest=4), ["a", "b"], 140.0)
+    assert [row["restart"] for row in restarts_of(tmp_path)] == [1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("mark", "text", "expected"),
+    [
+        (
+            LOST_MARK,
+            "host b has not responded for 120 s",
+            End(69, "host b has not responded for 120 s", False),
+        ),
+        (FAILED, "1 rank 0: no such clip", End(1, "rank 0: no such clip")),
+    ],
+)
+def test_ranks_that_have_ended_are_enough_while_torchs_launcher_waits_for_a_store(
+    mark, text, expected, tmp_path, monkeypatch, capfd
+):
+    """As where the link to the rendezvous host is down: nothing resets the connection."""
+    over = threading.Event()
+    monkeypatch.setattr(Attempt, "_elastic", lambda self: over.wait(60))
+    for limit in ("GRACE", "ENDING"):
+        monkeypatch.setattr(f"mm_core.runtime.launch.attempt.{limit}", 0.3)
+    rank = subprocess.Popen(["true"])
+    (tmp_path / "rank_0.pid").write_text(str(rank.pid))
+    folder = LaunchFolder(tmp_path, has_parent=True)
+    folder.mark(mark, text)
+    attempt = Attempt(Nodes(1, endpoint="node1:29500"), ["true"], folder)
+    attempt.started = True
+    assert attempt.work() == expected
+    assert ("mm: error: " in capfd.readouterr().err) == (mark == LOST_MARK)
+    over.set()
+    rank.wait()
 
 
 def flagged() -> MMError:
@@ -280,6 +323,9 @@ def test_a_store_that_does_not_answer_holds_nobody_up(free_port, monkeypatch, wa
         with pytest.raises(RuntimeError, match="the rendezvous host does not respond"):
             answers.of(lambda: store.add("key", 1))
         assert answers.stuck
+        server.send_signal(signal.SIGCONT)
+        wait_until(lambda: not answers.stuck)
+        assert answers.of(lambda: store.add("key", 1)) == 3, "the call that came late is not lost"
     finally:
         server.kill()
         server.wait()

@@ -4,61 +4,15 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import signal
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import yaml
 
 from mm_core.runtime.launch.restarts import restarts_of
-from mm_core.telemetry.trackers.local import read_metrics
-from mm_core.training.verify_resume import compare_runs
-
-HERE = Path(__file__).parent
-
-
-@pytest.fixture
-def faulty(tiny, tmp_path):
-    """Writes a run of steps that may go wrong, and returns its command."""
-
-    def write(steps: int, every: int = 2, **settings: object) -> list[object]:
-        config = yaml.safe_load(tiny.read_text())
-        config["task"]["type"], config["data"]["train"]["type"] = "local/faulty_task", "local/faulty_data"
-        config["plugins"] = {"path": [str(HERE / "faulty.py")]}
-        config["train"] |= {"steps": steps, "global_batch_size": 4, "micro_batch_size": 1}
-        config["checkpoint"] = {"every": every}
-        config["run"] = config.get("run", {}) | settings
-        path = tmp_path / "faulty.yaml"
-        path.write_text(yaml.safe_dump(config))
-        return ["train", "--config", path, f"run.dir={tmp_path}"]
-
-    return write
-
-
-def mm_train(*words: object) -> list[object]:
-    return ["-m", "mm_core.cli.main", *words]
-
-
-def equal(one: Path, other: Path) -> None:
-    results, remarks = compare_runs(one, other)
-    assert results and all(result.ok for result in results) and not remarks, (results, remarks)
-
-
-def pids_of(run: Path) -> list[int]:
-    """The newest process of each rank, from the heads of the logs."""
-    found = []
-    for log in sorted((run / "logs").glob("rank_*.log")):
-        found += re.findall(r"--- rank \d+ of \d+, pid (\d+) on", log.read_text())[-1:]
-    return [int(pid) for pid in found]
-
-
-def step_of(run: Path) -> int:
-    with suppress(OSError, ValueError):
-        return max((int(row["step"]) for row in read_metrics(run)), default=0)
-    return 0
+from support.disturbed import below, equal, mm_train, pids_of, same_losses, step_of, worlds_of
 
 
 @pytest.mark.slow
@@ -158,16 +112,6 @@ def test_two_hosts_agree_and_go_on(what, hosts, mm, tmp_path, wait_until):
     equal(tmp_path / "alone", run)
 
 
-def below(launcher: int, pids: list[int]) -> list[int]:
-    """Those of the ranks that this launcher has started."""
-    found = []
-    for pid in pids:
-        with suppress(OSError):
-            if int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) == launcher:
-                found.append(pid)
-    return found
-
-
 def disturb(what: str, both: Hosts, run: Path, drawn: random.Random) -> None:
     """Kills or stops something of the run, and starts again what nothing else starts."""
     victim = drawn.choice(both.running)
@@ -223,22 +167,14 @@ def test_a_host_that_is_lost_is_missed_and_one_that_comes_back_takes_part(hosts,
     for pid in (second.command.process.pid, *below(second.command.process.pid, pids_of(run))):
         os.kill(pid, signal.SIGKILL)
     wait_until(lambda: len(restarts_of(run)) == 1 and step_of(run) >= 6, 300)
-    worlds = re.findall(r"--- rank 0 of (\d)", (run / "logs/rank_0.log").read_text())
-    assert worlds == ["2", "1"]
+    assert worlds_of(run) == ["2", "1"]
     both.up(2)
     wait_until(lambda: "under way without this host" in both.running[-1].command.err, 300)
     os.kill(pids_of(run)[0], signal.SIGKILL)
     ends = [each.end(600) for each in both.running]
     assert [ended.code for ended in ends] == [0, 0], "\n-----\n".join(ended.err for ended in ends)
-    worlds = re.findall(r"--- rank 0 of (\d)", (run / "logs/rank_0.log").read_text())
-    assert worlds == ["2", "1", "2"]
-    alone, changing = (
-        {row["step"]: row["loss"] for row in read_metrics(tmp_path / name) if "loss" in row}
-        for name in ("alone", "changing")
-    )
-    # The same samples at each step, and so each of an epoch once, whichever hosts computed them.
-    assert changing.keys() == alone.keys() == set(range(1, 41))
-    assert [changing[step] for step in alone] == pytest.approx(list(alone.values()), rel=1e-4)
+    assert worlds_of(run) == ["2", "1", "2"]
+    same_losses(tmp_path / "alone", run, 40)
 
 
 def test_hosts_that_may_be_missing_need_a_step_of_one_size(tiny, mm):

@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from mm_core.errors import MMError
-from mm_core.processes import usable_cores
+from mm_core.processes import alive, usable_cores
 from mm_core.runtime.launch.launch_folder import FAILED, LAUNCH_DIR, LOST, STOPPED_EARLY, LaunchFolder
 from mm_core.runtime.launch.meeting import Nodes
 from mm_core.runtime.launch.rank_process import GRACE
 from mm_core.runtime.launch.restarts import RESTART, End
 from mm_core.runtime.launch.signals import PASSING, STOPPED, show_cursor
+
+ENDING = 30.0
+"""Seconds that torch's agent gives the other ranks of a host, which may still be starting, to end."""
 
 
 class Attempt:
@@ -45,12 +48,16 @@ class Attempt:
         agent = threading.Thread(target=self._agent, name="elastic agent", daemon=True)
         agent.start()
         gone_at: float | None = None
-        while agent.is_alive() and (gone_at is None or time.monotonic() - gone_at < 2 * GRACE):
+        while agent.is_alive():
             agent.join(0.1)
-            # Torch's agent waits 5 minutes for the agents of other hosts, which may be lost.
-            gone = self.started and not self.folder.pids() and not self.folder.failing()
+            # Torch's agent waits 5 minutes for the agents of other hosts, which may be lost; for a store that
+            # is out of reach, until the system gives up the connection.
+            gone = self.started and not any(map(alive, self.folder.pids()))
             gone_at = (gone_at or time.monotonic()) if gone else None
-        if self.fault is not None:
+            patience = 2 * GRACE + ENDING * self.folder.failing()
+            if gone_at is not None and time.monotonic() - gone_at > patience:
+                break
+        if self.fault is not None or (agent.is_alive() and self.folder.failing()):
             return self._broken(self.fault)
         return self._end()
 
@@ -134,10 +141,14 @@ class Attempt:
         own = lost is None
         return End(_exit_code(code) if own else PASSING, message.splitlines()[0].partition(";")[0], own)
 
-    def _broken(self, fault: BaseException) -> End:
-        """The agent itself failed: before any rank had started, or because the rendezvous host is gone."""
-        if not self.started:
+    def _broken(self, fault: BaseException | None) -> End:
+        """The agent failed, before any rank had started or because the rendezvous host is gone, for which it
+        waits if there is no fault."""
+        if fault is not None and not self.started:
             raise not_started(fault, self.nodes)
+        given, _, what = (self.folder.read(FAILED) or "").partition(" ")
+        if given:  # a rank has printed its own error
+            return End(int(given), what)
         lost = self.folder.read(LOST) or f"lost the launcher at {self.nodes.endpoint or 'localhost'}"
         if self.folder.read(FAILED) is None:
             show_cursor()

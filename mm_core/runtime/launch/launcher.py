@@ -129,7 +129,7 @@ class _Run:
                 decision, records = decided({hosts[0]: end}), self._meeting.records_alone
         if decision.again:
             if records:
-                record(self.tries.folder, decision, hosts)
+                record(self.tries.folder, decision, hosts, lasted)
             since = f"step {decision.step}" if decision.step is not None else "the beginning"
             wait = f"in {decision.seconds:.0f} s, from {since}"
             sys.stderr.write(f"mm: restart {decision.number} of {most} {wait}: {decision.what}\n")

@@ -151,10 +151,16 @@ def decide(
     return Decision(not why, end.code, what, why, number, before.first, newest, in_vain, short, seconds)
 
 
-def record(folder: Path | None, decision: Decision, hosts: Sequence[str]) -> None:
-    """Appends a restart to the run's `restarts.jsonl`."""
+def record(folder: Path | None, decision: Decision, hosts: Sequence[str], lasted: float) -> None:
+    """Appends a restart to the run's `restarts.jsonl`, after an attempt of `lasted` seconds.
+
+    Hosts that cannot reach each other decide apart: what one of them has recorded counts for all.
+    """
     if folder is None:
         return
+    for last in restarts_of(folder)[-1:]:
+        if last["restart"] == decision.number and time.time() - last["time"] < lasted:
+            return
     row = {"restart": decision.number, "time": time.time(), "hosts": list(hosts), **asdict(decision)}
     folder.mkdir(parents=True, exist_ok=True)
     with open_append(folder / RESTARTS) as file:

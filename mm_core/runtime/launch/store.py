@@ -19,10 +19,14 @@ class Answers:
     """Calls of a store, in a thread: a call that gets no answer must not hold up this process."""
 
     def __init__(self) -> None:
-        self.stuck = False
-        """Whether a call has got no answer: none after it gets one."""
+        self._late: Future[Any] | None = None
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
         threading.Thread(target=self._work, name="mm_core store", daemon=True).start()
+
+    @property
+    def stuck(self) -> bool:
+        """Whether a call still waits for its answer, behind which others would wait as well."""
+        return self._late is not None and not self._late.done()
 
     def _work(self) -> None:
         while True:
@@ -41,7 +45,7 @@ class Answers:
         try:
             return answer.result(ANSWER)
         except TimeoutError:
-            self.stuck = True
+            self._late = answer  # it may come yet: a link that is up again repeats what it has lost
             raise RuntimeError("the rendezvous host does not respond") from None
 
 
