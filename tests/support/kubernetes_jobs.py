@@ -89,6 +89,8 @@ def _ends(found: Documents) -> Iterator[str]:
         yield "a host that is taken away counts as a failure"
     if pod.get("terminationGracePeriodSeconds", 30) < 60:
         yield "there is no time for a save"
+    if not pod.get("shareProcessNamespace"):
+        yield "a signal in the first seconds is lost"
     if container["args"][0] != "mm-train" or "command" in container:
         yield "signals do not reach mm-train"
 
@@ -160,6 +162,9 @@ MISTAKES: dict[str, Callable[[Documents], object]] = {
     ),
     "there is no time for a save": _job(
         lambda job, pod, box, service: pod.pop("terminationGracePeriodSeconds")
+    ),
+    "a signal in the first seconds is lost": _job(
+        lambda job, pod, box, service: pod.pop("shareProcessNamespace")
     ),
     "signals do not reach mm-train": _job(
         lambda job, pod, box, service: box.update(args=["sh", "-c", "mm-train", *box["args"][1:]])
