@@ -638,7 +638,7 @@ PROGRAMS: dict[str, tuple[Program, ...]] = {
     "docs/launching.md": (
         Program(
             "StopFlag",
-            before='import mm_core\nconfig = mm_core.load_config("x.yaml", ["run.name=python"])\n',
+            stand_ins={'"run.yaml"': '"x.yaml", ["run.name=python"]'},
             after="print(result)",
         ),
     ),

@@ -471,7 +471,7 @@ def entries(cache: Path) -> int:
     return len(Store(cache)) if (cache / "format.txt").exists() else 0
 
 
-@pytest.mark.parametrize("moments", [4, 20])
+@pytest.mark.parametrize("moments", [2, 20])
 def test_a_build_that_is_killed_at_any_moment_goes_on_where_it_was(drawn, tmp_path, moments):
     cache, chunk = tmp_path / "cache", 10
     wanted = 600 + 26 + 1
