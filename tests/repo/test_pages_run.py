@@ -620,9 +620,10 @@ PROGRAMS: dict[str, tuple[Program, ...]] = {
     "docs/data.md": (
         Program(
             "class Pairs",
-            before='from mm_core.errors import DataError\nbroken, path = True, "a.mp4"\n',
-            after="try:\n    Pairs().sample_at(0, None)\nexcept DataError as error:\n    print(error)",
-            prints="a.mp4: what is wrong with it",
+            before='from pathlib import Path\nPath("a.mp4").touch()\n',
+            after='Pairs.paths = [Path("a.mp4")]\ntry:\n    Pairs().sample_at(0, None)\n'
+            "except DataError as error:\n    print(error)",
+            prints="a.mp4: the file is empty",
         ),
         Program(
             "class Clips",
