@@ -47,6 +47,8 @@ def test_a_missing_config_is_a_readable_error(mm, tmp_path):
         (["--nproc", "two"], "--nproc: 'two' is not a number of ranks; accepted: 1, 2, ... or auto", 2),
         (["--nnodes", "0"], "--nnodes: '0' is not a number of hosts", 1),
         (["--nnodes", "2"], "--rdzv-endpoint: 2 hosts need a rendezvous address", 1),
+        (["--rdzv-endpoint", "localhost:99999"], "--rdzv-endpoint: 'localhost:99999' is not an address", 1),
+        (["--rdzv-endpoint", "localhost"], "--rdzv-endpoint: 'localhost' is not an address", 1),
     ],
 )
 def test_launch_options_are_checked(tiny, mm, arguments, sentence, code):
