@@ -344,8 +344,8 @@ def _forward(sessions: Sequence[Session], given: signal.Signals = signal.SIGINT)
 
 
 def _wait(sessions: Sequence[Session], least: int) -> dict[str, int]:
-    """Host -> exit code, in the order in which they end. A host that is ended here for another's sake and has
-    nothing to save ends by that signal, which is no error of its own."""
+    """Host -> exit code, in the order in which they end. One that is ended here for another's sake, and has
+    nothing to save, ends by that signal: the error is not its own."""
     codes: dict[Session, int] = {}
     beat, too_few, ended = time.monotonic(), None, False
     while len(codes) < len(sessions):
