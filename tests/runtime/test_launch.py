@@ -57,6 +57,18 @@ def test_launch_options_are_checked(tiny, mm, arguments, sentence, code):
 
 
 @pytest.mark.slow
+def test_a_launcher_sets_the_log_of_torch_before_anything_imports_it(tiny, start):
+    """Otherwise frames of C++ bury its own lines when the rendezvous host is gone."""
+    code = "import sys; from mm_core.cli.main import main; from mm_core.runtime.launch import launcher;"
+    code += (
+        "launcher.quiet_torch = lambda: print('torch' in sys.modules); launcher.launch = lambda *a, **k: 0;"
+    )
+    options = ["--nproc", 1, "--nnodes", "1:2", "--rdzv-endpoint", "localhost:29500"]
+    ended = start("-c", f"{code} main(sys.argv[1:])", "train", "--config", tiny, *options, anew=True).end()
+    assert ended.out == "False\n", ended.err
+
+
+@pytest.mark.slow
 def test_bad_input_on_one_rank_is_reported_once_and_all_ranks_are_gone(faulty, mm, tmp_path):
     began = time.monotonic()
     done = mm(*faulty, "--nproc", 2, cwd=tmp_path, FAULT="data")
