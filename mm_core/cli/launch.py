@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mm_core.cli.options import add_allow_code, config_of, count, whole
-from mm_core.errors import ConfigError, MMError, PlanError, printable
+from mm_core.errors import ConfigError, MMError, PlanError, plural, printable
 
 if TYPE_CHECKING:
     from mm_core.config.sections import RunConfig
@@ -26,7 +26,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     for each, seconds in zip((slurm, kubernetes), _GRACE.values(), strict=True):
         _add_shared(each, seconds)
     add = slurm.add_argument
-    add("--time", metavar="HH:MM:SS", help="time limit of one job; it is requeued until the run has ended")
+    limit = "time limit of one job, as MINUTES, HH:MM:SS or D-HH:MM:SS; requeued until the run has ended"
+    add("--time", metavar="LIMIT", help=limit)
     more = "further line for sbatch, e.g. partition=long; replaces a line of the same key; may be repeated"
     add("--sbatch", action="append", default=[], metavar="KEY=VALUE", help=more)
     add("--no-gres", action="store_true", help="ask for no devices, where Slurm does not know them")
@@ -66,7 +67,7 @@ def execute(args: argparse.Namespace) -> int:
     from mm_core.runtime.submit.slurm import slurm_file
 
     nproc = args.nproc or RESOURCES[args.device].devices
-    config = _checked(args, args.nodes * nproc)
+    config = _checked(args, nproc)
     command = printable(f"mm {shlex.join(sys.argv[1:])}")
     job = Submission(config, command, args.nodes, nproc, args.device, args.grace, args.max_restarts)
     if args.action == "kubernetes":
@@ -85,7 +86,7 @@ def _train(args: argparse.Namespace) -> list[str]:
     return [*train, "--allow-code"] if args.allow_code else train
 
 
-def _checked(args: argparse.Namespace, world: int) -> RunConfig:
+def _checked(args: argparse.Namespace, nproc: int) -> RunConfig:
     """The run's config, once it could be planned. Files that are missing here may be on the hosts."""
     from mm_core.config.components import absent_paths
     from mm_core.plan import build_task, plan_shown
@@ -93,9 +94,12 @@ def _checked(args: argparse.Namespace, world: int) -> RunConfig:
     config = config_of(args, fetch="configs")
     missing = absent_paths(config)
     try:
-        plan_shown(config, world, build_task(config))
+        plan_shown(config, args.nodes * nproc, build_task(config))
+    except PlanError as fault:
+        where = f"on {plural(args.nodes, 'host')} x {plural(nproc, 'rank')} (--nproc): {fault.where}"
+        raise PlanError(fault.what, where=where, accepted=fault.accepted, hint=fault.hint) from None
     except MMError as error:
-        if not missing or isinstance(error, ConfigError | PlanError):
+        if not missing or isinstance(error, ConfigError):
             raise
         print(f"mm: not planned, as files are missing here: {error.render()}", file=sys.stderr)
     for path in missing:

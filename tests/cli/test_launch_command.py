@@ -139,7 +139,9 @@ def test_a_job_waits_in_the_queue_again_where_another_try_helps(printed, tmp_pat
     [
         ("5", 300),
         ("5:30", 330),
+        ("90:00", 5400),
         ("24:00:00", 86400),
+        ("48:00:00", 172800),
         ("1-2", 93600),
         ("1-2:3", 93780),
         ("1-2:3:4", 93784),
@@ -150,15 +152,20 @@ def test_times_are_read_as_slurm_reads_them(time, seconds):
     assert seconds_of(time) == seconds
 
 
-def test_what_is_no_time_is_refused():
-    with pytest.raises(MMError, match="'1d' is not a time of Slurm"):
-        seconds_of("1d")
+@pytest.mark.parametrize("time", ["1d", "25:61:00", "5:00:60", "1-2:60"])
+def test_what_is_no_time_is_refused(time):
+    with pytest.raises(MMError, match=f"'{time}' is not a time of Slurm"):
+        seconds_of(time)
 
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["slurm", "--nodes", "3"], "global_batch_size 8 does not divide into micro-batches of 2 on 6"),
+        (
+            ["slurm", "--nodes", "3"],
+            "on 3 hosts x 2 ranks (--nproc): train.global_batch_size: global_batch_size 8 does not divide"
+            " into micro-batches of 2 on 6",
+        ),
         (["slurm", "train.stepz=3"], "train.stepz"),
         (
             ["slurm", "--time", "6:00"],
@@ -166,6 +173,11 @@ def test_what_is_no_time_is_refused():
         ),
         (["slurm", "--grace", "70000"], "--grace: Slurm cannot warn 70,000 seconds before the end of a job"),
         (["slurm", "--sbatch", "Partition long"], "--sbatch: 'Partition long' is not an option of sbatch"),
+        (
+            ["slurm", "--sbatch", "array=1-3"],
+            "--sbatch array=1-3: the jobs of an array would be one run\n  hint: print a file for each run",
+        ),
+        (["slurm", "--sbatch", "partition="], "--sbatch: 'partition=' is not an option of sbatch"),
         (
             ["slurm", "--sbatch", "nodes=4"],
             "--sbatch nodes=4: the file sets nodes itself\n  hint: use --nodes",

@@ -169,6 +169,7 @@ PAGES: dict[str, Page] = {
     "docs/launching.md": Page(
         {
             "run.yaml --nodes 4": "x.yaml --nodes 2 --nproc 1",
+            "sbatch job.sh": "bash -n job.sh",  # tests/runtime/test_slurm.py submits such a job
             "make image": f"{MAKE} image",
             "run.yaml": "x.yaml",
             "x.yaml\n": "x.yaml run.name=launched train.steps=1\n",
@@ -181,7 +182,6 @@ PAGES: dict[str, Page] = {
         {"mm-train --config run.yaml --nproc 64": "64", "make image DEVICE=ascend": "cann:9.1"},
         {
             "mm-train --config run.yaml --nnodes": "tests/runtime/test_launch.py starts two hosts",
-            "sbatch": "tests/runtime/test_slurm.py submits such a job",
             "kubectl": "tests/cli/test_launch_command.py checks such a Job; there is no cluster",
             "docker": "tests/repo/test_image.py runs the steps of the image; there is no docker",
             "mm doctor --hosts": "tests/runs/test_hosts.py has hosts to reach by ssh,",

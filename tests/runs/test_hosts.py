@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from mm_core.cli.main import main
+from mm_core.runtime.launch.restarts import restarts_of
+from mm_core.telemetry.trackers.local import read_metrics
 from mm_core.training.verify_resume import compare_runs
 from support import warm
 from support.ranks import free_port
@@ -96,6 +98,20 @@ def test_nothing_is_left_on_either_side_when_a_connection_is_killed(start, tmp_p
     assert victim != "ssh" or text.count("mm: lost the connection to 127.0.0.1:") == 1
     saved = sorted((tmp_path / "tiny/checkpoints").glob("step_*/checksums.json"))
     assert int(saved[-1].parent.name[5:]) == steps(tmp_path), "the step reached is saved"
+
+
+def test_a_restart_of_all_hosts_is_recorded_and_resumes_from_the_runs_own_checkpoint(start, tmp_path):
+    again = ["--max-restarts", 1, "--resume", "never", "checkpoint.every=2"]
+    run = start("train.steps=80", "lr_schedule={type: constant}", *again)
+    wait_for(lambda: steps(tmp_path) > 5, 120)
+    os.kill(running(tmp_path, "BatchMode")[-1], signal.SIGKILL)
+    code, text, _ = run.end(240)
+    assert code == 0 and "done: step 80 of 80; 1 restart; run folder" in text, text
+    (row,) = restarts_of(tmp_path / "tiny")
+    assert row["restart"] == 1 and row["step"] >= 4 and " ended with 69" in row["what"]
+    assert len(row["hosts"]) == 2 and f"restart 1: {row['what']}" in text
+    found = [each for each in read_metrics(tmp_path / "tiny") if "restarts" in each]
+    assert [each["restarts"] for each in found] == [1.0]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -232,6 +233,26 @@ def test_with_fewer_hosts_a_run_goes_on_and_one_that_comes_late_joins_at_the_res
     late.join(30)
     assert isinstance(late.joined, Nodes) and late.joined == first.joined and late.joined.most == 2
     assert late.meeting.last == first.meeting.last == decision
+
+
+def test_a_launcher_that_waits_after_a_restart_does_not_name_itself(free_port, wait_until):
+    hosts = [Others(free_port, "2") for _ in range(2)]
+    for host in hosts:
+        host.join(30)
+    again = Decision(True, 137, number=1)
+    settling = [
+        threading.Thread(target=host.meeting.settle, args=(KILLED, lambda ends: again)) for host in hosts
+    ]
+    for thread in settling:
+        thread.start()
+    for thread in settling:
+        thread.join(30)
+    back = threading.Thread(target=hosts[0].run, daemon=True)
+    back.start()
+    name = socket.gethostname()
+    wait_until(lambda: hosts[0].meeting.waits_for == f"{name} at 127.0.0.1:{free_port}; here: {name}")
+    hosts[0].leaves = True
+    back.join(30)
 
 
 def test_an_error_of_one_host_reaches_the_others_and_they_decide_the_same(free_port):

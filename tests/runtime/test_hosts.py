@@ -22,7 +22,7 @@ from mm_core.cli.main import main
 from mm_core.errors import MMError
 from mm_core.processes import alive
 from mm_core.runtime.launch import hosts, remote
-from mm_core.runtime.launch.hosts import Host, passed, read_hosts, run_on_hosts, ssh_words, worst
+from mm_core.runtime.launch.hosts import BY_HOSTFILE, Host, passed, read_hosts, run_on_hosts, ssh_words, worst
 
 SAVES = """
 import os, signal, sys, time
@@ -47,7 +47,7 @@ def hostfile(folder: Path, text: str) -> Path:
 
 
 def test_a_hostfile_is_deepspeeds_with_users_and_ports(tmp_path):
-    text = "# a comment\nworker-1 slots=8\n\nme@10.0.0.2:2222   slots=4 # the old one\n"
+    text = "# a comment\nworker-1 slots=8\n\nme@10.0.0.2:2222   slots=4 max_slots=8 # the old one\n"
     assert read_hosts(hostfile(tmp_path, text)) == [
         Host("worker-1", 8), Host("10.0.0.2", 4, "me", 2222)
     ]  # fmt: skip
@@ -64,7 +64,7 @@ def test_a_hostfile_is_deepspeeds_with_users_and_ports(tmp_path):
         ("a\n", ", line 1", "a has no slots\n  accepted: a slots=8"),
         ("a slots=0\n", ", line 1", "a has 'slots=0'"),
         ("a slots=1 slots=2\n", ", line 1", "a has two numbers of slots"),
-        ("a slots=2 max_slots=3\n", ", line 1", "the word 'max_slots=3' is unknown\n  accepted: slots=N"),
+        ("a slots=2 cores=3\n", ", line 1", "the word 'cores=3' is unknown\n  accepted: slots=N"),
         ("a:ssh slots=2\n", ", line 1", "'a:ssh' is not a host\n  accepted: HOST, USER@HOST or HOST:PORT"),
         ("a:70000 slots=2\n", ", line 1", "'a:70000' is not a host"),
         ("-oProxyCommand=x slots=2\n", ", line 1", "'-oProxyCommand=x' is not a host"),
@@ -243,7 +243,7 @@ def test_a_signal_before_a_host_is_among_the_sessions_reaches_it(ssh, tmp_path, 
 
     def start_and_signal(host: Host, *rest: Any) -> hosts.Session:
         started = session(host, *rest)
-        while host.name == "b" and len(list(tmp_path.iterdir())) < 2:
+        while host.name == "b" and len(list(tmp_path.glob("[01]"))) < 2:
             time.sleep(0.05)
         if host.name == "b":
             os.kill(os.getpid(), signal.SIGUSR1)
@@ -283,14 +283,51 @@ def test_a_lost_connection_is_code_69_and_ends_the_others(ssh, capsys, monkeypat
     assert "mm: lost the connection to b:22\n" in err and "[a] saved after SIGTERM" in out
 
 
+def test_a_host_that_is_ended_for_anothers_sake_does_not_set_the_exit_code(ssh, capfd, monkeypatch):
+    monkeypatch.setattr(hosts, "PATIENCE", 0.3)
+    code = "import sys, time; sys.exit(69) if sys.argv[-1] == '1' else time.sleep(60)"
+    assert run_on_hosts(HOSTS, [sys.executable, "-c", code], "id", 2) == 69
+
+
+@pytest.mark.slow
+def test_a_first_host_that_only_ssh_knows_is_named_at_once(ssh, tiny, tmp_path, capsys):
+    path = hostfile(tmp_path, "nodea.invalid slots=1\nnodeb.invalid slots=1\n")
+    assert main(["train", "--config", str(tiny), "--hostfile", str(path), f"run.dir={tmp_path}"]) == 1
+    out, err = capsys.readouterr()
+    said = "mm: error: rendezvous: the name nodea.invalid is not known to this host\n"
+    assert not out and sorted(err.splitlines(keepends=True))[:2] == [
+        "[nodea.invalid]   hint: names of ssh's config are known to ssh alone: write an address in the first"
+        " line of the hostfile, or add --rdzv-endpoint ADDRESS:PORT\n",
+        f"[nodea.invalid] {said}",
+    ]
+    assert err.count(said) == 2 and err.count("\n") == 4
+
+
+@pytest.mark.slow
+def test_the_doctor_finds_a_first_host_that_only_ssh_knows(ssh, tmp_path, capsys):
+    path = hostfile(tmp_path, "nodea.invalid slots=1\n")
+    assert main(["doctor", "--hosts", str(path), "--dir", str(tmp_path)]) == 1
+    said = "error: nodea.invalid: the name nodea.invalid is not known to this host\n  fix: names of ssh's"
+    assert said in capsys.readouterr().out
+
+
 def test_all_hosts_start_again_after_the_loss_of_one(ssh, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(hosts, "PATIENCE", 0.3)
     monkeypatch.setattr(hosts, "PAUSE", 0.1)
     once = f"[ -e {tmp_path}/once ] || {{ touch {tmp_path}/once; (sleep 2; kill -9 $$) & }}"
     ssh(f'case "$*" in *" b "*) {once} ;; esac\nsh -c "$far"; exit')
-    code = f"import sys\nif 'id.1' not in sys.argv:\n    exec({SAVES!r})"
+    code = (
+        f"import os, sys\nif 'id.1' not in sys.argv:\n    exec({SAVES!r})\nprint(os.environ[{BY_HOSTFILE!r}])"
+    )
     assert run_on_hosts(HOSTS, [sys.executable, "-c", code], "id", 2, restarts=1) == 0
-    assert "mm: all hosts start again, 1 of 1, in 0 s\n" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert "mm: all hosts start again, 1 of 1, in 0 s\n" in err
+    for restart in (json.loads(line[4:]) for line in out.splitlines() if line.startswith("[a] {")):
+        assert restart["what"] == "b:22 ended with 69"
+        assert (restart["number"], restart["code"], restart["hosts"]) == (1, 69, ["a", "b:22"])
+        break
+    else:
+        pytest.fail(f"the host is told nothing of the restart: {out}")
 
 
 def test_without_ssh_the_package_is_named(monkeypatch):

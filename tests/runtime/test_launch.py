@@ -47,11 +47,25 @@ def test_a_missing_config_is_a_readable_error(mm, tmp_path):
         (["--nproc", "two"], "--nproc: 'two' is not a number of ranks; accepted: 1, 2, ... or auto", 2),
         (["--nnodes", "0"], "--nnodes: '0' is not a number of hosts", 1),
         (["--nnodes", "2"], "--rdzv-endpoint: 2 hosts need a rendezvous address", 1),
+        (["--rdzv-endpoint", "localhost:99999"], "--rdzv-endpoint: 'localhost:99999' is not an address", 1),
+        (["--rdzv-endpoint", "localhost"], "--rdzv-endpoint: 'localhost' is not an address", 1),
     ],
 )
 def test_launch_options_are_checked(tiny, mm, arguments, sentence, code):
     done = mm("train", "--config", tiny, *arguments)
     assert done.code == code and sentence in done.err and "Traceback" not in done.err
+
+
+@pytest.mark.slow
+def test_a_launcher_sets_the_log_of_torch_before_anything_imports_it(tiny, start):
+    """Otherwise frames of C++ bury its own lines when the rendezvous host is gone."""
+    code = "import sys; from mm_core.cli.main import main; from mm_core.runtime.launch import launcher;"
+    code += (
+        "launcher.quiet_torch = lambda: print('torch' in sys.modules); launcher.launch = lambda *a, **k: 0;"
+    )
+    options = ["--nproc", 1, "--nnodes", "1:2", "--rdzv-endpoint", "localhost:29500"]
+    ended = start("-c", f"{code} main(sys.argv[1:])", "train", "--config", tiny, *options, anew=True).end()
+    assert ended.out == "False\n", ended.err
 
 
 @pytest.mark.slow

@@ -63,7 +63,22 @@ def test_ranks_do_not_outlive_a_launcher_that_was_killed(stoppable):
     stoppable.send(signal.SIGKILL)
     ended = stoppable.end()  # the ranks hold its output open until they end
     assert ended.code == -signal.SIGKILL
-    assert ended.out.count("saved after SIGTERM") == 2
+    assert ended.out.count("saved after the loss of its launcher") == 2
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_while_another_host_has_not_ended_is_no_stop_before_a_restart(
+    start, tmp_path, free_port, wait_until
+):
+    hosts = [start(SCRIPT, "launch", "stop", f"127.0.0.1:{free_port}") for _ in range(2)]
+    wait_until(lambda: (tmp_path / "ready_0").exists() and (tmp_path / "ready_1").exists())
+    hosts[0].send(signal.SIGINT)
+    time.sleep(1.2)
+    hosts[0].send(signal.SIGINT)
+    ended = hosts[0].end()
+    assert ended.code == 130 and "restart" not in ended.err
+    hosts[1].send(signal.SIGTERM)
+    hosts[1].end()
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from typing import Any
 
 from mm_core.cli.installation.checks import Finding, Report
 from mm_core.errors import MMError, plural
-from mm_core.runtime.launch.hosts import Host, Session, read_hosts
+from mm_core.runtime.launch.hosts import Host, Session, check_name, read_hosts
 from mm_core.runtime.launch.launcher import COMMAND
 
 _SAME = ("python", "mm-core", "torch", "torch_npu", "CANN", "plugins")
@@ -26,8 +26,9 @@ def check_hosts(report: Report, path: Path, options: Sequence[str]) -> None:
         path: the hostfile.
         options: of `mm doctor` on each host.
     """
-    command = [*COMMAND, "doctor", "--json", *options]
-    printed: dict[Host, tuple[list[str], list[str]]] = {host: ([], []) for host in read_hosts(path)}
+    hosts = read_hosts(path)
+    command = [*COMMAND, "doctor", "--json", "--meets-at", hosts[0].name, *options]
+    printed: dict[Host, tuple[list[str], list[str]]] = {host: ([], []) for host in hosts}
     sessions = [Session(host, command, out.append, err.append) for host, (out, err) in printed.items()]
     found = {}
     for session in sessions:
@@ -39,6 +40,14 @@ def check_hosts(report: Report, path: Path, options: Sequence[str]) -> None:
             report.error(True, fault.what, str(fault.hint))
     if found:
         compare(report, found)
+
+
+def check_meeting(report: Report, host: str) -> None:
+    """Checks that this host knows the name of the first host of a hostfile."""
+    try:
+        check_name(host)
+    except MMError as fault:
+        report.error(True, fault.what, str(fault.hint))
 
 
 def _document(host: Host, out: Sequence[str], err: Sequence[str]) -> dict[str, Any]:

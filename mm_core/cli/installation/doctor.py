@@ -19,6 +19,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--deep", action="store_true", help="also multiply matrices, let two ranks communicate, save a file")
     add("--hosts", metavar="FILE", help="ask the hosts of a hostfile by ssh, and compare what they have")
     add("--json", action="store_true", help="print JSON")
+    add("--meets-at", metavar="HOST", help=argparse.SUPPRESS)  # what --hosts asks of each host
     add("--two-ranks", action="store_true", help=argparse.SUPPRESS)  # what --deep starts
 
 
@@ -36,6 +37,10 @@ def execute(args: argparse.Namespace) -> int:
     else:
         check_packages(report, os.environ)
         check_machine(report, os.environ, Path(args.dir))
+    if args.meets_at is not None:
+        from mm_core.cli.installation.compared import check_meeting
+
+        check_meeting(report, args.meets_at)
     if args.deep and args.hosts is None:
         from mm_core.cli.installation.deep import check_deep
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import re
 import uuid
 from pathlib import Path
@@ -47,12 +49,25 @@ def ranks(text: str) -> int | str:
 
 def launched(args: argparse.Namespace, config: RunConfig, nproc: int, least: int, most: int) -> int:
     """Starts the ranks of this host, and returns the exit code of the launch."""
-    from mm_core.runtime.launch.launcher import launch
+    from mm_core.runtime.launch.hosts import BY_HOSTFILE, check_name
+    from mm_core.runtime.launch.launcher import launch, quiet_torch
     from mm_core.runtime.launch.meeting import Nodes
+    from mm_core.runtime.launch.restarts import Decision, record
 
+    quiet_torch()  # before anything else imports it
+    if least < most:
+        check_hosts(config, nproc, least, most)
     is_rendezvous_host = None if args.node_rank is None else args.node_rank == "0"
     nodes = Nodes(nproc, least, most, args.rdzv_endpoint, args.rdzv_id, is_rendezvous_host)
-    return launch(rank_words(args), nodes, tries=_tries(args, config, nodes))
+    tries, last, by_hostfile = _tries(args, config, nodes), None, os.environ.pop(BY_HOSTFILE, None)
+    if by_hostfile is not None:
+        check_name(args.rdzv_endpoint.rpartition(":")[0])
+    if restart := json.loads(by_hostfile or "null"):
+        hosts = restart.pop("hosts")
+        last = Decision(**restart | {"step": tries.newest()})
+        if is_rendezvous_host:  # its disk has the run, which the command with the hostfile may not reach
+            record(config.run.folder, last, hosts)
+    return launch(rank_words(args), nodes, tries=tries, last=last)
 
 
 def on_hosts(args: argparse.Namespace) -> int:
@@ -132,10 +147,10 @@ def hosts_of(args: argparse.Namespace) -> tuple[int, int]:
             where="--rdzv-endpoint",
             accepted="HOST:PORT, the same on all hosts",
         )
-    if args.rdzv_endpoint and not re.fullmatch(r"\S+:\d+", args.rdzv_endpoint):
-        raise MMError(
-            f"{args.rdzv_endpoint!r} is not an address", where="--rdzv-endpoint", accepted="HOST:PORT"
-        )
+    address = re.fullmatch(r"\S+:(\d+)", args.rdzv_endpoint) if args.rdzv_endpoint else None
+    if args.rdzv_endpoint and (address is None or int(address[1]) not in range(1, 2**16)):
+        accepted = "HOST:PORT, a port from 1 to 65535"
+        raise MMError(f"{args.rdzv_endpoint!r} is not an address", where="--rdzv-endpoint", accepted=accepted)
     if args.node_rank is not None and not re.fullmatch(r"\d+", args.node_rank):
         raise MMError(
             f"{args.node_rank!r} is not the rank of a host", where="--node-rank", accepted="0, 1, 2, ..."

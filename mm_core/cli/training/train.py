@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from mm_core.cli.options import config_of, count, print_json, print_table, refuse_missing
 from mm_core.cli.ranks import refuse_among_ranks
-from mm_core.cli.training.launching import OF_LAUNCH, add_launch, check_hosts, hosts_of, launched, on_hosts
+from mm_core.cli.training.launching import OF_LAUNCH, add_launch, hosts_of, launched, on_hosts
 from mm_core.errors import MMError, plural
 
 if TYPE_CHECKING:
@@ -116,8 +116,6 @@ def execute(args: argparse.Namespace) -> int:
         return _dry_run(config, this_machine(most, nproc), args)
     if args.verify_resume is not None:
         return _verify_resume(args, config, nproc, most)
-    if least < most:
-        check_hosts(config, nproc, least, most)
     if world == 1 and not args.max_restarts:
         from mm_core.runtime.launch.rank_process import run_as_rank
         from mm_core.runtime.launch.signals import StopFlag

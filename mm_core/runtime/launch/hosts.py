@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import IO, Any
 
 from mm_core.errors import MMError
 from mm_core.runtime.launch.remote import BEGAN
+from mm_core.runtime.launch.restarts import Decision, End
 from mm_core.runtime.launch.signals import PASSING as LOST
 from mm_core.runtime.launch.signals import STOPPED, StopFlag
 
@@ -30,6 +32,10 @@ PAUSE = 10.0
 
 PATIENCE = 30.0
 """Seconds that the other hosts have to end by themselves once too few are left."""
+
+BY_HOSTFILE = "MM_BY_HOSTFILE"
+"""Environment variable of a host's command: the restart of all hosts that has started it, as a line of
+`restarts.jsonl`; `null` at the first start."""
 
 _PASSED = (
     *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "OMP_NUM_THREADS", "HF_HOME", "HF_HUB_OFFLINE"),
@@ -111,14 +117,26 @@ def _host(words: Sequence[str], where: str) -> Host:
     if named is None or int(named[3] or 1) not in range(1, 2**16):
         accepted = "HOST, USER@HOST or HOST:PORT"
         raise MMError(f"{words[0]!r} is not a host", where=where, accepted=accepted)
-    if unknown := [word for word in words[1:] if not word.startswith("slots=")]:
+    # A scheduler may exceed `slots` up to max_slots; a run has exactly `slots` ranks.
+    others = [word for word in words[1:] if not re.fullmatch(r"max[_-]slots=\d+", word)]
+    if unknown := [word for word in others if not word.startswith("slots=")]:
         raise MMError(f"the word {unknown[0]!r} is unknown", where=where, accepted="slots=N")
-    slots = [re.fullmatch(r"slots=([1-9]\d*)", word) for word in words[1:]]
+    slots = [re.fullmatch(r"slots=([1-9]\d*)", word) for word in others]
     if len(slots) != 1 or slots[0] is None:
-        what = "no slots" if not slots else "two numbers of slots" if len(slots) > 1 else f"{words[1]!r}"
+        what = "no slots" if not slots else "two numbers of slots" if len(slots) > 1 else f"{others[0]!r}"
         accepted = f"{words[0]} slots=8, the number of its ranks"
         raise MMError(f"{words[0]} has {what}", where=where, accepted=accepted)
     return Host(named[2], int(slots[0][1]), named[1], int(named[3]) if named[3] else None)
+
+
+def check_name(host: str) -> None:
+    """Raises MMError if this host does not know the name under which the hosts of a hostfile meet."""
+    try:
+        socket.getaddrinfo(host.strip("[]"), None)
+    except (OSError, UnicodeError):
+        hint = "names of ssh's config are known to ssh alone: write an address in the first line of the"
+        hint += " hostfile, or add --rdzv-endpoint ADDRESS:PORT"
+        raise MMError(f"the name {host} is not known to this host", where="rendezvous", hint=hint) from None
 
 
 def passed(environment: Mapping[str, str]) -> dict[str, str]:
@@ -149,13 +167,19 @@ class Session:
         host: where it runs.
         command: program and arguments.
         out, err: called with each line of the command's output, from threads.
+        restart: the value of `BY_HOSTFILE`.
     """
 
     def __init__(
-        self, host: Host, command: Sequence[str], out: Callable[[str], Any], err: Callable[[str], Any]
+        self,
+        host: Host,
+        command: Sequence[str],
+        out: Callable[[str], Any],
+        err: Callable[[str], Any],
+        restart: str = "null",
     ) -> None:
         self.host, self.began, self.asked = host, False, False
-        environment, pipe = passed(os.environ), subprocess.PIPE
+        environment, pipe = passed(os.environ) | {BY_HOSTFILE: restart}, subprocess.PIPE
         try:
             # In a session of its own: Ctrl-C reaches the far end as a signal, not by the death of ssh.
             self.process = subprocess.Popen(
@@ -256,14 +280,19 @@ def run_on_hosts(
     Raises:
         MMError: a host cannot be reached, or cannot start the command.
     """
+    restart = "null"
     for number in range(restarts + 1):
         sessions: list[Session] = []
         with StopFlag(on_signal=partial(_forward, sessions), on_second=partial(_forward, sessions)) as stop:
             again = f"{run_id}.{number}" if number else run_id
-            codes = _attempt(hosts, [*command, "--rdzv-id", again], least, sessions, stop)
-            lost = any(code == LOST or (code > 128 and code != 130) for code in codes)
+            ended = _attempt(hosts, [*command, "--rdzv-id", again], least, sessions, stop, restart)
+            codes = list(ended.values())
+            lost = {host: code for host, code in ended.items() if End(code).passing}
             if not lost or 1 in codes or number == restarts or _asked(stop):
                 return worst(codes)
+            what = ", ".join(f"{host} ended with {code}" for host, code in lost.items())
+            decision = Decision(True, worst(codes), what, number=number + 1, seconds=PAUSE)
+            restart = json.dumps(asdict(decision) | {"hosts": [host.label for host in hosts]})
             sys.stderr.write(f"mm: all hosts start again, {number + 1} of {restarts}, in {PAUSE:.0f} s\n")
             end = time.monotonic() + PAUSE
             while time.monotonic() < end:
@@ -274,8 +303,13 @@ def run_on_hosts(
 
 
 def _attempt(
-    hosts: Sequence[Host], command: Sequence[str], least: int, sessions: list[Session], stop: StopFlag
-) -> list[int]:
+    hosts: Sequence[Host],
+    command: Sequence[str],
+    least: int,
+    sessions: list[Session],
+    stop: StopFlag,
+    restart: str,
+) -> dict[str, int]:
     def show(host: Host, stream: Any) -> Callable[[str], None]:
         def write(line: str) -> None:
             with _WRITING:
@@ -288,7 +322,7 @@ def _attempt(
         for rank, host in enumerate(hosts):
             own = ["--nproc", str(host.slots), "--node-rank", str(rank)]
             out, err = show(host, sys.stdout), show(host, sys.stderr)
-            session = Session(host, [*command, *own], out, err)
+            session = Session(host, [*command, *own], out, err, restart)
             sessions.append(session)
             if stop.requested is not None and not session.asked:  # before it was among the sessions
                 session.ask(stop.requested)
@@ -309,9 +343,11 @@ def _forward(sessions: Sequence[Session], given: signal.Signals = signal.SIGINT)
         session.ask(given.name)
 
 
-def _wait(sessions: Sequence[Session], least: int) -> list[int]:
+def _wait(sessions: Sequence[Session], least: int) -> dict[str, int]:
+    """Host -> exit code, in the order in which they end. One that is ended here for another's sake, and has
+    nothing to save, ends by that signal: the error is not its own."""
     codes: dict[Session, int] = {}
-    beat, too_few = time.monotonic(), None
+    beat, too_few, ended = time.monotonic(), None, False
     while len(codes) < len(sessions):
         time.sleep(0.1)
         now = time.monotonic()
@@ -321,13 +357,14 @@ def _wait(sessions: Sequence[Session], least: int) -> list[int]:
                 session.send("")
         for session in sessions:
             if session not in codes and (code := session.code()) is not None:
-                codes[session] = code
+                codes[session] = STOPPED if ended and code > 130 else code
                 if code == LOST and session.process.returncode != LOST:
                     sys.stderr.write(f"mm: lost the connection to {session.host.label}\n")
         left = sum(codes.get(session, 0) in (0, STOPPED) for session in sessions)
         if too_few is None and (left < least or 1 in codes.values()):
             too_few = now
         if too_few is not None and now - too_few > PATIENCE:
+            ended = True
             for session in sessions:
                 session.end()
-    return list(codes.values())
+    return {session.host.label: code for session, code in codes.items()}

@@ -36,7 +36,7 @@ WAITING = 5.0
 class _Run:
     """All attempts of a run, in a thread; signals in the main thread."""
 
-    def __init__(self, command: Sequence[str], nodes: Nodes, tries: Tries) -> None:
+    def __init__(self, command: Sequence[str], nodes: Nodes, tries: Tries, last: Decision | None) -> None:
         self.nodes, self.command, self.tries = nodes, list(command), tries
         self.asked: list[signal.Signals] = []
         self.current: Attempt | None = None
@@ -44,7 +44,7 @@ class _Run:
         self._asked_at = self._began = time.monotonic()
         self._reported = ""
         start = tries.newest()
-        self._last = Decision(True, first=start, step=start)  # what followed the last attempt
+        self._last = last or Decision(True, first=start, step=start)  # what followed the last attempt
         self._killed = self._ran = False  # whether all ranks are killed; whether any have been started
         self._waits, self._over = True, False  # whether no rank has ended since the last start; all is over
         several = nodes.endpoint is not None
@@ -187,6 +187,8 @@ class _Run:
             if not self._ran:
                 sys.stderr.write("mm: stopped before any rank had started\n")
                 return 128 + self.asked[0]
+            if self._killed:
+                return 130
             sys.stderr.write("mm: stopped before a restart; the next start resumes\n")
             return STOPPED
         if self.fault is not None:
@@ -214,6 +216,7 @@ def launch(
     announce: bool = True,
     outlives_interrupts: bool = False,
     tries: Tries | None = None,
+    last: Decision | None = None,
 ) -> int:
     """Launches a command as every rank of this host and returns the exit code of the launch.
 
@@ -223,6 +226,7 @@ def launch(
         announce: report a received signal, and that the ranks save before they end.
         outlives_interrupts: forward a second Ctrl-C to the ranks instead of killing them.
         tries: how often the ranks start again after a failure that passes; None: never.
+        last: the restart by which another launcher has started this one; None: this is the first start.
 
     Returns:
         0; 75 if the ranks saved and stopped on request; 130 after a second Ctrl-C; otherwise the code of the
@@ -233,7 +237,7 @@ def launch(
         MMError: the ranks cannot be started.
     """
     quiet_torch()
-    run = _Run(command, nodes, tries or Tries())
+    run = _Run(command, nodes, tries or Tries(), last)
     again = partial(run.ask, signal.SIGINT) if outlives_interrupts else run.kill
     thread = threading.Thread(target=run.work, name="elastic agent", daemon=True)
     logging.disable(logging.CRITICAL)  # the agent's own report of failures: the ranks' reports are better

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -199,7 +200,8 @@ class Meeting:
 
     def _gather(self) -> list[int]:
         """The launchers of the attempt, by the order in which they joined."""
-        before, count, grew = set(self.hosts), 0, time.monotonic()
+        before = Counter(name.partition(" (")[0] for name in self.hosts)
+        count, grew = 0, time.monotonic()
         end = grew + PATIENCE
         while (roster := self._read("roster")) is None:
             self._beat()
@@ -212,13 +214,12 @@ class Meeting:
             if count >= self._nodes.most or enough:
                 self._call("compare_set", "roster", "", json.dumps(here[: self._nodes.most]))
                 continue
-            names = {self._entry(index)["host"] for index in here}
-            missing = sorted(before - names)
+            names = Counter(self._entry(index)["host"] for index in here)
+            missing = sorted((before - names).elements())
             lacking = self._nodes.least - count
             more = plural(lacking, "more host") if lacking > 0 else "more hosts"
-            self.waits_for = (
-                f"{', '.join(missing) or more} at {self._nodes.endpoint}; here: {', '.join(sorted(names))}"
-            )
+            there = ", ".join(sorted(names.elements()))
+            self.waits_for = f"{', '.join(missing) or more} at {self._nodes.endpoint}; here: {there}"
             if time.monotonic() > end:
                 raise TimeoutError(f"after {PATIENCE / 60:.0f} minutes it still waits for {self.waits_for}")
             self._pause()

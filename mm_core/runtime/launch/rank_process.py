@@ -19,7 +19,7 @@ from mm_core.errors import MMError, PeerError, outer_fault
 from mm_core.plugin.authors import author_error, author_line
 from mm_core.runtime.launch.launch_folder import ENDED, FAILED, LOST, STOPPED_EARLY, LaunchFolder
 from mm_core.runtime.launch.rank_logs import latest_log
-from mm_core.runtime.launch.signals import PASSING, STOPPED, show_cursor
+from mm_core.runtime.launch.signals import PASSING, REASONS, STOPPED, show_cursor
 from mm_core.runtime.leftovers import end_workers
 
 GRACE = 5.0
@@ -224,6 +224,7 @@ def _watch(folder: LaunchFolder) -> None:
         time.sleep(0.5)
         if watched and (os.getppid() != parent or (folder.has_parent and not folder.launched)):
             watched = False
+            REASONS[signal.SIGTERM] = "the loss of its launcher"
             os.kill(os.getpid(), signal.SIGTERM)  # saves, and ends
         if not folder.failing():
             failed_at = None

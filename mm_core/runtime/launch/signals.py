@@ -28,6 +28,9 @@ REPEAT = 1.0
 """Seconds within which a second SIGINT counts as the first: terminal and launcher both send one."""
 
 
+REASONS: dict[signal.Signals, str] = {}
+"""What `StopFlag` records in the place of a signal that this process has sent itself."""
+
 _noted: list[signal.Signals] = []
 """What the last `StopFlag` of this process has recorded."""
 
@@ -81,7 +84,7 @@ class StopFlag:
                 self._on_second()
                 return
         if self.requested is None:
-            self.requested = given.name
+            self.requested = REASONS.get(given, given.name)
             if self._announce:
                 _print(
                     f"mm: {given.name} received: saving after this step, then stopping",

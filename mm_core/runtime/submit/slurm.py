@@ -17,7 +17,7 @@ WARNING = 65535
 EARLY = 60
 """Seconds by which Slurm may send the warning too early."""
 
-_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", re.ASCII)
+_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::([0-5]?\d))?(?::([0-5]?\d))?", re.ASCII)
 _REPLACED = re.compile(r"^#SBATCH --([\w-]+)(?:=.*)?\n(?=(?:#SBATCH.*\n)*#SBATCH --\1(?:=|\n))", re.MULTILINE)
 """A line of the template before one of the user with the same key."""
 
@@ -100,11 +100,14 @@ def slurm_file(
 def _options(more: Sequence[str]) -> dict[str, str]:
     own = {}
     for each in more:
-        key, _, value = each.removeprefix("--").partition("=")
-        if not re.fullmatch(r"[a-z][a-z0-9-]+", key) or not value.isprintable():
+        key, sign, value = each.removeprefix("--").partition("=")
+        if not re.fullmatch(r"[a-z][a-z0-9-]+", key) or not value.isprintable() or (sign and not value):
             hint = "--sbatch partition=long --sbatch account=vision --sbatch exclusive"
             what = f"{each!r} is not an option of sbatch"
             raise MMError(what, where="--sbatch", accepted="KEY or KEY=VALUE", hint=hint)
+        if key == "array":
+            hint = "print a file for each run, with a run.name of its own"
+            raise MMError("the jobs of an array would be one run", where=f"--sbatch {each}", hint=hint)
         if key in _OWN:
             raise MMError(f"the file sets {key} itself", where=f"--sbatch {each}", hint=f"use {_OWN[key]}")
         own[key] = value
