@@ -178,7 +178,7 @@ def test_an_image_of_30000_by_30000_is_refused_by_its_header(tmp_path):
     with pytest.raises(DataError, match="the image of 900,000,000 pixels is larger than the dataset's"):
         dataset(source)[0]
     Image.new("L", (300, 300)).save(source / "a.png")
-    with pytest.raises(DataError, match="the image of 300x300 is larger than the dataset's max_pixels"):
+    with pytest.raises(DataError, match="the image of 300 x 300 is larger than the dataset's max_pixels"):
         dataset(source, max_pixels=89_999)[0]
 
 
