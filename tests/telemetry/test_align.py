@@ -327,7 +327,7 @@ def test_the_drawing_marks_the_first_module_that_differs(plain, tmp_path):
 
 
 def test_the_page_begins_with_the_first_difference(plain, tmp_path):
-    change, what, where = PLANTED["eps"]
+    change, _, where = PLANTED["eps"]
     result = compare(read_record(plain), read_record(train(tmp_path / "changed", change, steps=1)))
     text = page(result, ["A", "<B>"], "3 elements differ")
     head, rest = text.partition("</section>")[::2]
