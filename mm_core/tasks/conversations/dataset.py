@@ -31,8 +31,7 @@ from mm_core.tasks.conversations.packing import Packs, positions
 from mm_core.tasks.conversations.processor import ChatProcessor, Encoded
 from mm_core.tasks.conversations.questions import QuestionInputs
 from mm_core.tasks.conversations.rows.first_rows import some_usable
-from mm_core.tasks.conversations.rows.reading import Conversation, RawRow, conversation, located
-from mm_core.tasks.conversations.rows.turns import Named
+from mm_core.tasks.conversations.rows.reading import Conversation, RawRow, conversation, kinds_of, located
 from mm_core.tasks.conversations.token_counts import Count
 from mm_core.weights import read_mapping
 
@@ -194,16 +193,11 @@ class Conversations:
 
     def contents(self, index: int) -> list[tuple[str, str]]:
         """The files of rows of a sample, and the kinds of their pictures and videos, such as `image .png`."""
-        found = []
-        for row in map(self.rows.__getitem__, self._members(index)):
-            source = self.wanted.sources[row.source].annotations
-            try:
-                media = conversation(row.value, source).media
-                kinds = [f"{kind} {_format_of(named)}" for kind, named in media] or ["text alone"]
-            except DataError:
-                kinds = ["cannot be read"]
-            found += [(source, kind) for kind in dict.fromkeys(kinds)]
-        return found
+        rows = map(self.rows.__getitem__, self._members(index))
+        found = [
+            (self.wanted.sources[row.source].annotations, kind) for row in rows for kind in kinds_of(row)
+        ]
+        return list(dict.fromkeys(found))
 
     def pictures(self, index: int) -> list[tuple[str, Tensor]]:
         """Name and frames of each image and video of a sample, uint8 [F,Y,X,3]; of a packed row, of those
@@ -355,10 +349,6 @@ def _section(joined: Tensor, parts: Sequence[Tensor | None]) -> tuple[int, list[
         if sum(lengths) == whole:
             return axis, lengths
     raise AssertionError("a tensor of pictures is joined from those of conversations")
-
-
-def _format_of(named: Named) -> str:
-    return Path(named).suffix.lower() if isinstance(named, str) else "in the row"
 
 
 _MANY = 3
