@@ -121,14 +121,15 @@ def _compare(args: argparse.Namespace) -> int:
         what = "; ".join(["the two records have no tensor in common", *result.notes])
         hint = "map names with --map THEIRS=OURS, or match --by-order"
         raise MMError(what, where=f"{one}, {two}", hint=hint)
+    elements = None if args.json and not args.html else _elements(result, one, two)
     if args.html:
-        write_named(Path(args.html), render.page(result, args.records), "--html")
+        write_named(Path(args.html), render.page(result, args.records, elements), "--html")
     if args.svg:
         write_named(Path(args.svg), render.chart(render.growth(result)), "--svg")
     if args.json:
         print_json(render.document(result))
     else:
-        print(render.text(result, _elements(result, one, two)))
+        print(render.text(result, elements))
     return 0 if result.same else 1
 
 

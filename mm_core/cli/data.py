@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,9 +42,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action.add_argument("--json", action="store_true", help="print JSON")
         add_allow_code(action)
     inspect.add_argument(
-        "--rows", type=count, default=3, metavar="N", help="rows of texts that are shown (default 3)"
+        "--rows",
+        type=count,
+        metavar="N",
+        help="rows of texts (default 3), and rows of each source on the page (default 12, texts 3)",
     )
-    inspect.add_argument("--page", metavar="FILE", help="write an HTML page with contact sheets too")
+    inspect.add_argument("--page", metavar="FILE", help="write an HTML page with pictures and texts too")
     check.add_argument(
         "--workers", type=count, default=4, metavar="N", help="threads that decode (default 4)"
     )
@@ -72,38 +74,35 @@ def _datasets(config: RunConfig, split: str | None) -> Iterator[tuple[str, Datas
 
 def _inspect(config: RunConfig, args: argparse.Namespace) -> int:
     from mm_core.contracts import SupportsRendered
+    from mm_core.data.datasets.media_page import ROWS_OF_TEXTS, render
     from mm_core.data.datasets.media_report import inspect
 
     every = [*_datasets(config, args.split)]
     texts: dict[str, object] = {}
     for name, data in every:
         if isinstance(data, SupportsRendered):
-            rows = [_row(data, number) for number in range(min(args.rows, len(data)))]
+            rows = [_row(data, number) for number in range(min(args.rows or ROWS_OF_TEXTS, len(data)))]
             texts[name] = {"rows": len(data), "first": rows}
             if not args.json:
                 _print_rows(name, len(data), rows)
-    if not (others := [(name, data) for name, data in every if not isinstance(data, SupportsRendered)]):
-        if args.json:
-            print_json(texts)
-        return 0
-    splits = {name: (data, inspect(data)) for name, data in others}
-    buckets = _buckets(config, {name: data for name, (data, _) in splits.items()})
+    splits = {name: (data, inspect(data)) for name, data in every if name not in texts}
+    buckets = _buckets(config, {name: data for name, (data, _) in splits.items()}) if splits else {}
     if args.page is not None:
-        from mm_core.data.datasets.media_page import render
-
-        write_named(Path(args.page), render(config.run.name, splits, buckets), "--page")
+        shown = {name: splits.get(name, (data, [])) for name, data in every}
+        write_named(Path(args.page), render(config.run.name, shown, buckets, args.rows), "--page")
     if args.json:
         found = {name: [source._asdict() for source in sources] for name, (_, sources) in splits.items()}
         print_json(texts | found | ({"buckets": _as_json(buckets)} if buckets else {}))
         return 0
-    _print_sources({name: sources for name, (_, sources) in splits.items()})
+    if splits:
+        _print_sources({name: sources for name, (_, sources) in splits.items()})
     for name, (_, sources) in splits.items():
         for source in sources:
             for each in source.remarks():
                 print(f"data.{name}: {printable(source.source)}: {printable(each)}")
     _print_buckets(buckets)
     if args.page is not None:
-        print(f"contact sheets: {args.page}")
+        print(f"page: {args.page}")
     return 0
 
 
@@ -148,13 +147,13 @@ def _as_json(buckets: Mapping[str, Bucketed]) -> dict[str, object]:
 
 
 def _print_sources(found: Mapping[str, Sequence[Found]]) -> None:
-    head = ("SPLIT", "SOURCE", "IMAGES", "CLIPS", "PER EPOCH", "SIZES")
+    head = ("SPLIT", "SOURCE", "IMAGES", "CLIPS", "PER EPOCH", "HEIGHT x WIDTH")
     rows = [
         (
             split,
             source.source,
             *(f"{n:,}" for n in (source.images, source.clips, source.samples)),
-            _sizes(source.sizes) or "unknown",
+            source.probed(_SIZES),
         )
         for split, sources in found.items()
         for source in sources
@@ -172,11 +171,6 @@ def _print_buckets(buckets: Mapping[str, Bucketed]) -> None:
     for split, each in buckets.items():
         for remark in each.remarks():
             print(f"data.{split}: {printable(remark)}")
-
-
-def _sizes(sizes: Mapping[str, int]) -> str:
-    more = f" + {len(sizes) - _SIZES} more" if len(sizes) > _SIZES else ""
-    return "; ".join(islice(sizes, _SIZES)) + more
 
 
 def _check(config: RunConfig, args: argparse.Namespace) -> int:

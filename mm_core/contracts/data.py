@@ -288,6 +288,22 @@ class SupportsRendered(Protocol):
 
 
 @runtime_checkable
+class SupportsPictures(Protocol):
+    """Capability of a dataset of texts about pictures: `mm data inspect --page` shows them, and some of each
+    kind."""
+
+    def contents(self, index: int) -> Sequence[tuple[str, str]]:
+        """Source and kind, such as `image` or `.png`, of what a sample has, before any file is opened."""
+
+    def pictures(self, index: int) -> Sequence[tuple[str, Tensor]]:
+        """Name and frames, uint8 [F,Y,X,3], of each image and video of a sample, as the model is shown it.
+
+        Raises:
+            DataError: the sample cannot be read.
+        """
+
+
+@runtime_checkable
 class SupportsEvaluated(Protocol):
     """Capability of a dataset class with options that are only for training."""
 

@@ -56,4 +56,5 @@ def report_buckets(config: RunConfig, task: TaskModule, dataset: MediaTextDatase
         ]
         + ([f"{plural(unread, 'file')} cannot be read; `mm data check` lists them"] if unread else []),
         single_pictures(rows, offered, numbers),
+        torch.where(numbers < 0, -1, torch.searchsorted(torch.tensor(used, dtype=torch.int64), numbers)),
     )

@@ -120,7 +120,7 @@ def mm_schedulers() -> Iterable[Component]:
     optional=_capabilities(
         *("SupportsSampleAt", "SupportsLengths", "SupportsClassNames", "SupportsCheckMicroBatch"),
         *("SupportsEvaluated", "SupportsConversing", "SupportsBatchSpecs", "SupportsRowSizes"),
-        *("SupportsSources", "SupportsRendered", "SupportsWork"),
+        *("SupportsSources", "SupportsRendered", "SupportsPictures", "SupportsWork"),
     ),
     kit="mm_core.testing.data.datasets:KIT",
     target="Stripes",

@@ -2,7 +2,7 @@
 // Charts as SVG: lines, heat maps, bars and stacked areas. No library: the page must open without a network.
 
 const NS = "http://www.w3.org/2000/svg";
-const MARGIN = { left: 54, right: 10, top: 8, bottom: 24 };
+const MARGIN = { left: 62, right: 10, top: 8, bottom: 24 };
 const COLOURS = 8;
 
 function html(tag, properties = {}, ...children) {
@@ -156,7 +156,7 @@ function extent(arrays) {
 
 // lines: {label, colour, dash, x: [], y: [], low, high, bad: []}; xText formats the x axis.
 function lineChart(card, readout, lines, options) {
-  const box = frame(card, 210, options.title);
+  const box = frame(card, options.height || 210, options.title);
   const drawn = lines.map((line) => {
     const positive = (values) => (options.log && values ? values.map((v) => (v !== null && v > 0 ? v : null)) : values);
     const y = positive(line.y);
@@ -239,7 +239,7 @@ function heatMap(card, readout, table, options) {
   table.x.forEach((step, c) => c % every === 0 && svg("text", {
     x: MARGIN.left + (c + 0.5) * cell[0], y: box.bottom + 16, "text-anchor": c ? "middle" : "start",
   }, box.root, short(step)));
-  const rest = `${options.name} by ${options.scale}; ${options.byRow ? "dark the least, bright the greatest of each bin" : `dark ${short(options.range[0])}, bright ${short(options.range[1])}`}`;
+  const rest = `${options.name} by ${options.scale}`;
   onMove(box.root, (pixel, event) => {
     const c = Math.floor((pixel - MARGIN.left) / cell[0]);
     const r = Math.floor((box.bottom - (event.clientY - box.root.getBoundingClientRect().top)) / 17);
@@ -248,6 +248,21 @@ function heatMap(card, readout, table, options) {
       : `to step ${table.x[c]}, ${options.scale} ${table.bins[r]}: ${short(value)}`;
   }, () => { readout.textContent = rest; });
   readout.textContent = rest;
+  return [box.root, colourBar(card, options.byRow ? null : options.range)];
+}
+
+// The colours of a heat map with their numbers; without a range, each bin has its own.
+function colourBar(card, range) {
+  const box = frame(card, 36, "colours");
+  const width = box.right - MARGIN.left;
+  for (let i = 0; i < 60; i++)
+    svg("rect", { x: MARGIN.left + (i * width) / 60, y: 4, width: width / 60 + 0.3, height: 12, fill: heatColour((i + 0.5) / 60) }, box.root);
+  for (const share of [0, 0.25, 0.5, 0.75, 1]) {
+    const [low, high] = range || [0, 0];
+    const value = low > 0 ? low * (high / low) ** share : low + (high - low) * share;
+    const text = range ? short(value) : { 0: "least of each bin", 1: "greatest of each bin" }[share];
+    if (text) svg("text", { x: MARGIN.left + share * width, y: 32, "text-anchor": share === 0 ? "start" : share === 1 ? "end" : "middle" }, box.root, text);
+  }
   return box.root;
 }
 

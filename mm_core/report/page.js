@@ -47,7 +47,7 @@ function section(title) {
 
 // One chart of the named metrics of all runs. Of one run, each metric has a colour; of several, each run
 // has one and the metrics differ by their dashes.
-function metricsChart(grid, title, names, factor = 1) {
+function metricsChart(grid, title, names, factor = 1, height = 210) {
   const present = names.filter((name) => RUNS.some((run) => run.curves[name]));
   if (!present.length) return;
   const times = (values) => values && values.map((v) => (v === null ? null : v * factor));
@@ -70,14 +70,14 @@ function metricsChart(grid, title, names, factor = 1) {
       lines.push({ label, ...look, x, y: times(curve.y), low: times(curve.low), high: times(curve.high), bad: along(run, curve.bad || []) });
     }
     const warning = notFinite ? [`${notFinite} not finite, marked`] : [];
-    return lineChart(node, readout, lines, { title, log: view.log, smoothing: view.smoothing, xText, rest: [...legend(), ...warning] });
+    return lineChart(node, readout, lines, { title, height, log: view.log, smoothing: view.smoothing, xText, rest: [...legend(), ...warning] });
   });
 }
 
 function curves() {
   const grid = section("Curves");
   const used = new Set(CHARTS.flatMap(([, names]) => names));
-  for (const [title, names, factor] of CHARTS) metricsChart(grid, title, names, factor);
+  for (const [title, names, factor] of CHARTS.slice(1)) metricsChart(grid, title, names, factor);
   const all = [...new Set(RUNS.flatMap((run) => Object.keys(run.curves)))].filter((name) => !used.has(name));
   const groups = new Map();
   for (const name of all) {
@@ -130,13 +130,18 @@ function clip(entry, run, shot) {
   const text = html("figcaption", {}, caption);
   video.addEventListener("loadedmetadata", () => {
     video.style.imageRendering = video.videoWidth < 128 ? "pixelated" : "auto";  // tiny clips show their pixels
-    video.style.width = `${Math.min(416, Math.max(192, video.videoWidth))}px`;
   });
   video.addEventListener("click", () => (video.paused ? video.play() : video.pause()));
   video.addEventListener("error", () => {
     text.textContent = `${caption}: this browser does not decode the clip (H.264 with full chroma); samples/${entry.file}`;
   });
   return html("figure", {}, video, text);
+}
+
+// The steps that stand side by side: of several runs the newest, of one up to four, evenly spread.
+function beside(shots) {
+  const count = Math.min(MANY ? 1 : 4, shots.length);
+  return Array.from({ length: count }, (_, i) => shots[Math.round(count > 1 ? (i * (shots.length - 1)) / (count - 1) : shots.length - 1)]);
 }
 
 function samples() {
@@ -149,12 +154,12 @@ function samples() {
   const draw = () => {
     const step = steps[slider.valueAsNumber];
     label.textContent = `step ${step} of ${steps[steps.length - 1]}`;
-    const shots = RUNS.map((run, r) => (view.shown[r] ? run.shots.filter((shot) => shot.step <= step).pop() : undefined));
+    const shots = RUNS.flatMap((run, r) => (view.shown[r] ? beside(run.shots.filter((shot) => shot.step <= step)).map((shot) => [shot, r]) : []));
     const rows = DATA.prompts.flatMap((prompt) => {
-      const figures = shots.flatMap((shot, r) => (shot ? shot.clips.filter((c) => c.prompt === prompt).map((c) => clip(c, RUNS[r], shot)) : []));
-      return figures.length ? [html("div", { className: "prompt" }, prompt), html("div", { className: "shots" }, ...figures)] : [];
+      const figures = shots.flatMap(([shot, r]) => shot.clips.filter((c) => c.prompt === prompt).map((c) => clip(c, RUNS[r], shot)));
+      return figures.length ? [html("div", { className: "prompt" }, prompt), html("div", { className: "clips" }, ...figures)] : [];
     });
-    const sheets = shots.flatMap((shot, r) => shot && shot.sheet
+    const sheets = shots.flatMap(([shot, r]) => shot.sheet
       ? [html("figure", { className: "sheet" }, html("img", { src: shot.sheet, alt: `contact sheet of step ${shot.step}` }),
           html("figcaption", {}, `${MANY ? `${RUNS[r].label}, ` : ""}contact sheet of step ${shot.step}`))] : []);
     place.replaceChildren(...sheets, ...rows);
@@ -197,6 +202,9 @@ function head() {
   const page = document.getElementById("page");
   page.append(html("h1", {}, RUNS.map((run) => run.label).join(", ")));
   page.append(controls());
+  const first = html("div", { className: "first" });
+  page.append(first);
+  metricsChart(first, ...CHARTS[0], 1, 380);
   const maps = RUNS.map((run) => ({ folder: run.folder, ...Object.fromEntries(run.summary) }));
   page.append(html("h2", {}, MANY ? "Runs" : "Run"), comparison(maps));
   for (const run of RUNS) for (const remark of run.remarks) page.append(html("p", { className: "remark" }, titled(run, remark)));

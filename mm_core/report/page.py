@@ -8,7 +8,7 @@ import html
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 
 from mm_core.errors import MMError
@@ -183,6 +183,24 @@ def document(title: str, body: str, script: str | None = None) -> str:
 <title>{html.escape(title)}</title>
 <style>{style}</style></head><body>{body}</body></html>
 """
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], marked: Container[int] = ()) -> str:
+    """An HTML table of texts, which can be scrolled in a narrow window.
+
+    Args:
+        heads: of the columns.
+        rows: cells.
+        marked: numbers of the rows that are red.
+    """
+
+    def line(cells: Sequence[str], tag: str, number: int = -1) -> str:
+        red = ' class="remark"' * (number in marked)
+        return f"<tr{red}>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+    body = "".join(line(cells, "td", number) for number, cells in enumerate(rows))
+    head = f"<thead>{line(heads, 'th')}</thead>" if heads else ""
+    return f'<div class="scroll"><table>{head}<tbody>{body}</tbody></table></div>'
 
 
 def to_json(data: Mapping[str, object]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -75,11 +76,12 @@ def test_inspect_is_a_table_with_what_is_left_out(run: Path, capsys: pytest.Capt
     assert main(["data", "inspect", "--config", str(run)]) == 0
     out = capsys.readouterr().out.replace(f"{run.parent}/", "")
     head, table = out.split("\n", 1)
-    assert head.split() == ["SPLIT", "SOURCE", "IMAGES", "CLIPS", "PER", "EPOCH", "SIZES"]
+    assert head.split() == ["SPLIT", "SOURCE", "IMAGES", "CLIPS", "PER", "EPOCH", "HEIGHT", "x", "WIDTH"]
     assert table == (
-        "train  photos/      3       0      3          20x16\n"
-        "train  clips.jsonl  0       2      4          24x16, 6 frames\n"
-        "train  more.csv     1       1      2          24x16, 6 frames; 20x16\n"
+        "train  photos/      3       0      3          16 x 20 (3); 3 of 3 files probed\n"
+        "train  clips.jsonl  0       2      4          16 x 24, 6 frames (2); 2 of 2 files probed\n"
+        "train  more.csv     1       1      2          16 x 24, 6 frames (1); 16 x 20 (1); "
+        "2 of 2 files probed\n"
         "data.train: clips.jsonl: 1 row left out: where: width >= 240\n"
     )
     assert main(["data", "inspect", "--config", str(run), "--json"]) == 0
@@ -91,7 +93,11 @@ def test_inspect_names_how_many_sizes_it_does_not_show(run: Path, capsys: pytest
         Image.new("RGB", (16 + number, 16)).save(run.parent / f"photos/{number}.png")
         (run.parent / f"photos/{number}.txt").write_text("x")
     assert main(["data", "inspect", "--config", str(run)]) == 0
-    assert capsys.readouterr().out.splitlines()[1].endswith("20x16; 19x16; 21x16; 22x16 + 1 more")
+    assert (
+        capsys.readouterr()
+        .out.splitlines()[1]
+        .endswith("16 x 20 (4); 16 x 19 (1); 16 x 21 (1); 16 x 22 (1) + 1 more; 8 of 8 files probed")
+    )
 
 
 def test_inspect_shows_buckets_and_what_is_in_none(
@@ -120,6 +126,7 @@ def test_inspect_shows_buckets_and_what_is_in_none(
     assert lines[first + 3 : -1] == [f"data.train: {lost}", f"data.train: {unread}"]
     text = page.read_text()
     assert "samples per epoch" in text and lost in text
+    assert len(re.findall(", bucket 5 x 8 x 12<", text)) == 3 and text.count(", in no bucket<") == 2
     assert main(["data", "inspect", "--config", str(run), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["buckets"]["train"]
     assert found["unfit"] == [lost, unread] and found["buckets"][1]["samples"] == 1

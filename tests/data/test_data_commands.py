@@ -76,7 +76,7 @@ def bad(tmp_path: Path, encode, encode_audio) -> tuple[Path, dict[str, str]]:
             png(30_000, 30_000),
             "the image of 900,000,000 pixels is larger than",
         ),
-        "large.png": (png(900, 900), "the image of 900x900 is larger than the dataset's max_pixels"),
+        "large.png": (png(900, 900), "the image of 900 x 900 is larger than the dataset's max_pixels"),
         "empty.mp4": (b"", "the video is an empty file"),
         "page.mp4": (b"<html>404</html>", "not a readable video: Invalid data found when processing input$"),
         "zeros.mkv": (b"\x1a\x45\xdf\xa3" + bytes(90), "not a readable video"),
@@ -165,17 +165,18 @@ def three(tmp_path: Path, encode) -> str:
 def test_the_page_of_inspect_shows_samples_sizes_and_what_is_left_out(tmp_path, three, capsys):
     page = tmp_path / "page.html"
     assert main(["data", "inspect", "--config", three, "--page", str(page)]) == 0
-    assert capsys.readouterr().out.endswith(f"contact sheets: {page}\n")
+    assert capsys.readouterr().out.endswith(f"page: {page}\n")
     text = page.read_text()
     parts = re.split(r'<p class="prompt">', text)[1:]
     folder, table, tar = (
         [html.unescape(each) for each in re.findall(r"<figcaption>(.*?)<br>", p)] for p in parts
     )
-    assert sorted(folder) == ["", "<b>bold</b> & 'wide'", "x" * 240 + " ..."]
+    assert sorted(folder) == ["", "<b>bold</b> & 'wide'", "x" * 999]
     assert table == ["clip: first (and 2 captions more)"] * 2 and tar == ["inside"]
     assert "the image is an empty file (0 bytes)" in parts[0] and "1 row left out: no .txt file" in parts[0]
     assert "1 row left out: where: kind &lt; 2" in parts[1] and "<b>bold" not in text
-    assert "90x270 (1); 640x160 (1)" in text and "64x48, 9 frames (2)" in text
+    sizes = "270 x 90 (1); 160 x 640 (1); 2 of 3 files probed"
+    assert sizes in text and "48 x 64, 9 frames (2); 2 of 2 files probed" in text
     sheets = [
         [Image.open(io.BytesIO(base64.b64decode(each))) for each in re.findall(r"jpeg;base64,([^\"]*)", part)]
         for part in parts
@@ -188,6 +189,21 @@ def test_the_page_of_inspect_shows_samples_sizes_and_what_is_left_out(tmp_path, 
     red, blue = sheets[2][0].getpixel((80, 20)), sheets[1][0].getpixel((100, 24))
     assert max(abs(a - b) for a, b in zip((*red, *blue), (200, 40, 40, 0, 0, 250), strict=True)) < 24
     assert "default-src 'none'" in text and "script-src 'none'" in text and "<script" not in text
+
+
+def test_a_page_shows_each_medium_and_format_that_the_spread_rows_lack(tmp_path, encode, capsys):
+    (tmp_path / "p").mkdir()
+    names = [f"{number:02}.jpg" for number in range(30)] + ["zz.PNG", "zy.webp"]
+    for name in names:
+        Image.new("RGB", (20, 16)).save(tmp_path / "p" / name)
+    encode(tmp_path / "p/zx.mp4", 9)
+    for name in [*names, "zx.mp4"]:
+        (tmp_path / "p" / name).with_suffix(".txt").write_text("x")
+    run, page = config(tmp_path / "run.yaml", {"annotations": str(tmp_path / "p")}), tmp_path / "page.html"
+    for rows, shown in (("2", ["00.jpg", "16.jpg"]), ("3", ["00.jpg", "11.jpg", "22.jpg"])):
+        assert main(["data", "inspect", "--config", run, "--rows", rows, "--page", str(page)]) == 0
+        assert re.findall('<img alt="(.*?)"', page.read_text()) == [*shown, "zx.mp4", "zy.webp", "zz.PNG"]
+    assert "; 16 of 33 files probed" in capsys.readouterr().out
 
 
 @pytest.mark.filterwarnings("ignore:.*left out:mm_core.errors.RunWarning")
@@ -295,7 +311,7 @@ def test_the_transform_is_tried_on_control_clips_and_not_on_references(tmp_path,
     sizes = {"height": 32, "width": 48, "transform": {"type": "resize_crop", "resize": "exact"}}
     rows = [json.loads(line) for line in further.read_text().splitlines()][:2]
     _, found = checked(of_fields(rewritten(further, rows), **sizes), capsys)
-    what = "the frames of 16x16 are smaller than 48x32"
+    what = "the frames of 16 x 16 are smaller than 32 x 48"
     assert found == {str(tmp_path / "edges.mp4"): [f"in the column 'edges' of {tmp_path}/a.mp4: {what}"] * 2}
 
 
@@ -314,7 +330,7 @@ def test_validate_finds_missing_and_refused_files_of_fields(tmp_path, further, c
         f"2 of the first 5 files in the column 'edges' of {further} cannot be found, such as gone.mp4",
         f"1 of the first 5 files in the column 'shown' of {further} cannot be found, such as none.png",
         f"1 of the first 5 files in the column 'shown' of {further} would be refused, such as "
-        f"{tmp_path}/large.png: the image of 40x40 is larger than",
+        f"{tmp_path}/large.png: the image of 40 x 40 is larger than",
     ):
         assert what in errors
 

@@ -178,7 +178,7 @@ def test_an_image_of_30000_by_30000_is_refused_by_its_header(tmp_path):
     with pytest.raises(DataError, match="the image of 900,000,000 pixels is larger than the dataset's"):
         dataset(source)[0]
     Image.new("L", (300, 300)).save(source / "a.png")
-    with pytest.raises(DataError, match="the image of 300x300 is larger than the dataset's max_pixels"):
+    with pytest.raises(DataError, match="the image of 300 x 300 is larger than the dataset's max_pixels"):
         dataset(source, max_pixels=89_999)[0]
 
 
@@ -338,8 +338,8 @@ def test_inspect_counts_what_each_source_gives(tmp_path, encode):
     clips = table(tmp_path / "a.jsonl", *rows)
     photos = MediaSource(str(folder(tmp_path / "p", "a.png", "b.png")), weight=1.5)
     first, second, third = inspect(dataset(photos, MediaSource(clips.annotations, where="width > 9"), clips))
-    assert first[1:] == (2, 0, 3, {"8x8": 2}, {}, 0, 0)
-    assert second[1:] == (0, 1, 1, {"64x48, 9 frames": 1}, {"where: width > 9": 1}, 0, 0)
+    assert first[1:] == (2, 0, 3, {"8 x 8": 2}, {}, 0, 0)
+    assert second[1:] == (0, 1, 1, {"48 x 64, 9 frames": 1}, {"where: width > 9": 1}, 0, 0)
     assert third[1:4] == (0, 2, 2)
 
 

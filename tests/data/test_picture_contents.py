@@ -234,7 +234,7 @@ def test_a_format_that_the_page_does_not_name_is_not_opened(tmp_path, kind):
 
 def test_a_picture_larger_than_the_readers_limit_is_refused_before_it_is_decoded(tmp_path):
     Image.fromarray(NOISE).save(tmp_path / "a", "PNG")
-    with pytest.raises(DataError, match="frames of 80x40 are larger than the reader's max_pixels"):
+    with pytest.raises(DataError, match="frames of 40 x 80 are larger than the reader's max_pixels"):
         PyAVReader(max_pixels=100).read(tmp_path / "a", [0.0])
 
 

@@ -103,7 +103,7 @@ def test_a_picture_that_is_cut_short_is_refused(tmp_path: Path, reader) -> None:
 
 def test_a_picture_larger_than_max_pixels_is_refused_by_its_header(tmp_path: Path) -> None:
     file = save(tmp_path / "a.jpg", quality=95)
-    with pytest.raises(DataError, match="frames of 120x90 are larger than the reader's max_pixels"):
+    with pytest.raises(DataError, match="frames of 90 x 120 are larger than the reader's max_pixels"):
         PyAVReader(max_pixels=1000).probe(file)
 
 

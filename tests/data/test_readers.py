@@ -152,7 +152,7 @@ def test_pixels_become_square(tmp_path: Path, encode, reader, aspect: tuple[int,
 
 def test_square_pixels_count_for_max_pixels(tmp_path: Path, encode) -> None:
     file = encode(tmp_path / "a.mp4", 3, aspect=Fraction(10))
-    with pytest.raises(DataError, match="frames of 640x48 are larger than the reader's max_pixels"):
+    with pytest.raises(DataError, match="frames of 48 x 640 are larger than the reader's max_pixels"):
         PyAVReader(max_pixels=640 * 48 - 1).read(file, [0.0])
 
 
@@ -326,7 +326,7 @@ def test_frames_that_are_too_large_are_refused_before_decoding(
     file = encode(tmp_path / "a.mp4", 3)
     assert kind(max_pixels=64 * 48).read(file, [0.0]).shape == (1, 48, 64, 3)
     monkeypatch.setattr("mm_core.data.media.readers.timeline", lambda *_: pytest.fail("decoded"))
-    with pytest.raises(DataError, match="64x48 are larger than the reader's max_pixels") as caught:
+    with pytest.raises(DataError, match="48 x 64 are larger than the reader's max_pixels") as caught:
         kind(max_pixels=64 * 48 - 1).probe(file)
     assert caught.value.accepted == "up to 3,071 pixels a frame"
 

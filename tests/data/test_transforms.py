@@ -109,7 +109,7 @@ def test_exact_crops_and_never_resizes() -> None:
     frames = noise()
     got = ResizeCrop(resize="exact").pixels(frames, 16, 16, None)
     assert torch.equal(got.permute(1, 2, 3, 0), frames[:, 7:23, 17:33])
-    with pytest.raises(DataError, match="the frames of 50x30 are smaller than 16x32") as fault:
+    with pytest.raises(DataError, match="the frames of 30 x 50 are smaller than 32 x 16") as fault:
         ResizeCrop(resize="exact").pixels(frames, 32, 16, None)
     assert "short_side" in fault.value.hint
 
@@ -307,7 +307,7 @@ def test_a_transform_of_another_shape_is_its_author_s_fault(clips: Path, annotat
     with pytest.raises(ContractError, match=r"levels returned torch.float32 \[256, 3\]"):
         data.collate([data[0] | {"key": SampleKey(0, 0), "weight": 1.0}])
     small = VideoTextDataset(rows, 2, 999, 24, folder=str(clips), transform=ResizeCrop(resize="exact"))
-    with pytest.raises(DataError, match="smaller than 24x999") as refused:
+    with pytest.raises(DataError, match="smaller than 999 x 24") as refused:
         small[0]
     assert "bikes.mp4" in str(refused.value.where), "the skip ledger names the file"
 

@@ -35,6 +35,7 @@ class Browser:
                 *("bash", "-c", f'exec "$@" 3<&{ends[0]} 4>&{ends[1]} {ends[0]}<&- {ends[1]}>&-', "bash"),
                 program,
                 "--headless=new",
+                "--hide-scrollbars",
                 "--no-sandbox",
                 "--disable-gpu",
                 "--disable-dev-shm-usage",
@@ -90,9 +91,10 @@ class Browser:
             assert time.monotonic() < until, f"never true: {expression}"
             time.sleep(0.05)
 
-    def picture(self, path: Path) -> None:
-        """A PNG of the window."""
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
+    def picture(self, path: Path, whole: bool = False) -> None:
+        """A PNG of the window, or of the whole page."""
+        options = {"format": "png", "captureBeyondViewport": whole}
+        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", **options)["data"]))
 
     def call(self, method: str, root: bool = False, **parameters: Any) -> dict[str, Any]:
         """Sends a command and returns its result; events that come before it are noted."""

@@ -78,9 +78,9 @@ def test_clips_play_and_the_slider_goes_through_their_steps(make_run, page_of, b
         "[...document.querySelectorAll('video')].every(v => v.readyState === 4 && v.currentTime > 0)"
     )
     captions = "[...document.querySelectorAll('figcaption')].map(node => node.textContent).join()"
-    assert browser.evaluate(captions) == "step 30,step 30"
+    assert browser.evaluate(captions) == "step 10,step 20,step 30,step 10,step 20,step 30"
     browser.evaluate("document.querySelector('.stepper button').click()")
-    assert browser.evaluate(captions) == "step 20,step 20"
+    assert browser.evaluate(captions) == "step 10,step 20,step 10,step 20"
     prompts = browser.evaluate("[...document.querySelectorAll('.prompt')].map(node => node.textContent)")
     assert prompts == ["a red circle moves left", "a blue square moves up"]
     assert quiet(browser, page)

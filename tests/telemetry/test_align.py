@@ -326,6 +326,19 @@ def test_the_drawing_marks_the_first_module_that_differs(plain, tmp_path):
     assert "#c62828" not in equal and "first:" not in equal
 
 
+def test_the_page_begins_with_the_first_difference(plain, tmp_path):
+    change, _, where = PLANTED["eps"]
+    result = compare(read_record(plain), read_record(train(tmp_path / "changed", change, steps=1)))
+    text = page(result, ["A", "<B>"], "3 elements differ")
+    head, rest = text.partition("</section>")[::2]
+    assert f'<p class="remark">{where} (' in head and "3 elements differ" in head and "compared:" not in head
+    red = re.findall('<tr class="remark"><td>(.*?)</td>', rest)
+    assert red == [pair.row.module for pair in growth(result) if not pair.agrees]
+    assert "<h1>A and &lt;B&gt;</h1>" in text and "style-src" in text and " style=" not in text
+    equal = page(compare(read_record(plain), read_record(plain)), ["A", "B"])
+    assert "First difference" not in equal and "0 different" in equal
+
+
 def test_records_without_modules_in_common_have_no_drawing():
     with pytest.raises(MMError, match="there is nothing to draw"):
         chart([])

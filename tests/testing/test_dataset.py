@@ -274,6 +274,18 @@ VIDEO_FAULTS = [
     ),
     ("rendered_text", clips(rendered=lambda self, index: None), "rendered of Faulty returned None"),
     ("rendered_text", clips(rendered=lambda self, index: [("", True)]), "accepted: some text"),
+    (
+        "pictured",
+        clips(contents=lambda self, index: [], pictures=lambda self, index: []),
+        "contents(0) is empty",
+    ),
+    (
+        "pictured",
+        clips(
+            contents=lambda self, index: [("a", "image")], pictures=lambda self, index: [("b", torch.ones(1))]
+        ),
+        "pictures(0) of b returned [1] of torch.float32 on cpu; accepted: [n, n, n, 3] of torch.uint8",
+    ),
     ("class_names", clips(class_names=lambda self: ["a", "b"]), "class_names of Faulty returned ['a', 'b']"),
     ("sources", clips(num_sources=lambda self: 0), "num_sources() returned 0; accepted: 1 or more"),
     ("sources", clips(source_of=lambda self, *_: "a.mp4"), "source_of of Faulty returned 'a.mp4'"),

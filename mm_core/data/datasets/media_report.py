@@ -13,6 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+from torch import Tensor
+
 from mm_core.contracts import Dataset, VideoInfo
 from mm_core.data.datasets.media_text import MediaTextDataset
 from mm_core.data.datasets.video_text import VideoTextDataset
@@ -35,7 +37,7 @@ class Found(NamedTuple):
         images: number of its rows that are images.
         clips: number of its rows that are clips.
         samples: how many samples an epoch takes from it.
-        sizes: number of files of each size, by the headers of some, the most frequent one first.
+        sizes: number of probed files of each size, the most frequent one first: headers of at most 16 files.
         left_out: number of rows left out for each reason.
         empty_captions: number of captions without a text.
         filled: number of rows that have the caption of their source.
@@ -50,6 +52,15 @@ class Found(NamedTuple):
     empty_captions: int
     filled: int
 
+    def probed(self, most: int | None = None) -> str:
+        """Its sizes with their numbers of files, and how many files were probed; at most `most` sizes."""
+        if not self.sizes:
+            return "unknown: no file was probed"
+        named = [f"{size} ({count:,})" for size, count in self.sizes.items()]
+        more = f" + {len(named) - most} more" if most is not None and len(named) > most else ""
+        rows = plural(self.images + self.clips, "file")
+        return f"{'; '.join(named[:most])}{more}; {sum(self.sizes.values())} of {rows} probed"
+
     def remarks(self) -> list[str]:
         """What is left out, and the empty captions, a line for each."""
         return _remarked(self.left_out, self.empty_captions, self.filled)
@@ -62,11 +73,13 @@ class Bucketed(NamedTuple):
         buckets: those in use, the largest first, with their samples in an epoch.
         unfit: which rows are in none and why, in words.
         pictures: how many clips are in buckets of one frame, in words; empty: none.
+        of_row: the place of each row's bucket in `buckets`, int64 [R]; -1: none.
     """
 
     buckets: Sequence[tuple[Bucket, int]]
     unfit: Sequence[str]
     pictures: str
+    of_row: Tensor
 
     def remarks(self) -> list[str]:
         """What the table does not show, a sentence each."""
@@ -184,16 +197,15 @@ def inspected(dataset: Dataset) -> MediaTextDataset:
     )
 
 
-def spread(dataset: MediaTextDataset, source: int, count: int) -> list[int]:
-    """The numbers of at most `count` rows of a source, at even distances."""
-    places = (dataset.rows.facts["source"] == source).nonzero()[0]
+def spread(places: Sequence[int], count: int) -> list[int]:
+    """At most `count` of some places, at even distances."""
     count = min(count, len(places))
-    return [int(places[number * len(places) // count]) for number in range(count)]
+    return [places[number * len(places) // count] for number in range(count)]
 
 
 def _sizes(dataset: MediaTextDataset, source: int) -> dict[str, int]:
     found: Counter[str] = Counter()
-    for place in spread(dataset, source, _PROBED):
+    for place in spread(dataset.rows.of_source(source), _PROBED):
         with suppress(DataError):
             found[dataset.size_of(place)] += 1
     return dict(found.most_common())

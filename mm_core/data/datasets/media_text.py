@@ -233,14 +233,14 @@ class MediaTextDataset:
         return str((source.folder if row.archive is None else source.archives[row.archive]) / row.path)
 
     def size_of(self, number: int) -> str:
-        """The size of a row's file by its header: `832x480, 49 frames`.
+        """The size of a row's file by its header: `480 x 832, 49 frames`.
 
         Raises:
             DataError: the file cannot be read.
         """
         row = self.rows[number]
         info = self.header(row)
-        shown = f"{info.width}x{info.height}"
+        shown = f"{info.height} x {info.width}"
         still = row.medium == "image" and info.num_frames == 1
         return shown if still else f"{shown}, {plural(info.num_frames, 'frame')}"
 

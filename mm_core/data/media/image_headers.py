@@ -165,7 +165,7 @@ def opened_image(
             file.seek(0)
             opened = Image.open(file, formats=[known])
             if max_pixels is not None and opened.width * opened.height > max_pixels:
-                raise _too_large(f"{opened.width}x{opened.height}", path, max_pixels)
+                raise _too_large(f"{opened.height} x {opened.width}", path, max_pixels)
             yield opened
     except MMError:
         raise
@@ -185,7 +185,7 @@ def opened_image(
 
 def frames_too_large(width: int, height: int, path: Path, max_pixels: int) -> DataError:
     return DataError(
-        f"frames of {width}x{height} are larger than the reader's max_pixels",
+        f"frames of {height} x {width} are larger than the reader's max_pixels",
         where=str(path),
         accepted=f"up to {plural(max_pixels, 'pixel')} a frame",
         hint="raise `max_pixels` of the reader if the machine has enough memory to decode it",

@@ -76,7 +76,7 @@ class ResizeCrop:
         spare = size[0] - height, size[1] - width
         if min(spare) < 0:
             raise DataError(
-                f"the frames of {source[1]}x{source[0]} are smaller than {width}x{height}",
+                f"the frames of {source[0]} x {source[1]} are smaller than {height} x {width}",
                 hint="set `resize: short_side` of the transform, which enlarges them",
             )
         top, left = self._corner(spare, rng)

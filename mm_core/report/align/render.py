@@ -11,6 +11,8 @@ from typing import Any
 from mm_core.errors import MMError, plural, printable, some
 from mm_core.report.align.compare import Comparison, Pair
 from mm_core.report.align.records import KINDS
+from mm_core.report.page import document as in_style
+from mm_core.report.page import table
 
 _MOST = 12
 """Findings and settings that the text lists."""
@@ -21,7 +23,6 @@ WIDTH, TOP, BOTTOM, LEFT, RIGHT = 720, 28, 250, 52, 708
 
 _LEAST = -9
 """Exponent of the smallest difference of the scale; a smaller one is drawn there, and 0 below it."""
-_STYLE = "body{font:14px sans-serif;margin:2em}td{padding:1px 8px}pre{background:#f4f4f4;overflow:auto}"
 
 
 def label(pair: Pair) -> str:
@@ -64,6 +65,20 @@ def text(result: Comparison, elements: str | None = None) -> str:
         result: the comparison.
         elements: what the stored tensors of the first finding show.
     """
+    lines = _summary(result)
+    if result.findings:
+        place, *first = _first(result.findings[0], elements)
+        lines += ["", "FIRST DIFFERENCE", place, *(f"    {each}" for each in first)]
+        later = result.findings[1:_MOST]
+        lines += ["", "then"] * bool(later) + [f"  {label(each)}: {each.what}" for each in later]
+        settings = list(result.settings.items())[:_MOST]
+        lines += ["", "settings that differ"] * bool(settings)
+        lines += [printable(f"  {key}: {one} | {two}") for key, (one, two) in settings]
+    return "\n".join(lines)
+
+
+def _summary(result: Comparison) -> list[str]:
+    """How many tensors are compared and equal, and what is not compared."""
     equal, different = _counts(result)
     within = len(result.pairs) - equal - different
     counts = f"{equal:,} equal, {within:,} within the tolerance, {different:,} different"
@@ -78,17 +93,14 @@ def text(result: Comparison, elements: str | None = None) -> str:
             f"rows of other shapes in {plural(len(result.laid_otherwise), 'step')} (packed or padded),"
             " with the same gradients: compared without modules"
         )
-    if result.findings:
-        first, later = result.findings[0], result.findings[1:_MOST]
-        kind = first.row.class_name
-        place = printable(first.where + f" ({kind})" * bool(kind))
-        lines += ["", "FIRST DIFFERENCE", f"{place}: {first.what}"]
-        lines += [f"    {each}" for each in (label(first), shown(first), elements) if each is not None]
-        lines += ["", "then"] * bool(later) + [f"  {label(each)}: {each.what}" for each in later]
-        settings = list(result.settings.items())[:_MOST]
-        lines += ["", "settings that differ"] * bool(settings)
-        lines += [printable(f"  {key}: {one} | {two}") for key, (one, two) in settings]
-    return "\n".join(lines)
+    return lines
+
+
+def _first(first: Pair, elements: str | None) -> list[str]:
+    """The first difference: its module and what it means, the tensor, how far it is apart, its elements."""
+    place = printable(first.where + f" ({first.row.class_name})" * bool(first.row.class_name))
+    lines = [f"{place}: {first.what}", label(first), shown(first), elements]
+    return [each for each in lines if each is not None]
 
 
 def _counts(result: Comparison) -> tuple[int, int]:
@@ -110,26 +122,39 @@ def document(result: Comparison) -> dict[str, Any]:
     return {**counts, "findings": findings, **known}
 
 
-def page(result: Comparison, names: Sequence[str]) -> str:
-    """The comparison as one HTML page: the text, and how the difference grows over the modules.
+def page(result: Comparison, names: Sequence[str], elements: str | None = None) -> str:
+    """The comparison as one HTML page in the style of `mm report`: the first difference, how the difference
+    grows over the modules, and the settings.
 
     Args:
         result: the comparison.
         names: of both records.
+        elements: what the stored tensors of the first finding show.
     """
-    pairs = growth(result)
-    title = f"{escape(names[0])} and {escape(names[1])}"
-    head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>"
-    body = f"<h1>{title}</h1><pre>{escape(text(result))}</pre>"
-    if pairs:
-        body += f"<h2>Outputs</h2>\n{chart(pairs)}<table>"
-        body += "<tr><th>module</th><th>class</th><th>difference</th></tr>"
-        for pair in pairs:
-            cells = (pair.row.module, pair.row.class_name, f"{pair.error:.2g}")
-            row = "".join(f"<td>{escape(printable(cell))}</td>" for cell in cells)
-            body += f'<tr style="color:{_colour(pair)}">{row}</tr>'
-        body += "</table>"
-    return f"{head}<body>{body}</body></html>\n"
+    title = printable(f"{names[0]} and {names[1]}")
+    parts = [f"<h1>{escape(title)}</h1>"]
+    if result.findings:
+        place, *first = (escape(each) for each in _first(result.findings[0], elements))
+        more = "".join(f'<p class="lines">{each}</p>' for each in first)
+        head = f'<h2>First difference</h2><p class="remark">{place}</p>{more}'
+        parts.append(f'<section class="card">{head}</section>')
+    parts += [f"<p>{escape(each)}</p>" for each in _summary(result)]
+    if pairs := growth(result):
+        drawn = f'<div class="scroll drawn">{chart(pairs)}</div>'
+        red = [number for number, pair in enumerate(pairs) if not pair.agrees]
+        cells = [(pair.row.module, pair.row.class_name, f"{pair.error:.2g}") for pair in pairs]
+        parts += ["<h2>Outputs</h2>", drawn, _table(("module", "class", "difference"), cells, red)]
+    later = [(label(each), each.what, f"{each.error:.2g}") for each in result.findings[1:]]
+    if later:
+        parts += ["<h2>Also</h2>", _table(("tensor", "what", "difference"), later)]
+    if result.settings:
+        settings = [(key, str(one), str(two)) for key, (one, two) in result.settings.items()]
+        parts += ["<h2>Settings that differ</h2>", _table(("setting", *names), settings)]
+    return in_style(f"{title}: mm align compare", f"<main>{''.join(parts)}</main>")
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], red: Sequence[int] = ()) -> str:
+    return table([printable(each) for each in heads], [[*map(printable, row)] for row in rows], red)
 
 
 def chart(pairs: Sequence[Pair]) -> str:

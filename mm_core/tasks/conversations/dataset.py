@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import cached_property
 from itertools import groupby
@@ -30,7 +31,7 @@ from mm_core.tasks.conversations.packing import Packs, positions
 from mm_core.tasks.conversations.processor import ChatProcessor, Encoded
 from mm_core.tasks.conversations.questions import QuestionInputs
 from mm_core.tasks.conversations.rows.first_rows import some_usable
-from mm_core.tasks.conversations.rows.reading import Conversation, RawRow, conversation, located
+from mm_core.tasks.conversations.rows.reading import Conversation, RawRow, conversation, kinds_of, located
 from mm_core.tasks.conversations.token_counts import Count
 from mm_core.weights import read_mapping
 
@@ -189,6 +190,35 @@ class Conversations:
             for learnt, run in groupby(pairs, key=lambda pair: pair[1] != IGNORED_LABEL):
                 found.append((self._shown([token for token, _ in run]), learnt))
         return found
+
+    def contents(self, index: int) -> list[tuple[str, str]]:
+        """The files of rows of a sample, and the kinds of their pictures and videos, such as `image .png`."""
+        rows = map(self.rows.__getitem__, self._members(index))
+        found = [
+            (self.wanted.sources[row.source].annotations, kind) for row in rows for kind in kinds_of(row)
+        ]
+        return list(dict.fromkeys(found))
+
+    def pictures(self, index: int) -> list[tuple[str, Tensor]]:
+        """Name and frames of each image and video of a sample, uint8 [F,Y,X,3]; of a packed row, of those
+        conversations that can be read.
+
+        Raises:
+            DataError: the only conversation cannot be read.
+        """
+        media, found = self.chat.processor.media, []
+        members = self._members(index)
+        for row in map(self.rows.__getitem__, members):
+            with nullcontext() if len(members) == 1 else suppress(DataError):
+                for kind, file in self._checked(row)[2]:
+                    frames = torch.stack(media.pixels(file, media.shown(kind, file)))
+                    found.append((file.name, frames.permute(0, 2, 3, 1)))
+        return found
+
+    def _members(self, index: int) -> list[int]:
+        """The numbers of the rows of a sample, packed for epoch 0 and seed 0."""
+        members = [index] if self.packs is None else self.packs.members(index, 0, 0)
+        return self.order[members].tolist()
 
     def _shown(self, tokens: Sequence[int]) -> str:
         """The text of tokens; of one that repeats, as those of images do, the number."""

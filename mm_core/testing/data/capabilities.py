@@ -16,6 +16,7 @@ from mm_core.contracts import (
     SupportsConversing,
     SupportsEvaluated,
     SupportsLengths,
+    SupportsPictures,
     SupportsRendered,
     SupportsRowSizes,
     SupportsSampleAt,
@@ -140,6 +141,15 @@ def rendered_text(probe: DatasetProbe) -> None:
     probe.require(probe.dataset, SupportsRendered)
     pieces = returned(SupportsRendered.rendered, probe.dataset.rendered(0), probe.dataset)
     probe.expect(any(text for text, _ in pieces), f"rendered(0) returned {pieces!r}", accepted="some text")
+
+
+def pictured(probe: DatasetProbe) -> None:
+    """contents() names what a sample has, and pictures() gives its images and videos: uint8 [F,Y,X,3]."""
+    probe.require(probe.dataset, SupportsPictures)
+    found = returned(SupportsPictures.contents, probe.dataset.contents(0), probe.dataset)
+    probe.expect(len(found) > 0, "contents(0) is empty", accepted="a source and a kind at least")
+    for name, frames in returned(SupportsPictures.pictures, probe.dataset.pictures(0), probe.dataset):
+        expect_tensor(probe, f"pictures(0) of {name}", frames, torch.uint8, None, None, None, 3)
 
 
 def class_names(probe: DatasetProbe) -> None:

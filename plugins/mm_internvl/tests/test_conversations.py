@@ -8,6 +8,7 @@ import torch
 from mm_internvl.data.conversations import Conversations
 from mm_internvl.testing import TOKENS
 
+from mm_core.data.datasets.media_page import render
 from mm_core.data.media.images import read_image
 from support import conversation_sets as sets
 
@@ -43,3 +44,11 @@ def test_frames_of_a_video_are_evenly_spread(place):
     # Frames 2, 6 and 10 of 12, as numpy.arange(12 / 3 / 2, 12, 12 / 3) has them.
     assert levels.mean(1).round().tolist() == [2, 6, 10]
     assert len(sets.pixels_of(internvl(place, frames=100)[3])) == 12
+
+
+def test_a_page_shows_its_pictures_beside_the_text(place):
+    text = render("run", {"train": (internvl(place), [])}, {}, rows=1)
+    kinds = ("text alone", "image .png", "image .jpg", "video .mp4")
+    assert all(f"rows.jsonl: {kind}" in text for kind in kinds)
+    assert '<img alt="clip.mp4"' in text and "48 x 64, 3 frames" in text
+    assert "<mark>a circle and a square&lt;|im_end|&gt;" in text and "IMG_CONTEXT&gt; x " in text

@@ -131,6 +131,16 @@ def conversation(value: object, where: str, learnt: bool = True) -> Conversation
     return replace(found, media=named)
 
 
+def kinds_of(row: RawRow) -> list[str]:
+    """The kinds of a row's images and videos, such as `image .png`, before any file is opened."""
+    try:
+        media = conversation(row.value, row.place).media
+    except DataError:
+        return ["cannot be read"]
+    suffixes = [Path(one).suffix.lower() if isinstance(one, str) else "in the row" for _, one in media]
+    return [f"{kind} {suffix}" for (kind, _), suffix in zip(media, suffixes, strict=True)] or ["text alone"]
+
+
 def located(media: Iterable[tuple[Medium, Named]], folder: Path) -> list[tuple[Medium, Picture]]:
     """The images and videos of a conversation, with the files of those in a folder.
 
