@@ -132,6 +132,19 @@ def test_checks_that_do_not_fail_are_only_counted_by_default(
     assert "not applicable" in without and lines and all("  failed: " in line for line in lines)
 
 
+def test_a_fault_names_its_plugin_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "twice.py"
+    file.write_text(
+        "from mm_core import Component, hookimpl\n\n\nclass Bare:\n    pass\n\n\n@hookimpl\n"
+        "def mm_predictors():\n    return [Component('bare', 'twice:Bare'), Component('gone', 'twice:Gone')]\n"
+    )
+    assert main(["plugins", "test", "local", "--path", str(file)]) == 1
+    failed = [line for line in capsys.readouterr().out.splitlines() if "  failed: " in line]
+    assert len(failed) == 4 and "does not derive from torch.nn.Module" in failed[0]
+    assert "the target 'twice:Gone' does not exist" in failed[2] and "as resolves" in failed[3]
+    assert [line.count("plugin 'local'") for line in failed] == [1, 1, 1, 0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["rotary", "embedded", "convolved", "lumina"])
 def test_a_sound_predictor_passes_in_a_new_process(name: str) -> None:
