@@ -23,7 +23,7 @@ from generated_page import main
 from mm_core.plugin import KINDS, hookspecs
 from mm_core.plugin.checks.contract import Member, members_of
 from mm_core.plugin.hookspecs import COMPONENT_KINDS
-from mm_core.plugin.kinds import Contract
+from mm_core.plugin.kinds import Contract, title_of
 from mm_core.plugin.scaffold.new_plugin import config_of, template_of
 from mm_core.testing.common import CHECKS
 from mm_core.testing.kit import kit_of
@@ -31,12 +31,6 @@ from mm_core.testing.kit import kit_of
 FOLDER = Path(__file__).with_name("kinds")
 NAVIGATION = FOLDER.parents[1] / "mkdocs.yml"
 PACKAGE = "my_plugin"
-
-
-def title_of(kind: str) -> str:
-    """The name of a kind's page, and of its entry in the navigation."""
-    words = kind.replace("_", " ").replace("lr ", "learning-rate ")
-    return words[:1].upper() + words[1:]
 
 
 def render(kind: str) -> str:

@@ -66,11 +66,26 @@ ALIASES = MappingProxyType({"evaluate": "eval"})
 """Former name of a subcommand -> its name today."""
 
 
+def _described(summary: str) -> str:
+    return f"{summary[0].upper()}{summary[1:]}."
+
+
+class _Actions(argparse._SubParsersAction):  # type: ignore[type-arg]
+    """The actions of a command, whose own help begins with what the command's help says of them."""
+
+    def add_parser(self, name: str, *, help: str, **options: Any) -> Any:
+        return super().add_parser(name, help=help, description=_described(help), **options)
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that names the nearest choice or option when one is misspelt. Overrides may come
     between options."""
 
     _intermixed = False
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.register("action", "parsers", _Actions)
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -211,7 +226,7 @@ def _run(arguments: list[str], program: str) -> int:
         module = import_module(module_name)
         prog = program if program == "mm-train" else f"mm {name}"
         # No abbreviations: an option added later must not change what an existing script does.
-        parser = Parser(prog=prog, description=f"{summary[0].upper()}{summary[1:]}.", allow_abbrev=False)
+        parser = Parser(prog=prog, description=_described(summary), allow_abbrev=False)
         module.configure(parser)
         code: int = module.execute(parser.parse_args(arguments[1:]))
         return code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -192,11 +193,16 @@ def _test(registry: Registry, name: str, kind: str | None, as_json: bool, verbos
 
 
 def _print_outcomes(registered: Registered, outcomes: Sequence[Outcome], verbose: bool) -> None:
-    """Prints a component with the number of its checks that passed, and a line for each that failed, or with
+    """Prints a component with what came of how many of its checks, and a line for each that failed, or with
     `verbose` for each: its milliseconds, and its reason if it did not pass, once if several have the same."""
-    passed = sum(outcome.status == "passed" for outcome in outcomes)
+    counts = Counter(outcome.status for outcome in outcomes)
+    passed = f"{counts.pop('passed', 0)} of {len(outcomes)} passed"
+    found = ", ".join([passed, *(f"{count} {status}" for status, count in counts.items())])
     seconds = sum(outcome.seconds for outcome in outcomes)
-    print(f"{registered.qualified}  ({registered.kind})  {passed} of {len(outcomes)} passed, {seconds:.1f} s")
+    print(f"{registered.qualified}  ({registered.kind})  {found}, {seconds:.1f} s")
+    without = [outcome.check for outcome in outcomes if outcome.status == "not applicable"]
+    if without and not verbose:
+        print(f"  not applicable (--verbose: why): {', '.join(without)}")
     first: dict[str, str] = {}
     for outcome in outcomes:
         reason = f": {outcome.reason}" if outcome.reason else ""

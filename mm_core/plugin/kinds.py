@@ -14,6 +14,12 @@ RECORD = "mm_core_kind"
 """The attribute of a hook's specification that is its kind's record, beside pluggy's own."""
 
 
+def title_of(kind: str) -> str:
+    """The title of a kind's page."""
+    words = kind.replace("_", " ").replace("lr ", "learning-rate ")
+    return words[:1].upper() + words[1:]
+
+
 @dataclass(frozen=True)
 class Contract:
     """What a component must have, or what gives it a capability.

@@ -21,6 +21,7 @@ import torch
 
 from mm_core.config.dump import plain
 from mm_core.device import ACCELERATOR_NAMES
+from mm_core.errors import ContractError
 from mm_core.plugin.checks.effects import effects_of_import, named_devices
 from mm_core.plugin.checks.inspection import component_faults
 from mm_core.plugin.checks.locate import find_module, source_file
@@ -63,8 +64,8 @@ def light_description(probe: Probe) -> None:
 
 def resolves(probe: Probe) -> None:
     """The target exists, accepts the config's fields, and its class keeps the contract of its kind."""
-    faults = component_faults(probe.registered, import_targets=True)
-    probe.expect(not faults, "; ".join(faults))
+    if faults := component_faults(probe.registered, import_targets=True):
+        raise ContractError("; ".join(faults))  # each names the component's place
 
 
 def builds(probe: Probe) -> None:

@@ -86,6 +86,7 @@ class Probe:
     def config(self) -> ComponentConfig:
         """The checked config of the component's small instance (`tiny` of its Component)."""
         kind, name = self.registered.kind, self.registered.qualified
+        self.registered.config_class()  # its fault is none of the fields
         fields = self.registered.tiny_fields(self.folder) if self._fields is None else self._fields
         try:
             return check_component(kind, {"type": name, **fields}, self.registry, "tiny")

@@ -104,6 +104,23 @@ def test_help_lists_every_command_with_its_summary(capsys: pytest.CaptureFixture
         assert f"  {name:<8}  {summary}\n" in text
 
 
+def test_help_of_an_action_begins_with_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, summary in (
+        (["data", "inspect"], "Media, sizes, and what is left out, of each source, and buckets."),
+        (["data", "check"], "Decode everything once and list the bad files (exit code 1)."),
+        (["plugins", "new"], "Write the files of a new plugin."),
+    ):
+        assert main([*words, "--help"]) == 0
+        assert f"\n\n{summary}\n\npositional" in capsys.readouterr().out
+
+
+def test_the_long_help_of_train_is_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    _, hosts = capsys.readouterr().out.split("\nranks and hosts:\n")
+    hosts, plan = hosts.split("\nplan:\n")
+    assert "--nnodes" in hosts and "--dry-run" in plan and "--resume" not in hosts + plan
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     import mm_core
 

@@ -107,7 +107,7 @@ PACKAGES: Faults = {
     "torch_npu of another build": (
         lambda p: (p.stand_in(NPU, "2.9.0", "torch==2.9.0+cpu"), p.stand_in("torch", "2.9.0+cu128")),
         "torch_npu requires torch==2.9.0+cpu, but 2.9.0+cu128 is installed",
-        'pip install "torch==2.9.0+cpu" (from PyTorch\'s own index, see docs/install.md)',
+        'pip install "torch==2.9.0+cpu" (from PyTorch\'s own index: see the page "Install")',
     ),
     "set_env.sh is not sourced": (unloaded, "the environment of CANN is not loaded", "set_env.sh"),
     "no CANN": (

@@ -92,7 +92,7 @@ def test_a_check_finds_a_task_without_a_loss(folder: Path, tmp_path: Path, mm) -
     (line,) = [line for line in done.out.splitlines() if line.startswith("error")]
     assert done.code == 1 and "Pitch does not keep its contract: it has neither losses(batch) nor" in line
     number = source.splitlines().index("class Pitch(TaskModule):") + 1
-    assert f"tones.py, line {number}; `python -m pydoc mm_core.contracts.Task` or docs/kinds/task.md" in line
+    assert f'tones.py, line {number}; `python -m pydoc mm_core.contracts.Task` or the page "Task"' in line
 
 
 @pytest.mark.slow

@@ -434,7 +434,7 @@ def test_a_dry_run_names_all_that_is_missing_at_once(conv: Path, tmp_path: Path,
         f"it lacks 3 attributes: text_padding ({PADDING}), out_channels (int), text_dim (int); "
         "its patch_size is [1, 2, 2], not tuple[int, int, int]",
         "accepted: mm_core.contracts.Predictor",
-        "hint: `python -m pydoc mm_core.contracts.Predictor` or docs/kinds/predictor.md explains each member",
+        'hint: `python -m pydoc mm_core.contracts.Predictor` or the page "Predictor" explains each member',
     ]
 
 
@@ -443,7 +443,7 @@ def test_check_holds_classes_against_their_contract(conv: Path, tmp_path: Path, 
     assert done.code == 1
     (line,) = [line for line in done.out.splitlines() if line.startswith("error")]
     assert "ConvPredictor does not keep its contract: it lacks 1 method: init_weights(); " in line
-    assert f"{tmp_path}/conv.py, line 7: " in line and "docs/kinds/predictor.md explains each" in line
+    assert f"{tmp_path}/conv.py, line 7: " in line and 'the page "Predictor" explains each' in line
 
 
 def test_every_capability_belongs_to_a_kind() -> None:

@@ -245,7 +245,7 @@ def test_validate_reports_what_the_files_show_without_torch(
     assert fault["where"] == (
         f"plugin 'alpha', predictor 'alpha/dit', {site.folder / 'mm_alpha/model.py'}, line 11"
     )
-    assert fault["hint"].endswith("docs/kinds/predictor.md explains each member")
+    assert fault["hint"].endswith('the page "Predictor" explains each member')
     site.module("mm_alpha.model", LACKS.replace("class DiT", "class Dit"))
     assert main(["validate", str(config)]) == 1
     assert "the target 'mm_alpha.model:DiT' does not exist" in capsys.readouterr().err

@@ -18,6 +18,7 @@ from mm_core import contracts
 from mm_core.device.kind import NEWEST_TORCH
 from mm_core.plugin.checks.contract import members_of
 from mm_core.plugin.hookspecs import COMPONENT_KINDS, KINDS
+from mm_core.plugin.kinds import title_of
 from mm_core.runtime.launch.signals import SIGNALS, STOPPED
 from mm_core.testing.kit import kit_of
 
@@ -112,9 +113,24 @@ def test_the_environment_variables_that_the_core_reads_are_documented() -> None:
 
 def test_the_page_on_launching_names_the_signals_and_links_to_the_exit_codes() -> None:
     text = (DOCS / "launching.md").read_text()
+    for page in PAGES:  # where two are named together, all are
+        for paragraph in page.read_text(encoding="utf-8").replace("Ctrl-C", "SIGINT").split("\n\n"):
+            if len(named := {each.name for each in SIGNALS if each.name in paragraph}) > 1:
+                assert len(named) == len(SIGNALS), (page, named)
     assert "(ranks.md#exit-codes)" in text
     assert f"| {STOPPED} | saved and stopped on request" in (DOCS / "ranks.md").read_text()
     assert {signal.name for signal in SIGNALS} <= set(re.findall(r"SIG[A-Z]+\d?", text))
+
+
+def test_a_message_names_a_page_by_its_title_because_pip_installs_no_pages() -> None:
+    titles = {page.read_text(encoding="utf-8").partition("\n")[0] for page in DOCS.rglob("*.md")}
+    assert {f"# {title_of(kind)}" for kind in KINDS} <= titles
+    named = set()
+    for file in [*ROOT.glob("mm_core/**/*.py"), *ROOT.glob("plugins/*/mm_*/**/*.py")]:
+        text = file.read_text(encoding="utf-8")
+        named |= set(re.findall(r'[Tt]he page \\?"([\w \'-]+)', text))
+        assert not re.findall(r"(?<![\w/.])docs/[\w/{}-]+(?:\.md)?", text), file
+    assert len(named) > 3 and {f"# {title}" for title in named} <= titles
 
 
 def test_the_matrix_of_versions_covers_every_torch_that_is_admitted() -> None:

@@ -116,7 +116,7 @@ def test_a_good_component_has_the_milliseconds_of_each_check_and_code_0(
     *passed, without = checks
     assert all(re.fullmatch(r" +\d+ ms  passed: [a-z_]+", line) for line in passed), passed
     assert "not applicable: intervals: it is no mm_core.contracts.SupportsTruncated" in without
-    assert first.startswith("core/flow_match  (scheduler)  17 of 18 passed, ")
+    assert first.startswith("core/flow_match  (scheduler)  17 of 18 passed, 1 not applicable, ")
     assert last == "1 component, 18 checks, 0 failures"
 
 
@@ -124,11 +124,25 @@ def test_checks_that_do_not_fail_are_only_counted_by_default(
     plugin: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plugins", "test", "core/flow_match"]) == 0
-    first, last = capsys.readouterr().out.splitlines()
-    assert " 17 of 18 passed, " in first and last == "1 component, 18 checks, 0 failures"
+    first, without, last = capsys.readouterr().out.splitlines()
+    assert " 17 of 18 passed, 1 not applicable, " in first and last == "1 component, 18 checks, 0 failures"
+    assert without == "  not applicable (--verbose: why): intervals"
     assert main(["plugins", "test", "local/ends", "--path", str(plugin)]) == 1
-    lines = capsys.readouterr().out.splitlines()[1:-1]
-    assert lines and all("  failed: " in line for line in lines)
+    _, without, *lines, _ = capsys.readouterr().out.splitlines()
+    assert "not applicable" in without and lines and all("  failed: " in line for line in lines)
+
+
+def test_a_fault_names_its_plugin_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "twice.py"
+    file.write_text(
+        "from mm_core import Component, hookimpl\n\n\nclass Bare:\n    pass\n\n\n@hookimpl\n"
+        "def mm_predictors():\n    return [Component('bare', 'twice:Bare'), Component('gone', 'twice:Gone')]\n"
+    )
+    assert main(["plugins", "test", "local", "--path", str(file)]) == 1
+    failed = [line for line in capsys.readouterr().out.splitlines() if "  failed: " in line]
+    assert len(failed) == 4 and "does not derive from torch.nn.Module" in failed[0]
+    assert "the target 'twice:Gone' does not exist" in failed[2] and "as resolves" in failed[3]
+    assert [line.count("plugin 'local'") for line in failed] == [1, 1, 1, 0]
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ _WORDS: Mapping[str, object] = MappingProxyType(
 )
 _CLIPS: Mapping[str, object] = MappingProxyType(
     {
-        **{"last_image": [], "negative_prompt": "", "steps": None, "guidance": None},
+        **{"last_image": [], "input": [], "negative_prompt": "", "steps": None, "guidance": None},
         **{"num_frames": None, "height": None, "width": None, "fps": None},
     }
 )

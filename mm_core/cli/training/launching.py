@@ -25,7 +25,7 @@ OF_LAUNCH = ("nproc", "nnodes", "rdzv_endpoint", "rdzv_id", "node_rank", "max_re
 
 def add_launch(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `OF_LAUNCH` to a command's parser."""
-    add = parser.add_argument
+    add = parser.add_argument_group("ranks and hosts").add_argument
     auto = "ranks on this host; auto (the default): one per accelerator, 1 on CPU"
     add("--nproc", type=ranks, metavar="N|auto", help=auto)
     add("--nnodes", metavar="N|MIN:MAX", help="hosts (default 1); run the command on each of them")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -34,15 +34,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--config", required=True, metavar="YAML", help="the run's config file")
     add("overrides", nargs="*", metavar="key=value", help="override a config key, e.g. train.steps=10")
     add_launch(parser)
-    add("--dry-run", action="store_true", help="print the plan of the run and stop")
-    add("--on", metavar="MACHINE", help="with --dry-run: plan for 8xH100, 2x8xH100 (hosts), 1x24GB")
-    add("--fit", action="store_true", help="with --dry-run: also show the fastest settings that fit")
-    add("--calibrate", action="store_true", help="with --dry-run: measure this machine first")
+    _add_plan(parser.add_argument_group("plan").add_argument)
     add("--no-forecast", action="store_true", help="start without the forecast, also where nothing fits")
-    add("--strict", action="store_true", help="with --dry-run: exit code 1 if a file is missing")
-    add("--json", action="store_true", help="with --dry-run: print the plan as JSON")
-    add("--ops", action="store_true", help="with --dry-run: also list operators of a forward and backward")
-    add("--device", metavar="KIND", help="with --ops: how a kind of device runs each, where it is installed")
     add(
         "--resume",
         default="auto",
@@ -81,6 +74,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         " last step; 130 stopped by a second Ctrl-C; 128+n"
         " signal n killed a rank."
     )
+
+
+def _add_plan(add: Callable[..., object]) -> None:
+    add("--dry-run", action="store_true", help="print the plan of the run and stop")
+    add("--on", metavar="MACHINE", help="with --dry-run: plan for 8xH100, 2x8xH100 (hosts), 1x24GB")
+    add("--fit", action="store_true", help="with --dry-run: also show the fastest settings that fit")
+    add("--calibrate", action="store_true", help="with --dry-run: measure this machine first")
+    add("--strict", action="store_true", help="with --dry-run: exit code 1 if a file is missing")
+    add("--json", action="store_true", help="with --dry-run: print the plan as JSON")
+    add("--ops", action="store_true", help="with --dry-run: also list operators of a forward and backward")
+    add("--device", metavar="KIND", help="with --ops: how a kind of device runs each, where it is installed")
 
 
 def execute(args: argparse.Namespace) -> int:

@@ -77,7 +77,7 @@ def decide_context(
             f"no trained component declares where its tokens are: {names}",
             where=_KEY,
             accepted="components with a `context_plan`, such as wan/transformer",
-            hint="write context_plan in the model (docs/long-clips.md), or set size: 1",
+            hint='write context_plan in the model (the page "Long clips"), or set size: 1',
         )
     for root, plan in plans.items():
         if wanted.kind == "ring" and not plan.ring:

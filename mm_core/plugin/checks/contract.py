@@ -18,7 +18,7 @@ from mm_core.plugin.checks.optional import authored, optional_faults, uses
 from mm_core.plugin.checks.places import file_of, line_of, place_of
 from mm_core.plugin.checks.values import fits, type_text
 from mm_core.plugin.hookspecs import COMPONENT_KINDS
-from mm_core.plugin.kinds import Contract
+from mm_core.plugin.kinds import Contract, title_of
 
 SPECIAL = {"__len__", "__getitem__", "__call__"}
 """Special methods that a contract may ask for."""
@@ -246,7 +246,7 @@ def hint_of(kind: str) -> str:
     """Where an author reads what a component of a kind must have."""
     protocol = COMPONENT_KINDS[kind].protocol.replace(":", ".")
     plain = "; data.loader.mode: base reads torch's own as it is" if kind == "dataset" else ""
-    return f"`python -m pydoc {protocol}` or docs/kinds/{kind}.md explains each member{plain}"
+    return f'`python -m pydoc {protocol}` or the page "{title_of(kind)}" explains each member{plain}'
 
 
 def misspelt(

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from mm_core.errors import ContractError
 
-PAGE = "docs/diffusers-family.md"
+PAGE = 'the page "Add a Diffusers family"'
 _Kind = Literal["states", "vector", "mask"]
 _Latents = Literal["tokens", "image", "video"]
 _Guidance = Literal["usual", "added", "rescaled"]

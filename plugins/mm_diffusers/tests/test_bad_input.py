@@ -81,7 +81,7 @@ def test_a_recipe_of_the_predictor_reaches_all_parts_and_is_stored_once(pipeline
 def test_a_folder_that_is_no_pipeline_of_a_known_family(copied, tmp_path):
     (copied / "model_index.json").write_text(json.dumps({"_class_name": "ChromaPipeline"}))
     assert "'ChromaPipeline', which has no recipe" in (found := faults(tmp_path, copied))
-    assert "write a recipe (docs/diffusers-family.md)" in found and "QwenImagePipeline" in found
+    assert 'write a recipe (the page "Add a Diffusers family")' in found and "QwenImagePipeline" in found
     (copied / "model_index.json").unlink()
     assert "model_index.json is missing" in faults(tmp_path, copied)
 

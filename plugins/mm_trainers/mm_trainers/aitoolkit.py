@@ -87,7 +87,7 @@ def _model(source: Source) -> str:
         models.set_pipeline(run, model_name(name), source.place(where))
     else:
         what, accepted = f"the architecture {arch!r} has no counterpart here", ", ".join([*_WAN, *_PIPELINES])
-        hint = "other pipelines of flow matching are added by a recipe: docs/diffusers-family.md"
+        hint = 'other pipelines of flow matching are added by a recipe: the page "Add a Diffusers family"'
         raise ConfigError(what, where=source.place(named), accepted=accepted, hint=hint)
     source.set("task.type", run.lines["task.type"].value, "model.arch")
     run.set("task.latents", "sample", "default of the tool", "a draw of the autoencoder's posterior")
