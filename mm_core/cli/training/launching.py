@@ -66,7 +66,7 @@ def launched(args: argparse.Namespace, config: RunConfig, nproc: int, least: int
         hosts = restart.pop("hosts")
         last = Decision(**restart | {"step": tries.newest()})
         if is_rendezvous_host:  # its disk has the run, which the command with the hostfile may not reach
-            record(config.run.folder, last, hosts)
+            record(config.run.folder, last, hosts, lasted=0.0)
     return launch(rank_words(args), nodes, tries=tries, last=last)
 
 
