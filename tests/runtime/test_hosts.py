@@ -330,6 +330,18 @@ def test_all_hosts_start_again_after_the_loss_of_one(ssh, capsys, monkeypatch, t
         pytest.fail(f"the host is told nothing of the restart: {out}")
 
 
+def test_a_lost_host_that_is_not_back_yet_is_tried_again(ssh, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(hosts, "PATIENCE", 0.3)
+    monkeypatch.setattr(hosts, "PAUSE", 0.1)
+    turn = f"echo x >> {tmp_path}/turns; case $(grep -c x {tmp_path}/turns) in"
+    lost = f'{turn} 1) (sleep 2; kill -9 $$) & ;; 2) echo "no route to host" >&2; exit 255 ;; esac'
+    ssh(f'case "$*" in *" b "*) {lost} ;; esac\nsh -c "$far"; exit')
+    code = f"import sys\nif 'id.2' not in sys.argv:\n    exec({SAVES!r})"
+    assert run_on_hosts(HOSTS, [sys.executable, "-c", code], "id", 2, restarts=2) == 0
+    err = capsys.readouterr().err
+    assert "mm: ssh does not reach b:22: no route to host\nmm: all hosts start again, 2 of 2" in err
+
+
 def test_without_ssh_the_package_is_named(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(MMError, match="the program ssh is not found\n  hint: install openssh-client"):

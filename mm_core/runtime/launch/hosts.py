@@ -278,14 +278,20 @@ def run_on_hosts(
         restarts: how often all hosts start again after the loss of one.
 
     Raises:
-        MMError: a host cannot be reached, or cannot start the command.
+        MMError: a host cannot be reached, or cannot start the command, at the first start.
     """
     restart = "null"
     for number in range(restarts + 1):
         sessions: list[Session] = []
         with StopFlag(on_signal=partial(_forward, sessions), on_second=partial(_forward, sessions)) as stop:
             again = f"{run_id}.{number}" if number else run_id
-            ended = _attempt(hosts, [*command, "--rdzv-id", again], least, sessions, stop, restart)
+            try:
+                ended = _attempt(hosts, [*command, "--rdzv-id", again], least, sessions, stop, restart)
+            except MMError as fault:
+                if number == 0:
+                    raise
+                sys.stderr.write(f"mm: {fault.what}\n")  # a host that was lost may need minutes to be back
+                ended = {"ssh": LOST}
             codes = list(ended.values())
             lost = {host: code for host, code in ended.items() if End(code).passing}
             if not lost or 1 in codes or number == restarts or _asked(stop):
