@@ -71,7 +71,7 @@ def _described(summary: str) -> str:
 
 
 class _Actions(argparse._SubParsersAction):  # type: ignore[type-arg]
-    """The actions of a command, whose own help begins with what the command's help says of them."""
+    """The actions of a command, whose own help begins with what the command's help has about them."""
 
     def add_parser(self, name: str, *, help: str, **options: Any) -> Any:  # type: ignore[override]
         return super().add_parser(name, help=help, description=_described(help), **options)
