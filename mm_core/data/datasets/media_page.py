@@ -160,8 +160,9 @@ def _text(dataset: Any, pictured: SupportsPictures | None, row: int) -> Iterator
         yield _REMARK.format(escape(str(part)))
     figures = (
         f"<figure>{_sheet(_some(frames), name)}"
-        f"<figcaption>{escape(name)} {named_size(*frames.shape[:3], len(frames) == 1)}</figcaption></figure>"
+        f"<figcaption>{escape(name)} {named_size(count, height, width, count == 1)}</figcaption></figure>"
         for name, frames in pictures
+        for count, height, width, _ in [frames.shape]
     )
     yield f'<div class="shots samples">{"".join(figures)}</div>'
     marked = (f"<mark>{escape(text)}</mark>" if learnt else escape(text) for text, learnt in pieces)
