@@ -19,7 +19,6 @@ EXCEPTIONS = {
     "mm_core/plan/run_plan.py: size:>18,": "a column of sizes, aligned on the right",
     "mm_core/testing/frozen/autoencoders.py: 2 * t + 1": "three at least",
     "mm_core/tasks/conversations/dataset.py: longest": "more than a model has positions",
-    "mm_core/tasks/conversations/media.py: height": "a product of sizes",
     "plugins/mm_internvl/mm_internvl/data/tiling.py: tiling.max_tiles": "the end of a range",
     "plugins/mm_custom_dit/mm_custom_dit/model.py: w": "a product of sizes",
     "plugins/mm_wan/mm_wan/predictor/transformer.py: ' x '.join(map(str, grid))": "a product of sizes",

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mm_core.contracts import Dataset, SupportsPictures, SupportsRendered
 from mm_core.data.datasets.media_report import BUCKET_COLUMNS, Bucketed, Found, inspected, spread
+from mm_core.data.datasets.media_sizes import named_size
 from mm_core.data.datasets.media_text import MediaTextDataset
 from mm_core.data.media.frames import read_frames
 from mm_core.data.rows.annotations import inside
@@ -96,20 +97,20 @@ def _chosen(
     # Buckets and media are known of all rows, names only of those that are read.
     facts = 2 * places[rows.start : rows.stop].numpy() + dataset.rows.facts["image"][rows.start : rows.stop]
     firsts = [rows[int(place)] for place in np.unique(facts, return_index=True)[1]]
-    looked = firsts + spread(rows, _LOOKED // len(dataset.sources))
-    return _covering(spread(rows, count), looked, kinds_of, kinds)
+    searched = firsts + spread(rows, _LOOKED // len(dataset.sources))
+    return _covering(spread(rows, count), searched, kinds_of, kinds)
 
 
 def _covering(
     shown: list[int],
-    looked: Iterable[int],
+    searched: Iterable[int],
     kinds_of: Callable[[int], Iterable[Hashable]],
     kinds: set[Hashable],
 ) -> list[int]:
     """Rows that are shown, and the first ones with kinds that these and `kinds` lack."""
     for row in shown:
         kinds |= {*kinds_of(row)}
-    for row in looked:
+    for row in searched:
         if not kinds.issuperset(own := {*kinds_of(row)}):
             shown = [*shown, row]
             kinds |= own
@@ -132,12 +133,12 @@ def _texts(dataset: Any, count: int) -> Iterator[str]:
     pictured = dataset if isinstance(dataset, SupportsPictures) else None
     contents = partial(lru_cache(_LOOKED)(pictured.contents)) if pictured else lambda row: ()
     by_source: dict[str, list[int]] = {}
-    looked = spread(range(size), _LOOKED_TEXTS)
-    for row in looked:
+    searched = spread(range(size), _LOOKED_TEXTS)
+    for row in searched:
         for source in {source for source, _ in contents(row)}:
             by_source.setdefault(source, []).append(row)
     shown = {row for rows in by_source.values() for row in spread(rows, count)}
-    for row in _covering([*(shown or spread(looked, count))], looked, contents, set()):
+    for row in _covering([*(shown or spread(searched, count))], searched, contents, set()):
         about = "; ".join(": ".join(each) for each in contents(row))
         yield f'<section class="card"><p class="faint">row {row + 1:,} {escape(about)}</p>'
         yield from _text(dataset, pictured, row)
@@ -158,10 +159,10 @@ def _text(dataset: Any, pictured: SupportsPictures | None, row: int) -> Iterator
     for part in fault.faults.values() if isinstance(fault, PartsError) else filter(None, [fault]):
         yield _REMARK.format(escape(str(part)))
     figures = (
-        f"<figure>{_sheet(_some(frames), name)}<figcaption>{escape(name)} "
-        f"{' x '.join(map(str, frames.shape[1:3]))}{f', {len(frames)} frames' * (len(frames) > 1)}"
-        "</figcaption></figure>"
+        f"<figure>{_sheet(_some(frames), name)}"
+        f"<figcaption>{escape(name)} {named_size(count, height, width, count == 1)}</figcaption></figure>"
         for name, frames in pictures
+        for count, height, width, _ in [frames.shape]
     )
     yield f'<div class="shots samples">{"".join(figures)}</div>'
     marked = (f"<mark>{escape(text)}</mark>" if learnt else escape(text) for text, learnt in pieces)

@@ -76,6 +76,11 @@ def _size(rows: MappedRows, header: Callable[[MediaRow], VideoInfo], number: int
     return info.num_frames, info.height, info.width, info.fps
 
 
+def named_size(frames: int, height: int, width: int, still: bool) -> str:
+    """A file's size in words: `480 x 832, 49 frames`; of a still, without its frame."""
+    return f"{height} x {width}" + f", {plural(frames, 'frame')}" * (not still)
+
+
 def mixed_media(size: int, what: str, where: str) -> ContractError:
     """The error for micro-batches of images and clips."""
     return ContractError(

@@ -18,7 +18,7 @@ from mm_core.builtin.configs.data import MediaSource, MediaTextConfig
 from mm_core.contracts import Randomness, Source, Transform, VideoInfo, VideoReader, VideoTextBatch
 from mm_core.data.datasets import Sample
 from mm_core.data.datasets.further_fields import FurtherFields
-from mm_core.data.datasets.media_sizes import IMAGE_FPS, mixed_media, of_image, sizes_of
+from mm_core.data.datasets.media_sizes import IMAGE_FPS, mixed_media, named_size, of_image, sizes_of
 from mm_core.data.datasets.video_text import Size, collate_clips, made_of
 from mm_core.data.media.frames import clip_times, read_all
 from mm_core.data.media.image_headers import NoImageError, holds_clip, image_size
@@ -240,9 +240,8 @@ class MediaTextDataset:
         """
         row = self.rows[number]
         info = self.header(row)
-        shown = f"{info.height} x {info.width}"
         still = row.medium == "image" and info.num_frames == 1
-        return shown if still else f"{shown}, {plural(info.num_frames, 'frame')}"
+        return named_size(info.num_frames, info.height, info.width, still)
 
     def header(self, row: MediaRow) -> VideoInfo:
         """The properties of a row's file by its header; of an image upright, as one frame.

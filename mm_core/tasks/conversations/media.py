@@ -112,7 +112,7 @@ def image_size(path: Picture, max_pixels: int) -> Size:
             width, height = image.size
             if height * width > max_pixels:
                 raise DataError(
-                    f"an image of {height} x {width} pixels exceeds max_pixels",
+                    f"an image of {height} x {width} exceeds max_pixels",
                     where=str(path),
                     accepted=f"up to {plural(max_pixels, 'pixel')}",
                     hint="raise max_pixels of the dataset if memory is sufficient to decode the image",

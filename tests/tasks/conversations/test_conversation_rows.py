@@ -236,7 +236,7 @@ def test_a_weight_has_bounds(tmp_path):
 
 def test_an_image_bomb_is_a_bad_row(place):
     row = data.asked("<image>?", "red", image="a.png")
-    with pytest.raises(DataError, match="an image of 60 x 100 pixels exceeds max_pixels"):
+    with pytest.raises(DataError, match="an image of 60 x 100 exceeds max_pixels"):
         dataset(place, [row], max_pixels=5999)[0]
 
 

@@ -106,7 +106,7 @@ def test_a_video_in_a_data_url_is_refused_by_name():
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "cannot identify image file"),
         (b"", "the image is an empty file"),
         (png(40, 30)[:60], "the image cannot be read"),
-        (png(50, 30), "an image of 30 x 50 pixels exceeds max_pixels"),
+        (png(50, 30), "an image of 30 x 50 exceeds max_pixels"),
     ],
 )
 def test_limits_and_formats_hold_for_data_urls(place, content, what):
