@@ -15,7 +15,7 @@ from mm_core.checkpoint.store import CheckpointStore
 from mm_core.config.dump import to_yaml
 from mm_core.config.sections import RunConfig
 from mm_core.config.stored import check_commands, remember
-from mm_core.contracts import Engine, Randomness
+from mm_core.contracts import Callback, Engine, Randomness
 from mm_core.data.loading.cut_captions import CutCaptions
 from mm_core.data.loading.plain import promise_of
 from mm_core.data.loading.sampler import Order
@@ -165,14 +165,11 @@ def equip(
     ledger = SkipLedger(folder, config.data.loader.max_failed_share)
     guard = make_guard(parts, restored, reporter)
     read = iter(loader) if isinstance(loader, TrainingStream) else ledger.watch(loader)
-    cut, named = CutCaptions(), [(c.type, config.registry.build("callback", c)) for c in config.callbacks]
+    cut, named = CutCaptions(), make_callbacks(config, reporter)
     read = cut.watch(read, reporter.note)
     if parts.filled is not None:
         read = filled = FilledBatches(read, task, parts.filled, plan.engine, engine.device, reporter.note)
         named.append(("the feature cache", filled))
-    if config.checkpoint.export is not None:
-        export = ExportAtSaves(config.checkpoint.export, config.ema is not None, reporter.note)
-        named.append(("checkpoint.export", export))
     callbacks = CallbackList(named)
     between = BetweenSteps(
         config=config,
@@ -207,6 +204,15 @@ def equip(
     )
     training.late = late_steps(training)
     return training
+
+
+def make_callbacks(config: RunConfig, reporter: RunReporter) -> list[tuple[str, Callback]]:
+    """The callbacks of a config with their names, and that of `checkpoint.export`."""
+    named = [(each.type, config.registry.build("callback", each)) for each in config.callbacks]
+    if config.checkpoint.export is not None:
+        export = ExportAtSaves(config.checkpoint.export, config.ema is not None, reporter.note)
+        named.append(("checkpoint.export", export))
+    return named
 
 
 def make_reporter(parts: RunParts, restored: Restored, watchdog: Watchdog) -> RunReporter:

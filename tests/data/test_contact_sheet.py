@@ -40,14 +40,12 @@ def test_a_sheet_has_a_title_each_whole_prompt_and_the_frames(tmp_path):
 
 def test_letters_that_no_font_has_are_named_with_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr(contact_sheet, "_FOLDERS", ())
-    font_for.cache_clear()
     assert font_for("a cat")[1] == ""
     assert font_for("a 猫")[1] == "U+732B"
     monkeypatch.setattr(contact_sheet, "_write", lambda draw, lines, *_: written.extend(lines))
     written: list[str] = []
     write_contact_sheet([(frames(1, 64, 64), "猫")], tmp_path / "a.png")
     assert written[0].startswith("no font of this machine has U+732B; fonts-noto-cjk")
-    font_for.cache_clear()
 
 
 def test_a_font_of_the_machine_is_found_by_the_letters(tmp_path, monkeypatch):
@@ -63,6 +61,4 @@ def test_a_font_of_the_machine_is_found_by_the_letters(tmp_path, monkeypatch):
     )
     lacking = iter([{"猫"}, set()])
     monkeypatch.setattr(contact_sheet, "_lacks", lambda font, letters: next(lacking))
-    font_for.cache_clear()
     assert font_for("猫") == (own, "")
-    font_for.cache_clear()

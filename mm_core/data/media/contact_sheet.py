@@ -6,7 +6,6 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,7 +95,6 @@ def wrapped(text: str, font: FreeTypeFont, width: int) -> list[str]:
     return [line for line in lines if line] or [""]
 
 
-@lru_cache(maxsize=32)
 def font_for(text: str) -> tuple[FreeTypeFont, str]:
     """The font with most letters of a text, Pillow's own or one of the machine; and those that it lacks."""
     from PIL import ImageFont
