@@ -264,8 +264,8 @@ def _order(
 def _model_states(
     config: RunConfig, modules: Sequence[ModuleFact], states: float, world: int
 ) -> tuple[StageBytes, ...]:
-    if config.train.adapters and "base" in config.engine.options:
-        return ()  # `base_choices` has the figures, of a base as it is stored
+    if config.train.adapters:
+        return ()  # `base_choices` has the figures of a base in the form in which it is kept
     trained = sum(m.trained for m in modules if m.trainable)
     whole = sum(m.parameters for m in modules if m.trainable)
     return model_states(trained, whole - trained, states, world)
