@@ -72,7 +72,7 @@ REFUSED = {
         lambda: planned(2, Task(net=nn.Linear(2, 2, device="meta"))),
         "engine.context_parallel: no trained component declares where its tokens are: net (Linear)\n"
         "  accepted: components with a `context_plan`, such as wan/transformer\n"
-        "  hint: write context_plan in the model (the page \"Long clips\"), or set size: 1",
+        '  hint: write context_plan in the model (the page "Long clips"), or set size: 1',
     ),
     "the older autograd path": (
         lambda: planned(2, use_reentrant=True),

@@ -136,7 +136,8 @@ def test_a_fault_names_its_plugin_once(tmp_path: Path, capsys: pytest.CaptureFix
     file = tmp_path / "twice.py"
     file.write_text(
         "from mm_core import Component, hookimpl\n\n\nclass Bare:\n    pass\n\n\n@hookimpl\n"
-        "def mm_predictors():\n    return [Component('bare', 'twice:Bare'), Component('gone', 'twice:Gone')]\n"
+        "def mm_predictors():\n"
+        "    return [Component('bare', 'twice:Bare'), Component('gone', 'twice:Gone')]\n"
     )
     assert main(["plugins", "test", "local", "--path", str(file)]) == 1
     failed = [line for line in capsys.readouterr().out.splitlines() if "  failed: " in line]

@@ -155,7 +155,7 @@ def _check_requirements(report: Report, name: str, torch_there: bool) -> None:
     for wanted in map(Requirement, lines or ()):
         if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
             found, needs = _installed(wanted.name), f"{wanted.name}{wanted.specifier}"
-            index = " (from PyTorch's own index: see the page \"Install\")" if "+cpu" in needs else ""
+            index = ' (from PyTorch\'s own index: see the page "Install")' if "+cpu" in needs else ""
             missing = found is None and (wanted.name != "torch" or torch_there)
             unfit = found is not None and not wanted.specifier.contains(found, prereleases=True)
             fix = f'pip install "{needs}"'
@@ -203,7 +203,7 @@ def _check_devices(report: Report, environ: Mapping[str, str], dev: Path) -> Non
     report.error(
         nvidia and not ascend and torch and _torch_build() is None,
         "NVIDIA devices are there, but the installed torch is built without CUDA",
-        f"pip install --force-reinstall torch=={torch} (the build for your CUDA: see the page \"Install\")",
+        f'pip install --force-reinstall torch=={torch} (the build for your CUDA: see the page "Install")',
     )
     wanted, unset = environ.get("MM_DEVICE"), "unset MM_DEVICE"
     unused, absent = (
