@@ -73,8 +73,8 @@ def _described(summary: str) -> str:
 class _Actions(argparse._SubParsersAction):  # type: ignore[type-arg]
     """The actions of a command, whose own help begins with what the command's help says of them."""
 
-    def add_parser(self, name: str, *, help: str, **options: Any) -> Any:
-        return super().add_parser(name, help=help, description=_described(help), **options)
+    def add_parser(self, name: str, **options: Any) -> Any:
+        return super().add_parser(name, description=_described(options["help"]), **options)
 
 
 class Parser(argparse.ArgumentParser):

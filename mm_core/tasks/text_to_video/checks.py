@@ -275,9 +275,8 @@ def _layout_hint(shape: list[int]) -> str | None:
     """How the clip of a sample becomes [3,F,Y,X]; None where no place has the 3 colours."""
     if len(shape) == 4 and 3 in (shape[1], shape[3]):
         return f"the colours come first: `video.movedim({1 if shape[1] == 3 else 3}, 0)`"
-    return (
-        "a picture is a clip of one frame: `picture[:, None]`" if shape[:1] == [3] == [len(shape)] else None
-    )
+    is_picture = len(shape) == 3 and shape[0] == 3
+    return "a picture is a clip of one frame: `picture[:, None]`" if is_picture else None
 
 
 def _own_sizes(values: Any) -> Any:
