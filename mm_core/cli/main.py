@@ -71,7 +71,7 @@ def _described(summary: str) -> str:
 
 
 class _Actions(argparse._SubParsersAction):  # type: ignore[type-arg]
-    """The actions of a command, whose own help begins with what the command's help says of them."""
+    """The actions of a command: the help of each begins with the line that the command's help has for it."""
 
     def add_parser(self, name: str, **options: Any) -> Any:
         return super().add_parser(name, description=_described(options["help"]), **options)
