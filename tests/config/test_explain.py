@@ -47,10 +47,7 @@ def test_a_section_lists_its_keys_with_their_values(told, place):
 
 def test_the_whole_config_lists_the_sections_and_include(told):
     assert [each.key for each in told("").keys][-3:] == ["callbacks", "plugins", "include"]
-    assert (
-        told("include", config=False).doc
-        == "other files, relative to this one, or `config:NAME` of a plugin; merged first"
-    )
+    assert told("include", config=False).doc == "other files, relative to this one, or `config:NAME` of a plugin; merged first"
 
 
 def test_a_component_shows_the_type_that_is_chosen_and_those_that_could_be(told, place):
