@@ -71,10 +71,10 @@ def _described(summary: str) -> str:
 
 
 class _Actions(argparse._SubParsersAction):  # type: ignore[type-arg]
-    """The actions of a command, whose own help begins with what the command's help has about them."""
+    """The actions of a command: the help of each begins with the line that the command's help has for it."""
 
-    def add_parser(self, name: str, *, help: str, **options: Any) -> Any:  # type: ignore[override]
-        return super().add_parser(name, help=help, description=_described(help), **options)
+    def add_parser(self, name: str, **options: Any) -> Any:
+        return super().add_parser(name, description=_described(options["help"]), **options)
 
 
 class Parser(argparse.ArgumentParser):

@@ -25,7 +25,7 @@ from typing import (
 
 from mm_core.errors import ConfigError, ForeignExit, MMError, PluginError, did_you_mean, foreign_code, plural
 from mm_core.schema.annotations import annotations_of
-from mm_core.schema.fields import ComponentConfig, Kind, Range, dtype_hint
+from mm_core.schema.fields import ComponentConfig, Kind, Range, dtype_hint, key_hint
 from mm_core.schema.nodes import (
     FAILED,
     SCALARS,
@@ -183,7 +183,7 @@ class Checker:
         for name, child in node.value.items():
             if name not in fields and name not in known:
                 what = f"{owner} has no key {name!r}" if owner else f"unknown key {name!r}"
-                hint = did_you_mean(name, [*fields, *others])
+                hint = key_hint(name, [*fields, *others])
                 self.fault(child, what, ", ".join(fields) or "no keys", hint, key=True)
 
     def _construct(self, cls: type[D], values: dict[str, object], node: Node) -> D | Failed:
@@ -250,6 +250,8 @@ class Checker:
             return self.fault(named, f"found {show(named)} as the type", accepted)
         meant = did_you_mean("type", node.value)
         hint = f"{meant[:-1]} a misspelt 'type'?".replace("did you mean", "is") if meant else None
+        foreign = ((key, key_hint(key, ("type", "from_pretrained"))) for key in node.value)
+        hint = hint or next((f"{key!r}: {found}" for key, found in foreign if found), None)
         return self.fault(node, "the key 'type' is missing", accepted, hint, key=True)
 
     def value(self, annotation: object, node: Node) -> object:

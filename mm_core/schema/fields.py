@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import keyword
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_args
 
-from mm_core.errors import PluginError
+from mm_core.errors import PluginError, did_you_mean
 
 _DTYPES = {
     "bf16": ("bf16", "bfloat16", "brain"),
@@ -15,6 +15,32 @@ _DTYPES = {
     "fp32": ("fp32", "float32", "float", "single", "full", "f32", "32"),
 }
 """Our name of a dtype -> its names elsewhere."""
+
+_KEYS = {
+    "type": ("name", "class_name", "_class_name", "target", "_target_"),
+    "from_pretrained": (
+        *("model", "model_id", "model_name", "model_path", "repo_id"),
+        *("model_name_or_path", "name_or_path", "pretrained_model_name_or_path"),
+    ),
+    "lr": ("learning_rate",),
+    "steps": ("max_steps", "max_train_steps", "num_steps", "iterations"),
+    "epochs": ("num_epochs", "max_epochs", "num_train_epochs", "max_train_epochs"),
+    "micro_batch_size": ("batch_size", "train_batch_size", "per_device_train_batch_size"),
+    "clip_grad_norm": ("max_grad_norm", "gradient_clip_val", "clip_grad"),
+    "adapters": ("lora", "lora_rank", "lora_alpha", "network_dim", "network_alpha", "network_module"),
+}
+"""Our name of a key -> its names elsewhere."""
+
+
+def key_hint(word: str, known: Collection[str]) -> str | None:
+    """The hint for an unknown key: ours of the same meaning, or of a similar name; None: there is none.
+
+    Args:
+        word: the unknown key.
+        known: the keys that a section takes.
+    """
+    ours = next((ours for ours, others in _KEYS.items() if word in others and ours in known), None)
+    return did_you_mean(word, known) if ours is None else f"this key is {ours!r} here"
 
 
 def yaml_key(name: str) -> str:

@@ -33,6 +33,8 @@ def run(tmp_path: Path) -> Path:
     clips = [{"path": f"clips/{n}.mp4", "cap": f"clip {n}", "width": 240 * n} for n in range(3)]
     (tmp_path / "clips.jsonl").write_text("".join(json.dumps(row) + "\n" for row in clips))
     (tmp_path / "more.csv").write_text("file,text\nclips/0.mp4,more\nphotos/1.jpg,and more\n")
+    (tmp_path / "theirs.jsonl").write_text('{"video": "clips/0.mp4", "caption": "a"}\n')
+    (tmp_path / "theirs.csv").write_text("file_name,text\nclips/0.mp4,a\n")
     sources = [
         {"annotations": f"{tmp_path}/photos/"},
         {"annotations": f"{tmp_path}/clips.jsonl", "weight": 2, "where": "width >= 240"},
@@ -194,10 +196,23 @@ def test_other_datasets_can_be_checked_and_not_inspected(
         ({"source_where": "exec('x') > 1"}, "`where: exec('x') > 1` calls a function"),
         ({"source_where": "hight > 1"}, "'hight'"),
         ({"source_columns": {"path": "file"}}, "no column 'file' (found: cap, path, width)"),
+        (
+            {"source_annotations": "theirs.jsonl"},
+            "no column 'path' (found: caption, video); set columns: {path: video, caption: caption}",
+        ),
+        (
+            {"source_annotations": "theirs.csv"},
+            "  accepted: file_name, text\n  hint: set columns: {path: file_name, caption: text}",
+        ),
         ({"source_folder": "/dev/null"}, "the folder of the images and clips does not exist"),
     ],
 )
 def test_what_is_wrong_with_a_source_shows_before_the_run(run, capsys, command, changes, what) -> None:
+    if "source_annotations" in changes:
+        changes = {
+            "source_annotations": f"{run.parent}/{changes['source_annotations']}",
+            "source_columns": {},
+        }
     assert main([*command, str(changed(run, **changes))]) == 1
     assert what in capsys.readouterr().err
 

@@ -134,6 +134,20 @@ def test_a_missing_component_name_lists_the_components_and_the_key_that_was_mean
     )
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "hint"),
+    [
+        ("type: bytes", "name: bytes", "'name': this key is 'type' here"),
+        ("type: bytes", "model_id: a/b", "'model_id': this key is 'from_pretrained' here"),
+        ("type: bytes", "type: hf_text, model_id: a/b", "this key is 'from_pretrained' here"),
+        ("micro_batch_size: ", "batch_size: ", "this key is 'micro_batch_size' here"),
+    ],
+)
+def test_a_key_that_other_tools_have_gets_its_name_here(place, old, new, hint):
+    place.edit((old, new))
+    assert any(fault.endswith(f"\n  hint: {hint}") for fault in place.faults())
+
+
 def test_missing_sections_are_faults_of_the_file(place):
     place.write("run.yaml", "run: {name: x}\ninculde: [a.yaml]\n")
     assert place.faults() == [

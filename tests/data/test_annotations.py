@@ -93,7 +93,7 @@ def test_missing_keys_are_listed_with_their_rows(tmp_path: Path) -> None:
     error = fault(tmp_path, json.dumps(rows))
     assert error.what.splitlines() == [
         "3 rows cannot be used",
-        "  row 2: no 'path' (found: cap, video)",
+        "  row 2: no 'path' (found: cap, video); the dataset media_text reads it with columns: {path: video}",
         "  row 3, row 4: no 'cap' (found: path)",
     ]
 

@@ -74,6 +74,8 @@ def test_a_prompt_is_answered_as_the_exported_folder_answers_it(place, tmp_path,
     shown = ran(capsys, *command, *both, "--out", out)
     assert shown == "".join(f"> {p}\n{a}\n" for p, a in zip(prompts, answers, strict=True))
     assert [json.loads(line)["text"] for line in out.read_text().splitlines()] == answers
+    refused = ran(capsys, *command, "--prompt", "w5", "--input", "depth=a.png", code=1)
+    assert "the run's task answers in words, so --input cannot be used" in refused
 
 
 def test_rows_of_a_table_are_answered_and_bad_ones_reported(place, tmp_path, capsys):

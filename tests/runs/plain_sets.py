@@ -105,6 +105,31 @@ class Flat(Clips):
         return {"video": torch.zeros(8, 16, 16), "caption": ""}
 
 
+class Unmasked(Tutorial):
+    def __getitem__(self, index: int) -> dict:
+        return {name: value for name, value in super().__getitem__(index).items() if name != "prompt_mask"}
+
+
+class FramesFirst(Clips):
+    def __getitem__(self, index: int) -> dict:
+        return {"video": super().__getitem__(index)["video"].movedim(0, 1), "caption": ""}
+
+
+class ChannelsLast(Clips):
+    def __getitem__(self, index: int) -> dict:
+        return {"video": super().__getitem__(index)["video"].movedim(0, 3), "caption": ""}
+
+
+class Picture(Clips):
+    def __getitem__(self, index: int) -> dict:
+        return {"video": super().__getitem__(index)["video"][:, 0], "caption": ""}
+
+
+class Pairs(Clips):
+    def __getitem__(self, index: int) -> tuple:
+        return tuple(super().__getitem__(index).values())
+
+
 class ShapelessStream(Stream):
     def __init__(self) -> None:
         self.clips = Shapeless()
@@ -132,6 +157,11 @@ def mm_datasets() -> list[Component]:
     made = (
         *classes,
         Numbered,
+        Unmasked,
+        FramesFirst,
+        ChannelsLast,
+        Picture,
+        Pairs,
         Endless,
         SharedSamples,
         loader,

@@ -244,7 +244,16 @@ def test_what_is_no_dataset_is_refused():
         ("flat", ContractError, r"the video of a sample is \[8, 16, 16\]"),
         ("shapelessstream", ContractError, r"video is \[3, 8, 16, 16\] float32 in sample 0, and \[3, 8, 16"),
         ("failing", CodeError, "the IterableDataset raised KeyError: 'caption'"),
-        ("of_tuples", CodeError, "a batch of data.train is a tuple"),
+        (
+            "unmasked",
+            ContractError,
+            "only video, prompt_ids\n.*\n  hint: return `prompt_mask` too: 1 at tokens",
+        ),
+        ("framesfirst", ContractError, r"\[8, 3, 16, 16\]\n.*\n  hint: .* `video.movedim\(1, 0\)`"),
+        ("channelslast", ContractError, r"\[8, 16, 16, 3\]\n.*\n  hint: .* `video.movedim\(3, 0\)`"),
+        ("picture", ContractError, r"\[3, 16, 16\]\n.*\n  hint: .* `picture\[:, None\]`"),
+        ("pairs", CodeError, r"sample \d+ is a tuple\n.*\n  hint: name the values: return {name: value"),
+        ("of_tuples", CodeError, "a batch of data.train is a tuple\n.*\n  hint: name the values"),
         ("of_uneven_columns", CodeError, "no common number of rows: a 2, b 3"),
     ],
 )

@@ -246,9 +246,9 @@ class AuthorCode:
         """What the code of a dataset or task returned. CodeError if it is of another type."""
         if isinstance(found, wanted):
             return found
-        raise CodeError(
-            f"{who} is a {type(found).__name__}", where=self.place, accepted=accepted, hint="fix this code"
-        )
+        named = wanted is Mapping and isinstance(found, (tuple, list))
+        hint = "name the values: return {name: value, ...}" if named else "fix this code"
+        raise CodeError(f"{who} is a {type(found).__name__}", where=self.place, accepted=accepted, hint=hint)
 
     def _check_pixels(self, batch: Batch) -> None:
         """CodeError if pixels of clips and further fields are neither uint8 nor floats in [-1, 1]: they would

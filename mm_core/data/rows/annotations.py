@@ -10,6 +10,7 @@ from typing import Any
 
 from mm_core.data.rows.json_rows import RowFile, kind_of
 from mm_core.data.rows.paths import refused
+from mm_core.data.rows.tables import columns_for
 from mm_core.errors import DataError, plural
 
 ACCEPTED = (
@@ -95,7 +96,8 @@ def _fault(row: object) -> str | None:
     missing = [key for key in ("path", "cap") if key not in row]
     if missing:
         found = ", ".join(sorted(map(str, row))) or "nothing"
-        return f"no {' and no '.join(repr(key) for key in missing)} (found: {found[:200]})"
+        fits = f"; the dataset media_text reads it with {fit}" if (fit := columns_for(row)) else ""
+        return f"no {' and no '.join(repr(key) for key in missing)} (found: {found[:200]}){fits}"
     path, captions = row["path"], row["cap"]
     if not isinstance(path, str) or not path:
         return f"path is {kind_of(path)}, not a file name"

@@ -26,6 +26,13 @@ _ACCEPTED = (
     "first line if columns are selected by name; Parquet"
 )
 
+_COLUMNS = {
+    "path": ("path", "video", "image", "file", "file_name", "filename", "video_path", "image_path", "media"),
+    "caption": ("cap", "caption", "text", "prompt", "captions"),
+}
+"""Key of `columns` -> its default, and names of other tools."""
+_OURS = {names[0] for names in _COLUMNS.values()}
+
 
 class Cells(NamedTuple):
     """The selected cells of one row of a table.
@@ -113,7 +120,8 @@ def _json_cells(place: str, value: object, columns: Sequence[Column], optional: 
             )
         if column not in value:
             found = ", ".join(sorted(value)) or "nothing"
-            return Cells(place, fault=f"no column {column!r} (found: {found[:200]})")
+            fits = f"; set {fit}" if column in _OURS and (fit := columns_for(value)) else ""
+            return Cells(place, fault=f"no column {column!r} (found: {found[:200]}){fits}")
         cells.append(value[column])
     return Cells(place, tuple(cells))
 
@@ -122,6 +130,17 @@ def _has(row: Mapping[str, object] | Sequence[object], column: Column) -> bool:
     if isinstance(column, int):
         return not isinstance(row, list) or column < len(row)
     return column in row or isinstance(row, list)
+
+
+def columns_for(names: Collection[str]) -> str | None:
+    """The `columns` of a source of media_text whose table has other tools' names; None: not all are known."""
+    found = {}
+    for role, (ours, *others) in _COLUMNS.items():
+        if ours not in names:
+            found[role] = next((name for name in others if name in names), None)
+    if not found or None in found.values():
+        return None
+    return f"columns: {{{', '.join(f'{role}: {name}' for role, name in found.items())}}}"
 
 
 @contextmanager
@@ -200,7 +219,9 @@ def _place(rows: RowFile, column: Column, head: Sequence[str], optional: Collect
         f"the table has no column {column!r}",
         where=str(rows.path),
         accepted=", ".join(head)[:400],
-        hint=did_you_mean(str(column), head),
+        hint=f"set {fit}"
+        if column in _OURS and (fit := columns_for(head))
+        else did_you_mean(str(column), head),
     )
 
 

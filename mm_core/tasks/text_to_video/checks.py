@@ -251,10 +251,12 @@ def clips_of(batch: DictBatch, fields: Sequence[str] = ()) -> VideoTextBatch:
             f"the samples have no {' and no '.join(map(repr, lacks))}, only {', '.join(values)}",
             where="data",
             accepted=_CLIP,
+            hint=None if ids is None else "return `prompt_mask` too: 1 at tokens, 0 at padding",
         )
     if not isinstance(pixels, Tensor) or pixels.dim() != 5 or pixels.shape[1] != 3:
         shape = [*pixels.shape[1:]] if isinstance(pixels, Tensor) else f"a {type(pixels).__name__}"
-        raise ContractError(f"the video of a sample is {shape}", where="data", accepted=_CLIP)
+        hint = _layout_hint(shape) if isinstance(shape, list) else None
+        raise ContractError(f"the video of a sample is {shape}", where="data", accepted=_CLIP, hint=hint)
     fps = values.get("fps")
     return VideoTextBatch(
         batch.keys,
@@ -267,6 +269,14 @@ def clips_of(batch: DictBatch, fields: Sequence[str] = ()) -> VideoTextBatch:
         fps=None if fps is None else fps.float(),
         fields={name: _own_sizes(values[name]) for name in fields if name in values},
     )
+
+
+def _layout_hint(shape: list[int]) -> str | None:
+    """How the clip of a sample becomes [3,F,Y,X]; None where no place has the 3 colours."""
+    if len(shape) == 4 and 3 in (shape[1], shape[3]):
+        return f"the colours come first: `video.movedim({1 if shape[1] == 3 else 3}, 0)`"
+    is_picture = len(shape) == 3 and shape[0] == 3
+    return "a picture is a clip of one frame: `picture[:, None]`" if is_picture else None
 
 
 def _own_sizes(values: Any) -> Any:
