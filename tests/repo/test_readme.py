@@ -32,6 +32,7 @@ HELD_OUT = (
     "'data.validation={type: video_text, annotations: data/shapes/data.json, num_frames: 8, height: 16,"
     " width: 16}' 'validation={every: 1}'"
 )
+WRITE = "from pathlib import Path; from mm_trainers.testing import ai_toolkit; ai_toolkit(Path())"
 COMMANDS: dict[str, tuple[str, int, str]] = {
     "make train": (
         f'{MAKE} train ARGS="run.name=made train.steps=2 lr_schedule.warmup_steps=0"',
@@ -106,9 +107,21 @@ COMMANDS: dict[str, tuple[str, int, str]] = {
     "mm weights show PATH": ("mm weights show runs/short", 0, "predictor.blocks.{*}.attn1.to_q.weight"),
     "mm weights diff A B": ("mm weights diff runs/short runs/short", 0, " 0 different"),
     "mm report RUN...": ("mm report runs/short --out short.html", 0, "short.html"),
-    "mm data inspect --config FILE": (f"mm data inspect --config {QUICKSTART} {MEDIA}", 0, "16x16, 8 frames"),
+    "mm data inspect --config FILE": (
+        f"mm data inspect --config {QUICKSTART} {MEDIA}",
+        0,
+        "16 x 16, 8 frames",
+    ),
     "mm data check --config FILE": (f"mm data check --config {QUICKSTART} {MEDIA}", 0, " 0 bad"),
     "mm cache build --config FILE": (f"mm cache build --config {QUICKSTART}", 0, " latents"),
+    "mm doctor": ("mm doctor", 0, "shared memory"),
+    "mm align record": (f"mm align record --config {QUICKSTART} --steps 1 --out A", 0, ""),
+    "mm align compare A B": ("mm align compare A A", 0, " 0 different"),
+    "mm migrate PATH --out FILE": (
+        f'python -c "{WRITE}"; mm migrate style.yaml --out migrated.yaml --accept',
+        0,
+        "train.adapters",
+    ),
     "mm validate FILE [key=value ...]": (f"mm validate {QUICKSTART} train.steps=5", 0, "ok"),
     "mm config list": ("mm config list", 0, "custom_dit/quickstart"),
     "mm config copy NAME": ("mm config copy wan/t2v_1_3b copied.yaml", 0, "copied.yaml"),

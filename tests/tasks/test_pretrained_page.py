@@ -10,14 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import mm_core
 from mm_core.builtin.configs.data import TextRowsConfig
 from mm_core.builtin.configs.pretrained import PretrainedConfig
-from mm_core.contracts import SampleKey, TextBatch
+from mm_core.contracts import SampleKey
 from support.logs import log_of
 
 PAGE = (Path(__file__).parents[2] / "docs/transformers.md").read_text(encoding="utf-8")
@@ -38,8 +37,8 @@ def test_the_table_of_text_rows_has_each_of_its_options():
 def test_the_collate_of_the_page_makes_a_batch():
     words = Tokenizer(models.WordLevel({"[PAD]": 0, "one": 1, "two": 2}, unk_token="[PAD]"))
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]")
-    known = {"torch": torch, "TextBatch": TextBatch}
-    exec(re.search(r"```python\n(def collate.*?)```", PAGE, re.S)[1], known)
+    known: dict[str, object] = {}
+    exec(re.search(r"```python\n(import torch\n.*?def collate.*?)```", PAGE, re.S)[1], known)
     key = {"key": SampleKey(0, 0), "weight": 1.0, "id": "a"}
     batch = known["collate"](
         SimpleNamespace(tokenizer=tokenizer), [{"ids": [1, 2], **key}, {"ids": [2], **key}]
