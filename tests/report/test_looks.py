@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,6 +34,7 @@ pytestmark = [
     pytest.mark.skipif(find() is None, reason="no Chromium is installed"),
 ]
 place = sets.place
+ROOT = Path(__file__).parents[2]
 
 LONG = "a red circle moves slowly to the left over a meadow, " * 12
 
@@ -37,7 +42,8 @@ FAULTS = """(() => {
   const faults = [], drawn = new Map(), width = document.documentElement.clientWidth;
   let seen = 0;
   if (document.documentElement.scrollWidth > width) faults.push("the page is wider than its window");
-  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  const root = document.querySelector("article") || document.body;
+  const walker = document.createTreeWalker(root, NodeFilter.SHOW_TEXT);
   for (let node; (node = walker.nextNode());) {
     const own = node.parentElement;
     const hidden = own.closest("script, noscript, option, title") || !own.checkVisibility();
@@ -146,3 +152,29 @@ def test_nothing_is_cut_and_letters_can_be_read(make_run, place, tmp_path, make,
     assert found["seen"] > 20 and found["faults"] + clicked["faults"] == [] and errors == []
     with Image.open(tmp_path / f"{make.__name__}-{width}.png") as picture:
         assert picture.width == width and len(picture.convert("RGB").getcolors(2**24)) > 20
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The pages of the documentation, built."""
+    if find_spec("mkdocs") is None or find_spec("material") is None:
+        pytest.skip("mkdocs-material is not installed: make docs")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, stdin=subprocess.DEVNULL)
+    return folder
+
+
+@pytest.mark.parametrize("width", [1400, 400])
+@pytest.mark.parametrize("page", ["", "lora-for-comfyui", "your-own-dit", "launching", "prepare-data"])
+def test_a_page_of_the_documentation_is_not_cut_and_can_be_read(site, tmp_path, page, width):
+    browser = Browser(tmp_path / "profile", width=width, height=900)
+    try:
+        browser.open(site / page / "index.html")
+        browser.wait("[...document.images].every(image => image.complete)")
+        found = browser.evaluate(FAULTS)
+        pictures = browser.evaluate("[...document.images].map(image => image.naturalWidth)")
+    finally:
+        browser.close()
+    assert found["seen"] > 20 and found["faults"] == []
+    assert all(pictures) and (len(pictures) >= 3) >= (page == "")
