@@ -6,7 +6,9 @@ import json
 import logging
 import os
 import sys
+import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from mm_core.contracts import Callback
 from mm_core.errors import MMError
 from mm_core.plugin.registry import build
 from mm_core.training.callback_list import CallbackList
+from mm_core.training.optional import exporting
 
 
 class Noting(Callback):
@@ -124,3 +127,28 @@ def test_a_program_that_is_not_there_is_a_warning(caplog):
 def test_an_empty_command_is_a_fault_of_the_config():
     with pytest.raises(MMError, match="run is empty: set it to a program"):
         build("callback", {"type": "command", "run": []})
+
+
+def test_a_run_does_not_wait_for_exports_without_an_end(tmp_path, monkeypatch):
+    """Its end is noted; an export that ends in time is shown by the last line of its output."""
+    notes: list[str] = []
+    monkeypatch.setattr(exporting, "PATIENCE", 0.3)
+    again = threading.Event()
+    outputs = {"step_1": (0, "made\nstep_1 as lora/peft"), "step_2": (1, "no space left")}
+
+    def stand_in(command: Sequence[str], *_: object) -> tuple[int, str]:
+        name = Path(command[command.index("--run") + 1]).name
+        if name not in outputs:
+            again.wait(30)
+        return outputs.get(name, (0, ""))
+
+    monkeypatch.setattr(exporting, "execute", stand_in)
+    export = exporting.ExportAtSaves("lora/peft", averaged=True, note=notes.append)
+    for step in (1, 2):
+        export.saved(step, tmp_path / f"step_{step}")
+    export.run_ended(2, None)
+    assert notes == ["step_1 as lora/peft", "warning: step_2 was not exported: no space left"]
+    export.saved(3, tmp_path / "step_3")
+    export.run_ended(3, None)
+    again.set()
+    assert notes[2:] == ["warning: the run ends before its last exports are complete; mm export makes them"]

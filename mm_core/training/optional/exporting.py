@@ -15,6 +15,9 @@ from mm_core.telemetry.command_callback import environment_alone, execute
 TIMEOUT = 1800.0
 """Seconds that one export may take."""
 
+PATIENCE = 120.0
+"""Seconds for which the end of a run waits for exports: what stopped it may have given it a few minutes."""
+
 
 class ExportAtSaves(Callback):
     """Exports each complete checkpoint by `mm export`, in a process beside the run: on rank 0, without the
@@ -37,8 +40,10 @@ class ExportAtSaves(Callback):
             self._queue.give(partial(self._export, path))
 
     def run_ended(self, step: int, error: BaseException | None) -> None:
-        self._queue.finish()
+        late = self._queue.finish(PATIENCE)
         self._show()
+        if late:
+            self._note("warning: the run ends before its last exports are complete; mm export makes them")
 
     def _show(self) -> None:
         while self._ended:
