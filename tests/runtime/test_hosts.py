@@ -330,6 +330,20 @@ def test_all_hosts_start_again_after_the_loss_of_one(ssh, capsys, monkeypatch, t
         pytest.fail(f"the host is told nothing of the restart: {out}")
 
 
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [
+        ({"0": 69, "1": 69}, 69),  # both have no restarts left, or none that helps
+        ({"0": 0, "1": 137}, 137),  # one has trained to the end
+    ],
+)
+def test_hosts_do_not_start_again_against_their_own_decision(ssh, capsys, monkeypatch, codes, code):
+    monkeypatch.setattr(hosts, "PATIENCE", 0.3)
+    program = f"import sys; sys.exit({codes!r}[sys.argv[-1]])"
+    assert run_on_hosts(HOSTS, [sys.executable, "-c", program], "id", 2, restarts=3) == code
+    assert "start again" not in capsys.readouterr().err
+
+
 def test_a_lost_host_that_is_not_back_yet_is_tried_again(ssh, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(hosts, "PATIENCE", 0.3)
     monkeypatch.setattr(hosts, "PAUSE", 0.1)

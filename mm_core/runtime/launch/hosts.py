@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from mm_core.errors import MMError
 from mm_core.runtime.launch.remote import BEGAN
-from mm_core.runtime.launch.restarts import Decision, End
+from mm_core.runtime.launch.restarts import Decision
 from mm_core.runtime.launch.signals import PASSING as LOST
 from mm_core.runtime.launch.signals import STOPPED, StopFlag
 
@@ -223,6 +223,11 @@ class Session:
         with suppress(OSError):
             self.process.stdin.close()
 
+    @property
+    def cut(self) -> bool:
+        """Whether the connection was lost, of one that has ended."""
+        return self.process.returncode == 255 or self.process.returncode < 0
+
     def code(self) -> int | None:
         """The exit code of the command, `LOST` if the connection was lost; None while it runs.
 
@@ -236,9 +241,9 @@ class Session:
         for thread in self._threads:
             thread.join(5.0)
         if self.began:
-            return LOST if code == 255 or code < 0 else code
+            return LOST if self.cut else code
         printed = next((line for line in reversed(self._before) if line), f"exit code {code}")
-        if code == 255 or code < 0:
+        if self.cut:
             command = f"ssh -o BatchMode=yes {' '.join(self.host.address)} true"
             hint = f"this must work, without a question: {command}"
             raise MMError(f"ssh does not reach {self.host.label}: {printed}", hint=hint)
@@ -291,12 +296,15 @@ def run_on_hosts(
                 if number == 0:
                     raise
                 sys.stderr.write(f"mm: {fault.what}\n")  # a host that was lost may need minutes to be back
-                ended = {"ssh": LOST}
+                ended, what = {"": LOST}, fault.what
+            else:
+                # A launcher that ends with 69 by itself has used its restarts up, or makes no headway.
+                cut = {session.host.label for session in sessions if session.cut}
+                lost = {host: code for host, code in ended.items() if host in cut or code > 130}
+                what = ", ".join(f"{host} ended with {code}" for host, code in lost.items())
             codes = list(ended.values())
-            lost = {host: code for host, code in ended.items() if End(code).passing}
-            if not lost or 1 in codes or number == restarts or _asked(stop):
+            if not what or 0 in codes or 1 in codes or number == restarts or _asked(stop):
                 return worst(codes)
-            what = ", ".join(f"{host} ended with {code}" for host, code in lost.items())
             decision = Decision(True, worst(codes), what, number=number + 1, seconds=PAUSE)
             restart = json.dumps(asdict(decision) | {"hosts": [host.label for host in hosts]})
             sys.stderr.write(f"mm: all hosts start again, {number + 1} of {restarts}, in {PAUSE:.0f} s\n")
@@ -364,7 +372,7 @@ def _wait(sessions: Sequence[Session], least: int) -> dict[str, int]:
         for session in sessions:
             if session not in codes and (code := session.code()) is not None:
                 codes[session] = STOPPED if ended and code > 130 else code
-                if code == LOST and session.process.returncode != LOST:
+                if session.cut:
                     sys.stderr.write(f"mm: lost the connection to {session.host.label}\n")
         left = sum(codes.get(session, 0) in (0, STOPPED) for session in sessions)
         if too_few is None and (left < least or 1 in codes.values()):
