@@ -165,7 +165,7 @@ def equip(
     ledger = SkipLedger(folder, config.data.loader.max_failed_share)
     guard = make_guard(parts, restored, reporter)
     read = iter(loader) if isinstance(loader, TrainingStream) else ledger.watch(loader)
-    cut, named = CutCaptions(), make_callbacks(config, reporter)
+    cut, named = CutCaptions(), make_callbacks(config, reporter, stop)
     read = cut.watch(read, reporter.note)
     if parts.filled is not None:
         read = filled = FilledBatches(read, task, parts.filled, plan.engine, engine.device, reporter.note)
@@ -206,11 +206,11 @@ def equip(
     return training
 
 
-def make_callbacks(config: RunConfig, reporter: RunReporter) -> list[tuple[str, Callback]]:
+def make_callbacks(config: RunConfig, reporter: RunReporter, stop: StopFlag) -> list[tuple[str, Callback]]:
     """The callbacks of a config with their names, and that of `checkpoint.export`."""
     named = [(each.type, config.registry.build("callback", each)) for each in config.callbacks]
     if config.checkpoint.export is not None:
-        export = ExportAtSaves(config.checkpoint.export, config.ema is not None, reporter.note)
+        export = ExportAtSaves(config.checkpoint.export, config.ema is not None, stop, reporter.note)
         named.append(("checkpoint.export", export))
     return named
 

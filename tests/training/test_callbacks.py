@@ -16,6 +16,7 @@ import pytest
 from mm_core.contracts import Callback
 from mm_core.errors import MMError
 from mm_core.plugin.registry import build
+from mm_core.runtime.launch.signals import StopFlag
 from mm_core.training.callback_list import CallbackList
 from mm_core.training.optional import exporting
 
@@ -129,26 +130,34 @@ def test_an_empty_command_is_a_fault_of_the_config():
         build("callback", {"type": "command", "run": []})
 
 
-def test_a_run_does_not_wait_for_exports_without_an_end(tmp_path, monkeypatch):
-    """Its end is noted; an export that ends in time is shown by the last line of its output."""
+def test_exports_follow_the_saves_and_hold_up_no_end(tmp_path, monkeypatch):
+    """A failure is a note; of waiting saves the newest two are kept; a stopped run waits for none."""
     notes: list[str] = []
-    monkeypatch.setattr(exporting, "PATIENCE", 0.3)
-    again = threading.Event()
-    outputs = {"step_1": (0, "made\nstep_1 as lora/peft"), "step_2": (1, "no space left")}
+    flag, free, begun = StopFlag(), threading.Event(), threading.Semaphore(0)
+    free.set()
 
     def stand_in(command: Sequence[str], *_: object) -> tuple[int, str]:
+        begun.release()
+        free.wait(60)
         name = Path(command[command.index("--run") + 1]).name
-        if name not in outputs:
-            again.wait(30)
-        return outputs.get(name, (0, ""))
+        return (1, "no space left") if name == "step_2" else (0, f"made\n{name} as lora/peft")
 
     monkeypatch.setattr(exporting, "execute", stand_in)
-    export = exporting.ExportAtSaves("lora/peft", averaged=True, note=notes.append)
+    export = exporting.ExportAtSaves("lora/peft", averaged=True, stop=flag, note=notes.append)
     for step in (1, 2):
         export.saved(step, tmp_path / f"step_{step}")
+        begun.acquire()
     export.run_ended(2, None)
     assert notes == ["step_1 as lora/peft", "warning: step_2 was not exported: no space left"]
+    free.clear()
     export.saved(3, tmp_path / "step_3")
-    export.run_ended(3, None)
-    again.set()
-    assert notes[2:] == ["warning: the run ends before its last exports are complete; mm export makes them"]
+    begun.acquire()
+    for step in (4, 5, 6):
+        export.saved(step, tmp_path / f"step_{step}")
+    flag.requested = "SIGTERM"
+    export.run_ended(6, None)  # while the export of step 3 waits for what comes next
+    free.set()
+    assert notes[2:4] == [
+        "step_4 is not exported: saves are faster than exports",
+        "warning: the run ends before its last export is complete; `mm export` makes the file",
+    ]
