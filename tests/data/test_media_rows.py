@@ -186,6 +186,35 @@ def test_what_has_no_caption_gets_that_of_its_source_and_is_counted(tmp_path):
         assert reader.opened().filled == sum("ohwx" in each for each in expected)
 
 
+def test_a_source_s_caption_does_not_hide_captions_under_another_name(tmp_path):
+    other = [{"path": "a.png", "caption": "own"}]
+    for place in (
+        write(tmp_path / "rows.csv", other),
+        write(tmp_path / "rows.jsonl", other),
+        archive(tmp_path / "0.tar", {"1.jpg": b"x", "1.json": b'{"caption": "own"}'}),
+    ):
+        with pytest.raises(DataError, match=re.escape("columns: {caption: caption}")):
+            read(place, caption="ohwx")
+    table = write(tmp_path / "b.csv", [{"path": "a.png", "cap": "own"}])
+    with pytest.raises(DataError, match="no column 'cpa'"):
+        read(table, caption="ohwx", columns=MediaColumns(caption="cpa"))
+
+
+def test_blank_captions_are_those_of_the_source_in_every_kind_of_it(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/A.PNG").touch()
+    (tmp_path / "folder/a.txt").write_text(" ")
+    blank = [{"path": "a.png", "cap": " "}, {"path": "b.png", "cap": 7}]
+    for place in (
+        tmp_path / "folder",
+        write(tmp_path / "rows.csv", blank[:1]),
+        archive(tmp_path / "0.tar", {"1.jpg": b"x", "1.txt": b"\n"}),
+    ):
+        assert [row.captions for row in read(place, caption="ohwx")] == [("ohwx",)]
+    with pytest.raises(DataError, match="the caption is a number"):
+        read(write(tmp_path / "rows.jsonl", blank), caption="ohwx")
+
+
 def test_an_archive_is_read_in_place_by_offsets(tmp_path):
     members = {
         "s/1.jpg": b"JPEG",

@@ -351,4 +351,4 @@ def test_a_source_s_caption_is_that_of_empty_files_too_and_is_remarked(tmp_path)
     captioned = dataset(given)
     found = [captioned[place]["caption"] for place in range(3)]
     assert found[:2] == ["a photo of ohwx"] * 2 and "ohwx" not in found[2]
-    assert remarks(captioned) == [f"{photos}: 1 row without a caption: the source's is used"]
+    assert remarks(captioned) == [f"{photos}: 2 rows without a caption: the source's is used"]

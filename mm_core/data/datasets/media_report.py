@@ -132,8 +132,7 @@ def inspect(dataset: Dataset) -> list[Found]:
             int((taken == number).sum()),
             _sizes(dataset, number),
             source.dropped,
-            _empty_captions(dataset, number),
-            source.filled,
+            *_captions(dataset, number),
         )
         for number, source in enumerate(dataset.sources)
     ]
@@ -144,7 +143,7 @@ def remarks(dataset: object) -> list[str]:
     found: list[str] = []
     if isinstance(dataset, MediaTextDataset):
         for number, source in enumerate(dataset.sources):
-            lines = _remarked(source.dropped, _empty_captions(dataset, number), source.filled)
+            lines = _remarked(source.dropped, *_captions(dataset, number))
             found += [f"{source.name}: {each}" for each in lines]
     return found
 
@@ -156,10 +155,16 @@ def _remarked(left_out: Mapping[str, int], empty: int, filled: int) -> list[str]
     return [*lines, *([f"{plural(empty, 'empty caption')}, used as any other"] if empty else [])]
 
 
+def _captions(dataset: MediaTextDataset, number: int) -> tuple[int, int]:
+    """The captions of a source that are empty, and those that are the source's own."""
+    empty, filled = _empty_captions(dataset, number), dataset.sources[number].filled
+    return (0, filled + empty) if (dataset.wanted.sources[number].caption or "").strip() else (empty, filled)
+
+
 def _empty_captions(dataset: MediaTextDataset, number: int) -> int:
-    """The captions of a source that are empty; a source with a prefix or a caption has none."""
+    """The captions of a source that are empty; a source with a prefix has none."""
     wanted, source = dataset.wanted.sources[number], dataset.sources[number]
-    if wanted.caption_prefix.strip() or (wanted.caption or "").strip():
+    if wanted.caption_prefix.strip() and wanted.caption is None:
         return 0
     places = dataset.rows.of_source(number)
     found = dataset.rows.blank_captions(places)

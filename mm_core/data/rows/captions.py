@@ -7,12 +7,15 @@ import os
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from mm_core.data.rows.annotations import escapes
+from mm_core.data.rows.json_rows import kind_of
 from mm_core.data.rows.media_rows import CAPTIONS, Medium, medium_of
 from mm_core.data.rows.paths import refusal
+from mm_core.errors import DataError
 
 _BESIDE_BOTH = ".json"  # its picture has a caption too; nobody takes it for a picture
 _DOCUMENTS = frozenset({".md", ".rst", ".html"})  # their .txt is another form of them, no caption
@@ -163,6 +166,19 @@ def texts_of(cell: object) -> tuple[str, ...]:
     return tuple(text for texts in found for text in texts) if all(found) else ()
 
 
+def decoded(content: bytes, where: str) -> str:
+    """The text of a member of an archive; DataError if it is not UTF-8."""
+    try:
+        return content.decode("utf-8-sig").strip()
+    except UnicodeDecodeError:
+        raise DataError("a text member of the archive is not UTF-8", where=where) from None
+
+
+def filled(texts: tuple[str, ...], default: tuple[str, ...] | None) -> tuple[str, ...]:
+    """The captions of a row; those of its source, if it has any, where all are blank."""
+    return texts if default is None or any(map(str.strip, texts)) else default
+
+
 def unnameable(path: str) -> str | None:
     """The first letter of a path that no file name has, as an escape; None if there is none.
 
@@ -184,4 +200,22 @@ def half_character(text: str) -> str | None:
         text.encode()
     except UnicodeEncodeError as error:
         return ascii(text[error.start])[1:-1]
+    return None
+
+
+def row_fault(path: object, texts: Sequence[str], caption: object) -> str | None:
+    """The error of a row without its place, so that equal errors can be grouped."""
+    if not isinstance(path, str) or not path:
+        return f"the path is {kind_of(path)}, not a file name"
+    if "\0" in path:
+        return f"the path {path!r} contains a NUL"
+    if escapes(path):
+        return f"the path {path!r} leads outside the folder"
+    if not path.isascii() and (half := unnameable(path)):
+        return f"the path contains {half}, half of a character"
+    if not texts:
+        return f"the caption is {kind_of(caption)}, not a text or a list of texts"
+    for text in texts:
+        if not text.isascii() and (half := half_character(text)):
+            return f"the caption contains {half}, half of a character"
     return None

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mm_core.builtin.configs.data import MediaColumns, MediaSource
-from mm_core.data.rows.annotations import describe_faults, escapes
+from mm_core.data.rows.annotations import describe_faults
 from mm_core.data.rows.archives import Member, archives_of, beside_archives, read_archive
-from mm_core.data.rows.captions import half_character, texts_of, unnameable, walked
-from mm_core.data.rows.json_rows import RowFile, kind_of
+from mm_core.data.rows.captions import decoded, filled, row_fault, texts_of, walked
+from mm_core.data.rows.json_rows import RowFile
 from mm_core.data.rows.media_rows import (
     CAPTIONS,
     SIZES,
@@ -31,7 +31,15 @@ from mm_core.data.rows.media_rows import (
     number_of,
 )
 from mm_core.data.rows.paths import check_folder, open_plain, status
-from mm_core.data.rows.tables import SUFFIXES, Cells, Column, batch_cells, parquet_batches, read_table
+from mm_core.data.rows.tables import (
+    SUFFIXES,
+    Cells,
+    Column,
+    batch_cells,
+    columns_for,
+    parquet_batches,
+    read_table,
+)
 from mm_core.data.rows.where import Where
 from mm_core.errors import DataError, plural
 
@@ -161,6 +169,8 @@ class SourceReader:
             raise DataError(describe_faults(self._faults), where=str(self.path), accepted=ACCEPTED_ROWS)
         if self.where is not None and (complete or self.path.suffix.lower() in (".csv", ".tsv", ".parquet")):
             self._check_names(self.where)
+        if self.in_table and self.filled and self.filled == images + clips:
+            self._check_captions()
         if complete and not images + clips:
             reasons = ", ".join(
                 f"{reason} ({plural(count, 'row')})" for reason, count in self.dropped.items()
@@ -209,7 +219,8 @@ class SourceReader:
         """The row of a file whose caption has another name, which only its row can hold."""
         try:
             with open_plain(text, "caption") as file:
-                return MediaRow(self.number, path, medium, (file.read().decode("utf-8-sig"),))
+                own = (file.read().decode("utf-8-sig"),)
+                return MediaRow(self.number, path, medium, filled(own, self.default))
         except (DataError, OSError, UnicodeDecodeError):
             self._left_out(f"its {CAPTIONS} file cannot be read")
             return None
@@ -223,7 +234,7 @@ class SourceReader:
 
     def _of_member(self, number: int, member: Member, archive: Path) -> MediaRow | None:
         name, (start, size), where = member.name, member.place, f"{archive}, {member.name}"
-        texts = {suffix: _decoded(content, where) for suffix, content in member.texts.items()}
+        texts = {suffix: decoded(content, where) for suffix, content in member.texts.items()}
         values: dict[str, Any] = {}
         if ".json" in texts:
             with suppress(ValueError, RecursionError):
@@ -231,11 +242,14 @@ class SourceReader:
             if not isinstance(values, dict):
                 raise DataError("the .json member is not a JSON object", where=where)
         named = [values.get(str(column)) for column in self.captions]
-        captions = (texts[CAPTIONS],) if CAPTIONS in texts else texts_of(named) or self.default or ()
+        own = (texts[CAPTIONS],) if CAPTIONS in texts else texts_of(named)
+        captions = filled(own, self.default)
+        if captions is self.default and (fit := columns_for({*values, "path"})):
+            raise DataError(f"the .json member has no caption, but its keys fit: set {fit}", where=where)
         sizes = declared(*(values.get(str(column)) for column in self.sizes.values()))
         if not captions:
             self._left_out(f"no {CAPTIONS} member and no caption in a .json member")
-        elif fault := _fault(name, captions, None):
+        elif fault := row_fault(name, captions, None):
             raise DataError(fault, where=where)
         elif self._admits({**sizes._asdict(), **values, "path": name}):
             medium = medium_of(name) or "clip"
@@ -289,9 +303,9 @@ class SourceReader:
             if fault is None:
                 path, caption = values[0], values[first]
                 texts = texts_of([values[each] for each in captions] if several else caption)
-                if self.default and not any(values[each] for each in captions):
-                    texts = self.default
-                fault = _fault(path, texts, caption)
+                if texts or not any(values[each] for each in captions):
+                    texts = filled(texts, self.default)
+                fault = row_fault(path, texts, caption)
                 for each, at in further if fault is None else ():
                     fault = fault or field_fault(each.name, each.kind, values[at], each.most)
             if fault is not None:
@@ -330,6 +344,17 @@ class SourceReader:
             self._left_out(f"where: {' and '.join(empty)} unknown" if empty else f"where: {error}")
         return False
 
+    def _check_captions(self) -> None:
+        """DataError if no row of a table has a caption, because their column has another name."""
+        try:
+            missing = next(read_table(self.path, [self.captions[0]])).fault or ""
+        except DataError as fault:
+            missing = "; ".join(filter(None, [fault.what, fault.hint]))
+        if not missing:
+            return
+        if self.source.columns.caption != MediaColumns().caption or "columns: {" in missing:
+            raise DataError(f"no row has a caption: {missing}", where=str(self.path))
+
     def _check_names(self, where: Where) -> None:
         for name in where.names:
             if name in self._met:
@@ -346,31 +371,6 @@ ACCEPTED_ROWS = (
     'rows {"path": "clips/a.mp4", "cap": "a caption" (or a list of captions), ...}; `columns` of the source '
     "renames the columns: {path: file, caption: text}"
 )
-
-
-def _decoded(content: bytes, where: str) -> str:
-    try:
-        return content.decode("utf-8-sig").strip()
-    except UnicodeDecodeError:
-        raise DataError("a text member of the archive is not UTF-8", where=where) from None
-
-
-def _fault(path: object, texts: Sequence[str], caption: object) -> str | None:
-    """The error of a row without its place, so that equal errors can be grouped."""
-    if not isinstance(path, str) or not path:
-        return f"the path is {kind_of(path)}, not a file name"
-    if "\0" in path:
-        return f"the path {path!r} contains a NUL"
-    if escapes(path):
-        return f"the path {path!r} leads outside the folder"
-    if not path.isascii() and (half := unnameable(path)):
-        return f"the path contains {half}, half of a character"
-    if not texts:
-        return f"the caption is {kind_of(caption)}, not a text or a list of texts"
-    for text in texts:
-        if not text.isascii() and (half := half_character(text)):
-            return f"the caption contains {half}, half of a character"
-    return None
 
 
 def head(source: MediaSource) -> tuple[Path, Sequence[MediaRow]]:

@@ -22,8 +22,8 @@ PATIENCE = 120.0
 
 class ExportAtSaves(Callback):
     """Exports each complete checkpoint by `mm export`, in a process beside the run: on rank 0, without the
-    device. An export that fails is a note; the run goes on. Of checkpoints that wait for an export, the newest
-    two are kept. A run that ends by an error or a signal waits for none.
+    device. An export that fails is a note; the run goes on. Of waiting checkpoints the newest two are kept. A
+    run that ends by an error or a signal waits for none.
 
     Args:
         layout: of the LoRA files, such as `lora/comfyui`.
