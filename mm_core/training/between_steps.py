@@ -141,7 +141,7 @@ class BetweenSteps:
             save: whether all ranks agreed to save.
         """
         due = self._saves(step, stop, save) or self.evaluating.due(step, always=step == self.steps)
-        return due or bool(self.callbacks) or self.profile.running
+        return due or self.callbacks.follow_steps or self.profile.running
 
     def after_step(self, step: int, logged: Mapping[str, float] | None, *, stop: bool, save: bool) -> bool:
         """Saves, validates and samples as due after a training step; returns whether the run ends here.

@@ -19,8 +19,10 @@ class CallbackList:
     def __init__(self, callbacks: Sequence[tuple[str, Callback]] = ()) -> None:
         self._callbacks = tuple(callbacks)
 
-    def __len__(self) -> int:
-        return len(self._callbacks)
+    @property
+    def follow_steps(self) -> bool:
+        """Whether a callback acts at the end of each step."""
+        return any(type(each).step_ended is not Callback.step_ended for _, each in self._callbacks)
 
     def call(self, event: str, *args: object) -> None:
         """Calls the method `event` of each callback."""

@@ -161,3 +161,9 @@ def test_exports_follow_the_saves_and_hold_up_no_end(tmp_path, monkeypatch):
         "step_4 is not exported: saves are faster than exports",
         "warning: the run ends before its last export is complete; `mm export` makes the file",
     ]
+
+
+def test_only_callbacks_of_steps_need_the_outcome_of_each_step():
+    export = exporting.ExportAtSaves("lora/peft", averaged=False, stop=StopFlag(), note=print)
+    assert not CallbackList([("checkpoint.export", export)]).follow_steps
+    assert CallbackList([("checkpoint.export", export), ("a", Noting("a", []))]).follow_steps
