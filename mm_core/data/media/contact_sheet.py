@@ -99,12 +99,12 @@ def font_for(text: str) -> tuple[FreeTypeFont, str]:
     """The font with most letters of a text, Pillow's own or one of the machine; and those that it lacks."""
     from PIL import ImageFont
 
-    own = ImageFont.load_default(SIZE)
-    best: tuple[Any, set[str]] = (own, _lacks(own, {each for each in text if not each.isspace()}))
+    own, letters = ImageFont.load_default(SIZE), {letter for letter in text if not letter.isspace()}
+    best: tuple[Any, set[str]] = (own, _lacks(own, letters))
     for file in _fonts() if best[1] else ():
         try:
             font = ImageFont.truetype(file, SIZE)
-            missing = _lacks(font, set(text) - {" ", "\n", "\t"})
+            missing = _lacks(font, letters)
         except (OSError, ValueError):  # no font that Pillow reads
             continue
         if len(missing) < len(best[1]):
