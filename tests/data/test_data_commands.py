@@ -19,6 +19,7 @@ from PIL import Image
 from mm_core.builtin.tiny import write_clip
 from mm_core.cli.main import main
 from support.archives import archive
+from support.damaged import damaged
 from support.pages import ROOT
 
 
@@ -61,9 +62,7 @@ def bad(tmp_path: Path, encode, encode_audio) -> tuple[Path, dict[str, str]]:
     frames[0].save(folder / "animated.webp", save_all=True, append_images=frames[1:])
     write_clip(folder / "short.mp4", torch.zeros(2, 16, 16, 3, dtype=torch.uint8), 8)
     encode_audio(folder / "sound.mp4")
-    noise = bytearray(encode(folder / "damaged.mp4", 60, noise=True, gop=4).read_bytes())
-    noise[len(noise) // 2 :][:600] = noise[len(noise) // 2 : len(noise) // 2 + 600] = bytes(600)
-    (folder / "damaged.mp4").write_bytes(noise)
+    damaged(encode, folder / "damaged.mp4", 60)
     contents = {
         "empty.jpg": (b"", "the image is an empty file"),
         "zeros.jpg": (bytes(900), "cannot identify image"),
@@ -297,9 +296,7 @@ def test_a_control_clip_must_have_what_training_may_read_of_its_clip(tmp_path, f
 
 
 def test_check_decodes_a_control_clip_to_its_last_frame(tmp_path, further, encode, capsys):
-    noise = bytearray(encode(tmp_path / "edges.mp4", 60, noise=True, gop=4).read_bytes())
-    noise[len(noise) // 2 :][:600] = noise[len(noise) // 2 : len(noise) // 2 + 600] = bytes(600)
-    (tmp_path / "edges.mp4").write_bytes(noise)
+    damaged(encode, tmp_path / "edges.mp4", 60)
     _, found = checked(of_fields(further), capsys)
     ((name, reasons),) = found.items()
     assert name == str(tmp_path / "edges.mp4") and len(reasons) == 3

@@ -20,6 +20,7 @@ from mm_core.data.media.images import read_photo
 from mm_core.data.rows.mixture import Mixture, drawn_tags
 from mm_core.errors import ContractError, DataError, RunWarning
 from support.archives import archive
+from support.damaged import damaged
 
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
 
@@ -322,10 +323,7 @@ def test_images_and_clips_share_no_micro_batch(tmp_path, encode):
 
 
 def test_a_check_reads_clips_to_their_last_frame(tmp_path, encode):
-    encode(tmp_path / "a.mp4", 120, noise=True, gop=4)
-    content = bytearray((tmp_path / "a.mp4").read_bytes())
-    content[len(content) // 2 : len(content) // 2 + 600] = bytes(600)
-    (tmp_path / "a.mp4").write_bytes(content)
+    damaged(encode, tmp_path / "a.mp4", 120)
     data = dataset(table(tmp_path / "a.jsonl", {"path": "a.mp4", "cap": "x"}), num_frames=2)
     assert data[0]["caption"] == "x"
     (state,) = check(data, 1)
