@@ -94,7 +94,7 @@ class RunReporter:
 
     def timing(self) -> AbstractContextManager[None]:
         """A context around the training loop, in which the time of collectives is measured apart."""
-        if self._ranks.alone:
+        if self._ranks.count == 1:
             return nullcontext()
         return collectives_within(self.phases.wait, blocking=device_type() == "cpu")
 
@@ -135,7 +135,8 @@ class RunReporter:
         if self.leads:
             self.trackers.log(step, metrics)
             self.progress.update(step, metrics)
-        self._slow.judge(step, self.window.own)
+        if self._ranks.count > 1:
+            self._slow.judge(step, self.window.own)
         return metrics
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
