@@ -34,7 +34,7 @@ class PhaseClock:
     def __init__(self, clock: DeviceClock | None = None, watch: Callable[[str], None] | None = None) -> None:
         self._clock = clock or DeviceClock()
         self._watch = watch
-        # A phase's name; the step of which its time is this rank's own, else 0; the device's time; the core's.
+        # A phase; the step if the time is this rank's own, else 0; the device's clock; waits for a core.
         self._marks: list[tuple[str, int, object, float]] = []
         on_cpu = device_type() == "cpu"
         shared = clock is None and on_cpu and environment_world().world_size > 1
