@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from errno import ENOSPC
@@ -47,7 +48,7 @@ def config_of(args: argparse.Namespace, *more: str, fetch: Fetch = False) -> Run
     try:
         return load_config(args.config, [*args.overrides, *more], allow_code=args.allow_code, fetch=fetch)
     except ConfigError as error:
-        from mm_core.interchange import foreign
+        from mm_core.interchange import foreign, ours_of
         from mm_core.plugin.registry import get_registry
 
         path = Path(args.config)
@@ -55,6 +56,10 @@ def config_of(args: argparse.Namespace, *more: str, fetch: Fetch = False) -> Run
             theirs = [fault for fault in error.faults if f"{fault.where}".startswith(f"{file}:")]
             if (file == path or theirs) and (known := foreign(get_registry(), file)):
                 raise (known if file == path else ConfigError([known, *theirs], where=str(path))) from None
+        for fault in error.faults:
+            key = re.fullmatch(r"unknown key '(\w+)'", fault.what)
+            if key and (hint := ours_of(get_registry(), key[1])):
+                fault.hint = hint
         raise
 
 

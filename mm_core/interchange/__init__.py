@@ -16,13 +16,14 @@ from mm_core.interchange.migration.table import (
     Instead,
     Key,
     Row,
+    SupportsKeys,
     apply,
     is_loose,
     node_at,
     place_of,
     value_at,
 )
-from mm_core.interchange.migration.tools import foreign, migration_of
+from mm_core.interchange.migration.tools import foreign, migration_of, ours_of
 from mm_core.schema.nodes import Node, to_python
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "Program",
     "Row",
     "Script",
+    "SupportsKeys",
     "Unrun",
     "Word",
     "apply",
@@ -48,6 +50,7 @@ __all__ = [
     "is_loose",
     "migration_of",
     "node_at",
+    "ours_of",
     "place_of",
     "read_script",
     "read_source",

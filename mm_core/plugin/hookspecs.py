@@ -309,6 +309,7 @@ def mm_callbacks() -> Iterable[Component]:
 
 @ComponentKind(
     "mm_core.interchange:Migration",
+    optional=("mm_core.interchange:SupportsKeys",),
     kit="mm_core.testing.migrations:KIT",
     target="SmallTrainer",
     words="a migration of another tool's runs",

@@ -11,7 +11,7 @@ from typing import Any
 
 from mm_core.config.load import load_config
 from mm_core.errors import MMError
-from mm_core.interchange import Migrated, Node, read_script, read_source, to_yaml
+from mm_core.interchange import Key, Migrated, Node, Row, SupportsKeys, read_script, read_source, to_yaml
 from mm_core.plugin.records import one_line
 from mm_core.testing.kit import Kit, Probe, by_name
 
@@ -68,6 +68,16 @@ def migrates(probe: Probe) -> None:
             )
 
 
+def named(probe: Probe) -> None:
+    """Optional: the rows of `keys` are rows, of which some become keys of ours."""
+    migration = probe.build()
+    if not isinstance(migration, SupportsKeys):
+        return
+    rows = [*migration.keys]
+    probe.expect(all(isinstance(row, Row) for row in rows), f"keys has {rows!r:.80}", accepted="rows")
+    probe.expect(any(isinstance(row, Key) and row.ours for row in rows), "no row of keys has a key of ours")
+
+
 def accounts(probe: Probe) -> None:
     """Each key of the author's example is the place of a line, or is in a list or a note: none is lost."""
     migration: Any = probe.build()
@@ -101,5 +111,5 @@ def _sources(paths: Sequence[Path]) -> Iterator[tuple[Path, Node]]:
                     yield file, read_source(file)
 
 
-KIT = Kit(by_name(strangers, migrates, accounts))
+KIT = Kit(by_name(strangers, migrates, accounts, named))
 """The conformance checks of migrations."""

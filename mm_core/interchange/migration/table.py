@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from mm_core.interchange.migration.migrated import Left, Migrated
 from mm_core.schema.nodes import Node, to_python
@@ -74,6 +74,17 @@ class Key(Row):
     note: str = ""
     absent: Any = field(default=..., kw_only=True)
     of: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+
+
+@runtime_checkable
+class SupportsKeys(Protocol):
+    """A migration whose keys are named where a config of ours has one of them.
+
+    Attributes:
+        keys: rows of the tool's keys; a word is looked up in the last parts of their paths.
+    """
+
+    keys: Sequence[Row]
 
 
 @dataclass(frozen=True)

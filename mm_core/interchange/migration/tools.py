@@ -10,6 +10,7 @@ from mm_core.errors import ConfigError, MMError
 from mm_core.interchange.migration.migrated import Migration
 from mm_core.interchange.migration.shell import read_script
 from mm_core.interchange.migration.sources import read_source
+from mm_core.interchange.migration.table import Key, SupportsKeys
 from mm_core.plugin.registry import Registry
 
 
@@ -56,6 +57,30 @@ def foreign(registry: Registry, path: Path) -> ConfigError | None:
             what = f"this is a {'folder' if path.is_dir() else 'file'} of {migration.tool}"
             return ConfigError(what, where=str(path), hint=hint)
     return None
+
+
+def ours_of(registry: Registry, word: str) -> str | None:
+    """The hint for an unknown key that installed migrations know; None: none does.
+
+    Args:
+        registry: the plugins.
+        word: the key, or the last part of its path, in the tool's files.
+    """
+    tools: dict[str, list[str]] = {}
+    for each in registry.components("migration"):
+        with suppress(MMError):  # a broken migration hides no error of the config
+            migration = _built(registry, each.qualified)
+            for row in migration.keys if isinstance(migration, SupportsKeys) else ():
+                last = row.theirs.rpartition(".")[2].lstrip("-").replace("-", "_")
+                if last == word and isinstance(row, Key) and row.ours and "*" not in row.ours:
+                    known = tools.setdefault(" and ".join(row.ours.split()), [])
+                    known += [migration.tool] * (migration.tool not in known)
+    named = [f"{ours} ({', '.join(theirs)})" for ours, theirs in sorted(tools.items(), key=_most)]
+    return f"this key of another tool is {' or '.join(named[:2])} here" if named else None
+
+
+def _most(item: tuple[str, list[str]]) -> int:
+    return -len(item[1])
 
 
 def _built(registry: Registry, name: str) -> Migration:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from mm_core.errors import ConfigError
 from mm_core.interchange import UNKNOWN, Left, Line, Migrated, apply, place_of, to_python
 from mm_mindspeed.files import PARTS, Files, find_runs, is_of_tool, value_at
 from mm_mindspeed.language import migrate_language, migrate_one_file
+from mm_mindspeed.tables import TABLES
 from mm_mindspeed.tables.engine import ENGINE
 from mm_mindspeed.tables.flags import FLAGS, LAUNCHER
 from mm_mindspeed.video import migrate_hunyuan, migrate_wan
@@ -31,6 +33,7 @@ class MindSpeedMM:
     """Reads launch scripts with model.json, data.json and fsdp2_config.yaml, and the YAML of newer runs."""
 
     tool = "MindSpeed-MM"
+    keys = tuple(chain.from_iterable(TABLES.values()))
 
     def recognise(self, paths: Sequence[Path]) -> bool:
         """Whether one of these files or folders is of MindSpeed-MM."""

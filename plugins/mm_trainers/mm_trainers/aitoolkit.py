@@ -35,6 +35,7 @@ class AiToolkit(Reader):
 
     tool = "ai-toolkit"
     suffixes = (".yaml", ".yml", ".json")
+    keys = (*JOB, *PROCESS)
 
     def is_one(self, root: Node) -> bool:
         return "job" in root.value and bool(root.items("config", "process"))

@@ -28,6 +28,7 @@ class LlamaFactory(Reader):
 
     tool = "LLaMA-Factory"
     suffixes = (".yaml", ".yml", ".json")
+    keys = (*LORA, *LLAMA_FACTORY)
 
     def is_one(self, root: Node) -> bool:
         keys = root.value.keys()
@@ -44,6 +45,7 @@ class TrainingArguments(Reader):
 
     tool = "Transformers"
     suffixes = (".json",)
+    keys = ARGUMENTS
 
     def is_one(self, root: Node) -> bool:
         keys = root.value.keys()

@@ -48,6 +48,7 @@ class MusubiTuner:
     """Reads a script that starts a training, and the TOML of its datasets."""
 
     tool = "musubi-tuner"
+    keys = (*NETWORK, *FLAGS, *DATASETS)
 
     def recognise(self, paths: Sequence[Path]) -> bool:
         """Whether one of these files, or of the files in these folders, is of musubi-tuner."""

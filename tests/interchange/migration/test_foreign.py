@@ -97,3 +97,28 @@ def test_the_hint_for_a_file_is_a_command_that_works_or_says_what_else_to_give(n
     assert f"`mm migrate {name} --out run.yaml`" in hint and "all files of the run, or their folder" in hint
     assert (main(["migrate", name, "--out", "run.yaml", "--accept"]) == 0) == alone
     assert ("give the script with the flags of the training too" in capsys.readouterr().err) != alone
+
+
+def test_keys_of_other_tools_in_a_config_of_ours_get_their_names_here(capsys):
+    wrong = {"learning_rate": 1e-4, "network_dim": 32, "data_path": "x", "checkpoints": {}}
+    train = {"steps": 1, "train_iters": 9, "stepz": 1}
+    Path("run.yaml").write_text(yaml.safe_dump({**RUN, **wrong, "train": train}))
+    assert main(["validate", "run.yaml"]) == 1
+    said = capsys.readouterr().err.splitlines()
+    keys = ("learning_rate", "network_dim", "data_path", "train_iters", "stepz", "checkpoints")
+    hints = {
+        key: said[number + 2]
+        for key in keys
+        for number, line in enumerate(said)
+        if f"unknown key '{key}'" in line
+    }
+    assert {key: hint.partition("tool is ")[2].partition(" (")[0] for key, hint in hints.items()} == {
+        "learning_rate": "optimizer.lr",
+        "network_dim": "train.adapters.0.rank",
+        "data_path": "data.train.sources.0.annotations",
+        "train_iters": "train.steps",
+        "stepz": "",
+        "checkpoints": "",
+    }
+    assert "did you mean 'steps'?" in hints["stepz"] and "did you mean 'checkpoint'?" in hints["checkpoints"]
+    assert "(musubi-tuner, LLaMA-Factory, Transformers) here" in hints["learning_rate"]
