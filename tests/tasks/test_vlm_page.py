@@ -18,6 +18,7 @@ from support.pages import ROOT, blocks
 
 BLOCKS = blocks(ROOT / "docs" / "vlm.md")
 OTHERS = {
+    "pip install ./plugins/mm_internvl": "python -c 'import mm_internvl'",
     "runs/charts": "runs/tiny",
     " a.png": " data/digits/0000.png",
     " b.png": " data/digits/0001.png",

@@ -101,8 +101,8 @@ def _fault(row: object) -> str | None:
     path, captions = row["path"], row["cap"]
     if not isinstance(path, str) or not path:
         return f"path is {kind_of(path)}, not a file name"
-    if escapes(path):
-        return f"path {path!r} leads outside the folder"
+    if how := escapes(path):
+        return f"path {path!r} {how}"
     texts = captions if isinstance(captions, list) else [captions]
     if not texts or not all(isinstance(text, str) for text in texts):
         return f"cap is {kind_of(captions)}, not a caption or a list of captions"
@@ -131,12 +131,13 @@ MAY_ESCAPE = r"(?s)^[/\\]|^.:|(^|/)\.\.(/|$)"
 """Matches each path that `escapes`, and some others: for columns of paths."""
 
 
-def escapes(path: str) -> bool:
-    """Whether a path in a row leads outside its folder, as far as its text shows."""
+def escapes(path: str) -> str:
+    """How a path in a row leaves its folder, as far as its text shows; empty: it does not."""
     if path[:1] != "/" and ".." not in path and ":" not in path and "\\" not in path:
-        return False  # parsing a million paths takes seconds
-    windows = PureWindowsPath(path)
-    return PurePosixPath(path).is_absolute() or bool(windows.drive) or ".." in PurePosixPath(path).parts
+        return ""  # parsing a million paths takes seconds
+    if PurePosixPath(path).is_absolute() or PureWindowsPath(path).drive:
+        return "is absolute: rows have paths relative to the folder of their source"
+    return "leads outside the folder" if ".." in PurePosixPath(path).parts else ""
 
 
 def _annotation(row: int, value: Mapping[str, Any]) -> Annotation:

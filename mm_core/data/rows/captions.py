@@ -209,8 +209,8 @@ def row_fault(path: object, texts: Sequence[str], caption: object) -> str | None
         return f"the path is {kind_of(path)}, not a file name"
     if "\0" in path:
         return f"the path {path!r} contains a NUL"
-    if escapes(path):
-        return f"the path {path!r} leads outside the folder"
+    if how := escapes(path):
+        return f"the path {path!r} {how}"
     if not path.isascii() and (half := unnameable(path)):
         return f"the path contains {half}, half of a character"
     if not texts:

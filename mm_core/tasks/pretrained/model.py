@@ -118,6 +118,9 @@ def _override(config: ModelConfig, changes: Mapping[str, object], where: str) ->
             setattr(config, key, value)
 
 
+_USUAL = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSequenceClassification")
+
+
 def _class_of(auto_class: str) -> type[PreTrainedModel]:
     """A model class, or an auto class that chooses one by the config."""
     import transformers
@@ -130,7 +133,7 @@ def _class_of(auto_class: str) -> type[PreTrainedModel]:
         raise ContractError(
             f"Transformers has no auto class {auto_class!r}",
             where="task.auto_class",
-            accepted=", ".join(nearest(auto_class, known, 3) or known[:8]) + "; or module:Class",
+            accepted=", ".join(dict.fromkeys([*nearest(auto_class, known, 3), *_USUAL])) + "; or module:Class",
         )
     module, _, name = auto_class.partition(":")
     try:

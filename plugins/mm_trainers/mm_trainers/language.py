@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from mm_core.errors import ConfigError
-from mm_core.interchange import Migrated, Node, apply, read_source, value_at
+from mm_core.interchange import Migrated, Node, apply, read_source
 from mm_trainers.common import Reader, Source, file_of, files_of, found, settle, warm_up
+from mm_trainers.deepspeed import use_deepspeed
 from mm_trainers.tables.arguments import ARGUMENTS
 from mm_trainers.tables.llamafactory import DATA_SET, LLAMA_FACTORY, LORA, MODEL, ROWS, WHOLE
 from mm_trainers.values import words
@@ -176,25 +177,4 @@ def _settle(source: Source, beside: Sequence[Path]) -> None:
     if "lr_schedule.warmup_steps" in run.lines:
         source.take_off("the steps count", "lr_schedule.warmup_fraction")
     settle(source)
-    _engine(source, beside)
-
-
-def _engine(source: Source, beside: Sequence[Path]) -> None:
-    """DeepSpeed's file as it is."""
-    named = source.get("deepspeed")
-    given = named if isinstance(named, dict) else None
-    file = found(named, file_of(source.node)) if isinstance(named, str) else next(iter(beside), None)
-    if named and not given and file is None:
-        source.differ("deepspeed", "this file is not there, so it was not read: the engine is fsdp2")
-    if not given and file is None:
-        return
-    del source.run.lines["engine.type"]
-    source.take_off("the file of DeepSpeed decides", "engine.")
-    source.set("engine.type", "deepspeed", "deepspeed")
-    if given:
-        source.set("engine.settings", given, "deepspeed")
-    else:
-        source.set("engine.config", str(file), "deepspeed", "as it is")
-    settings, start = (read_source(file), "") if file is not None else (source.node, "deepspeed.")
-    if value_at(settings, f"{start}zero_optimization.stage") == 3:
-        source.set("task.loss", "plain", "deepspeed", "as stage 3 needs it")
+    use_deepspeed(source, beside)

@@ -8,7 +8,10 @@ import yaml
 from mm_trainers.language import LlamaFactory, TrainingArguments
 
 from mm_core.cli.main import main
+from mm_core.config.load import load_config
+from mm_core.contracts import TrainingFacts
 from mm_core.errors import ConfigError
+from mm_core.interchange import to_yaml
 
 SFT = {
     "model_name_or_path": "Qwen/Qwen3-VL-4B-Instruct",
@@ -258,3 +261,91 @@ def test_the_command_migrates_a_run_of_a_local_model_and_plans_it(sft, tmp_path,
     assert "plan of run 'chats': 1 rank" in out
     text = (tmp_path / "run.yaml").read_text()
     assert "alpha: 16.0  # default of the tool for lora_alpha: absent, twice the rank" in text
+
+
+_AUTO = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
+    "zero_optimization": {"stage": 2},
+}
+_WARMUP = dict.fromkeys(("total_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto")
+
+
+@pytest.mark.parametrize(
+    ("sections", "dtype", "lr_schedule"),
+    [
+        ({}, "fp32", {"type": "linear", "warmup_steps": 10}),
+        (
+            {"scheduler": {"type": "WarmupDecayLR", "params": _WARMUP}},
+            "bf16",
+            {
+                "type": "warmup_decay",
+                "warmup_steps": 10,
+                "warmup_type": "log",
+                "min_lr": 0.0,
+                "warmup_init": 0.0,
+            },
+        ),
+        (
+            {
+                "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}},
+                "train_batch_size": 16,
+            },
+            "fp16",
+            {"type": "constant", "warmup_steps": 4, "warmup_type": "linear", "warmup_init": 0.0},
+        ),
+        (
+            {
+                "scheduler": {
+                    "type": "WarmupCosineLR",
+                    "params": {"total_num_steps": 100, "warmup_num_steps": 4},
+                }
+            },
+            "fp32",
+            {"type": "cosine", "warmup_steps": 4, "warmup_type": "log", "min_lr": 3e-8, "warmup_init": 0.0},
+        ),
+    ],
+)
+def test_sections_of_deepspeeds_json_count_as_in_transformers(written, lists, sections, dtype, lr_schedule):
+    """What the engine gets agrees with the config, on two ranks; `auto` of a dtype is the arguments'."""
+    completed = pytest.importorskip("mm_deepspeed.settings").completed
+    written("ds.json", json.dumps({**_AUTO, **sections}))
+    keys = {"output_dir": "out/a", "max_steps": 100, "per_device_train_batch_size": 4, "warmup_steps": 10}
+    keys |= {
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 3e-4,
+        "weight_decay": 0.1,
+        "bf16": dtype == "bf16",
+    }
+    keys |= {"fp16": dtype == "fp16", "deepspeed": "ds.json", "model_name_or_path": "Qwen/Qwen3-4B"}
+    run = migrated(written("arguments.json", json.dumps(keys)), TrainingArguments)
+    taken, _, differs = lists(run)
+    assert differs == {}
+    given = {key.removeprefix("lr_schedule."): taken[key] for key in taken if key.startswith("lr_schedule.")}
+    assert given == pytest.approx(lr_schedule)
+    assert taken["train.global_batch_size"] == sections.get("train_batch_size", 8)
+    assert any("train.global_batch_size" in each for each in run.todo) == ("train_batch_size" not in sections)
+    assert taken["train.decay_norms_and_biases"], "DeepSpeed's own optimizer decays all"
+    config = load_config(written("run.yaml", to_yaml(run)))
+    batch, micro = config.train.global_batch_size, config.train.micro_batch_size
+    facts = TrainingFacts(
+        *(100, micro, 16 // micro // 2, 2, config.train.clip_grad_norm),
+        *(config.optimizer, config.lr_schedule),
+    )
+    assert batch in (8, 16)
+    result = completed(config.engine.options["settings"], facts)
+    assert {kind: result[kind]["enabled"] for kind in ("bf16", "fp16")} == {
+        kind: dtype == kind for kind in ("bf16", "fp16")
+    }
+
+
+def test_a_scheduler_without_a_counterpart_is_in_the_third_list(written, lists):
+    written("ds.json", json.dumps({**_AUTO, "scheduler": {"type": "OneCycle", "params": {}}}))
+    keys = {"output_dir": "out/a", "num_train_epochs": 1, "deepspeed": "ds.json", "model_name_or_path": "a/b"}
+    (differs,) = lists(migrated(written("arguments.json", json.dumps(keys)), TrainingArguments))[2]
+    assert differs == "scheduler.type OneCycle"

@@ -7,10 +7,11 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Literal
 
 from mm_core.data.media.image_headers import InMemory
+from mm_core.data.rows.annotations import escapes
 from mm_core.data.rows.json_rows import kind_of
 from mm_core.tasks.conversations.rows.data_urls import Held, decoded
 
@@ -246,8 +247,8 @@ def read_file(kind: str, path: object) -> Named:
         raise RowFault(
             f"{path[:60]!r} is a URL ({scheme[1].lower()}:), which is not read", "the path of a file"
         )
-    if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
-        raise RowFault(f"the path {path!r} leads outside the folder", "a relative path below the folder")
+    if how := escapes(path):
+        raise RowFault(f"the path {path!r} {how}", "a relative path below `folder` of the source")
     if not is_unicode(path):
         raise RowFault(
             f"the path {path!r} contains half of a surrogate pair, which is not a character", VALID
