@@ -49,11 +49,20 @@ def test_a_missing_config_is_a_readable_error(mm, tmp_path):
         (["--nnodes", "2"], "--rdzv-endpoint: 2 hosts need a rendezvous address", 1),
         (["--rdzv-endpoint", "localhost:99999"], "--rdzv-endpoint: 'localhost:99999' is not an address", 1),
         (["--rdzv-endpoint", "localhost"], "--rdzv-endpoint: 'localhost' is not an address", 1),
+        (["--rdzv-endpoint", "a:29500"], "--nnodes: --rdzv-endpoint is of a launch on several hosts", 1),
+        (["--node-rank", "1"], "--nnodes: --node-rank is of a launch on several hosts", 1),
     ],
 )
 def test_launch_options_are_checked(tiny, mm, arguments, sentence, code):
     done = mm("train", "--config", tiny, *arguments)
     assert done.code == code and sentence in done.err and "Traceback" not in done.err
+
+
+def test_a_rendezvous_host_without_a_known_name_is_waited_for_by_name(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("mm_core.runtime.launch.launcher.launch", lambda *given, **named: 0)
+    meeting = ["--nnodes", "2", "--rdzv-endpoint", "nowhere.invalid:29500"]
+    assert main(["train", "--config", str(tiny), *meeting, f"run.dir={tmp_path}"]) == 0
+    assert "the name nowhere.invalid is not known to this host: waiting for it" in capsys.readouterr().err
 
 
 @pytest.mark.slow

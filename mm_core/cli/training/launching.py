@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import sys
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,8 +61,12 @@ def launched(args: argparse.Namespace, config: RunConfig, nproc: int, least: int
     is_rendezvous_host = None if args.node_rank is None else args.node_rank == "0"
     nodes = Nodes(nproc, least, most, args.rdzv_endpoint, args.rdzv_id, is_rendezvous_host)
     tries, last, by_hostfile = _tries(args, config, nodes), None, os.environ.pop(BY_HOSTFILE, None)
-    if by_hostfile is not None:
-        check_name(args.rdzv_endpoint.rpartition(":")[0])
+    try:
+        check_name((args.rdzv_endpoint or "localhost:").rpartition(":")[0])
+    except MMError as fault:
+        if by_hostfile is not None:
+            raise
+        print(f"mm-train: {fault.what}: waiting for it", file=sys.stderr)  # in a cluster it may come
     if restart := json.loads(by_hostfile or "null"):
         hosts = restart.pop("hosts")
         last = Decision(**restart | {"step": tries.newest()})
@@ -155,4 +160,8 @@ def hosts_of(args: argparse.Namespace) -> tuple[int, int]:
         raise MMError(
             f"{args.node_rank!r} is not the rank of a host", where="--node-rank", accepted="0, 1, 2, ..."
         )
+    if args.nnodes is None and (args.rdzv_endpoint or args.node_rank):
+        given = "--rdzv-endpoint" if args.rdzv_endpoint else "--node-rank"
+        what = f"{given} is of a launch on several hosts: this one would train alone"
+        raise MMError(what, where="--nnodes", accepted="N or MIN:MAX", hint=f"add it, or remove {given}")
     return least, most

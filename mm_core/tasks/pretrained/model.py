@@ -133,7 +133,8 @@ def _class_of(auto_class: str) -> type[PreTrainedModel]:
         raise ContractError(
             f"Transformers has no auto class {auto_class!r}",
             where="task.auto_class",
-            accepted=", ".join(dict.fromkeys([*nearest(auto_class, known, 3), *_USUAL])) + "; or module:Class",
+            accepted=", ".join(dict.fromkeys([*nearest(auto_class, known, 3), *_USUAL]))
+            + "; or module:Class",
         )
     module, _, name = auto_class.partition(":")
     try:

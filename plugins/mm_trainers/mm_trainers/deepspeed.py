@@ -56,7 +56,7 @@ def _with_dtype(settings: Node, dtype: str | None) -> dict[str, Any] | None:
     autos = [kind for kind in ("bf16", "fp16") if value_at(settings, f"{kind}.enabled") == "auto"]
     if not autos or (dtype == "bf16" and "bf16" in autos):
         return None
-    whole: dict[str, Any] = to_python(settings)
+    whole: Any = to_python(settings)
     return {**whole, **{kind: {**whole[kind], "enabled": kind == dtype} for kind in autos}}
 
 
