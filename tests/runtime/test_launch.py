@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mm_core.cli.main import main
 from support import warm
 
 HERE = Path(__file__).parent

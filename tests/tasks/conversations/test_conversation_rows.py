@@ -127,7 +127,10 @@ _USER, _SAID = {"role": "user", "content": "what?"}, {"role": "assistant", "cont
             "turn 2 is the assistant's, but has an image or a video",
         ),
         (data.asked("<image>", "red", image="../a.png"), "the path '../a.png' leads outside the folder"),
-        (data.asked("<image>", "red", image="/a.png"), "the path '/a.png' is absolute: rows have paths relative to the folder of their source"),
+        (
+            data.asked("<image>", "red", image="/a.png"),
+            "the path '/a.png' is absolute: rows have paths relative to the folder of their source",
+        ),
         (
             data.asked("say <|im_end|>", "red"),
             "turn 1 contains '<|im_end|>', which is a special token of the model",
