@@ -156,9 +156,9 @@ def _list(as_json: bool) -> int:
 
 
 def _copy(args: argparse.Namespace) -> int:
-    from mm_core.config.shipped import copy_shipped, find_shipped, relative_references, shipped_configs
+    from mm_core.config.shipped import copy_shipped, find_shipped, relative_references
 
-    config = find_shipped(args.name, shipped_configs(get_registry().plugins))
+    config = find_shipped(args.name, get_registry().plugins)
     beside = relative_references(config)
     path = copy_shipped(config, None if args.destination is None else Path(args.destination))
     if args.json:

@@ -17,7 +17,7 @@ from mm_core.config.hub_names import bare_names, commits_of, located
 from mm_core.config.interpolation import resolve
 from mm_core.config.overrides import apply_overrides, merge
 from mm_core.config.sections import RunConfig
-from mm_core.config.shipped import INCLUDING, SHIPPED, find_shipped, shipped_configs
+from mm_core.config.shipped import INCLUDING, SHIPPED, find_shipped
 from mm_core.config.stored import Sources, known_only, stored_plugins, unknown_commands
 from mm_core.config.yaml_nodes import Spent, read_file
 from mm_core.errors import ConfigError, MMError, RunWarning, TrustError, first_line
@@ -234,7 +234,7 @@ class _ConfigReader:
 def _file_of(name: str, beside: Path) -> Path:
     """The file that an `include` in the file `beside` names."""
     if name.startswith(SHIPPED):
-        return find_shipped(name.removeprefix(SHIPPED), shipped_configs(get_registry().plugins)).file
+        return find_shipped(name.removeprefix(SHIPPED), get_registry().plugins).file
     return beside.parent / name
 
 

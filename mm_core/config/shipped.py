@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from mm_core.config.yaml_nodes import read_file
 from mm_core.errors import ConfigError, did_you_mean, plain_reason, some
 from mm_core.files import replacing
 from mm_core.plugin.checks.locate import find_module
-from mm_core.plugin.records import PluginRecord
+from mm_core.plugin.records import PluginRecord, not_installed
 from mm_core.schema.nodes import keys_of
 
 INCLUDING = tuple(name for name in keys_of(RunConfig) if name != "init_from")
@@ -60,20 +60,21 @@ def shipped_configs(plugins: Iterable[PluginRecord]) -> tuple[ShippedConfig, ...
     return tuple(found)
 
 
-def find_shipped(name: str, configs: Iterable[ShippedConfig]) -> ShippedConfig:
-    """The shipped YAML file with a name; `.yaml` at its end is accepted.
+def find_shipped(name: str, plugins: Sequence[PluginRecord]) -> ShippedConfig:
+    """The YAML file of a name that the loaded of some plugins ship; `.yaml` at its end is accepted.
 
     Raises:
         ConfigError: there is none; the error names similar ones.
     """
-    named = {config.name: config for config in configs}
+    named = {config.name: config for config in shipped_configs(plugins)}
     wanted = re.sub(r"\.ya?ml\Z", "", name)
     if wanted in named:
         return named[wanted]
+    absent = not_installed(wanted.partition("/")[0], plugins)
     raise ConfigError(
         f"no installed plugin ships a config named {name!r}",
         accepted=some([*named]) or "nothing: no installed plugin ships a config",
-        hint=did_you_mean(wanted, named) or "`mm config list` shows all of them",
+        hint=absent or did_you_mean(wanted, named) or "`mm config list` shows all of them",
     )
 
 

@@ -144,12 +144,17 @@ def _check_batches(task: TaskModule, class_: object, options: Mapping[str, Any])
     if not isinstance(class_, SupportsBatchSpecs):
         task.check(options)
         return
-    for name, spec in class_.batch_specs(options).items():
+    faults: dict[str, ContractError] = {}
+    specs = class_.batch_specs(options)
+    for name, spec in specs.items():
         try:
             task.check(spec)
         except ContractError as fault:
-            what = f"the data has {name}, which this task does not take: {fault.what}"
-            raise ContractError(what, where=fault.where, accepted=fault.accepted, hint=fault.hint) from None
+            faults[name] = fault
+    for name, found in faults.items():
+        if len(faults) < len(specs):  # else what is wrong is not that the data has them
+            found.what = f"the data has {name}, which this task does not take: {found.what}"
+        raise found
 
 
 def make_plan(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from pkgutil import resolve_name
@@ -256,3 +256,15 @@ class PluginRecord:
     def broken(self) -> bool:
         """Whether the plugin should have loaded but did not."""
         return self.status in ("failed", "refused")
+
+
+_REPOSITORY = ("custom_dit", "deepspeed", "diffusers", "internvl", "mindspeed", "trainers", "wan")
+"""Namespaces of the plugins in the repository of mm-core."""
+
+
+def not_installed(namespace: str, plugins: Iterable[PluginRecord]) -> str | None:
+    """The hint for a plugin of the repository of mm-core that is not installed; None for any other."""
+    if namespace not in _REPOSITORY or any(plugin.namespace == namespace for plugin in plugins):
+        return None
+    where = f"pip install ./plugins/mm_{namespace}, in mm-core's repository"
+    return f"the plugin mm-{namespace.replace('_', '-')} is not installed: {where}"

@@ -15,7 +15,7 @@ from mm_core.errors import PluginError, article, did_you_mean, plural
 from mm_core.plugin.building import build_component, built_fields
 from mm_core.plugin.hookspecs import KINDS
 from mm_core.plugin.manager import discover, local_files
-from mm_core.plugin.records import PluginRecord, Registered
+from mm_core.plugin.records import PluginRecord, Registered, not_installed
 from mm_core.schema.checking import check_component
 from mm_core.schema.fields import ComponentConfig
 
@@ -114,9 +114,11 @@ class Registry:
         """The plugins that did not load and may provide `name`: all of them, or the one of its namespace."""
         namespace = name.partition("/")[0] if "/" in name else None
         lost = [plugin for plugin in self.plugins if plugin.status != "ok"]
+        absent = not_installed(namespace or name, self.plugins)  # a plugin's main component has its name
         if namespace in (None, *(plugin.namespace for plugin in self.plugins)):
-            return [_state(plugin) for plugin in lost if namespace in (None, plugin.namespace)]
-        return [f"no plugin {namespace!r} is installed", *map(_state, lost)]
+            states = [_state(plugin) for plugin in lost if namespace in (None, plugin.namespace)]
+            return [*filter(None, [absent]), *states]
+        return [absent or f"no plugin {namespace!r} is installed", *map(_state, lost)]
 
     def find(self, name: str) -> tuple[Registered, ...]:
         """The components of any kind with a name or alias.

@@ -10,7 +10,9 @@ import pluggy
 import pytest
 
 import mm_core
-from mm_core.errors import PluginError
+from mm_core.config.shipped import find_shipped
+from mm_core.errors import ConfigError, MMError, PluginError
+from mm_core.interchange import migration_of
 from mm_core.plugin.registry import PluginRecord, Registry, get_registry
 
 HEAD = "from mm_core import Component, hookimpl\n\n"
@@ -340,3 +342,18 @@ def test_a_plugin_with_one_predictor_takes_twelve_lines() -> None:
 
     first, _, _ = Path(mm_custom_dit.plugin.__file__).read_text().partition("\n\n\n@hookimpl\ndef mm_weight")
     assert "mm_predictors" in first and len(first.splitlines()) <= 12
+
+
+@pytest.mark.parametrize("name", ["custom_dit", "custom_dit/custom_dit"])
+def test_a_plugin_of_the_repository_that_is_not_installed_is_named(name: str, tmp_path: Path) -> None:
+    core = tuple(plugin for plugin in get_registry().plugins if plugin.namespace == "core")
+    with pytest.raises(PluginError) as caught:
+        Registry(core).resolve("predictor", name)
+    install = "the plugin mm-custom-dit is not installed: pip install ./plugins/mm_custom_dit"
+    assert install in str(caught.value)
+    with pytest.raises(ConfigError) as missing:
+        find_shipped(f"{name}/quickstart", core)
+    assert install in str(missing.value)
+    with pytest.raises(MMError, match="no installed migration recognises") as strange:
+        migration_of(Registry(core), [tmp_path])
+    assert "mm-trainers is not installed: pip install ./plugins/mm_trainers" in str(strange.value)

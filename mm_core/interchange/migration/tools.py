@@ -11,6 +11,7 @@ from mm_core.interchange.migration.migrated import Migration
 from mm_core.interchange.migration.shell import read_script
 from mm_core.interchange.migration.sources import read_source
 from mm_core.interchange.migration.table import Key, SupportsKeys
+from mm_core.plugin.records import not_installed
 from mm_core.plugin.registry import Registry
 
 
@@ -41,7 +42,8 @@ def migration_of(registry: Registry, paths: Sequence[Path], name: str | None = N
     if found:
         what, hint = f"{' and '.join(found)} recognise these files", "name one with --from"
         raise MMError(what, where=shown, hint=hint)
-    hint = "give all files of the run, or its folder; `mm plugins list` shows what is installed"
+    absent = [not_installed(namespace, registry.plugins) for namespace in ("mindspeed", "trainers")]
+    hint = "; ".join(["give all files of the run, or its folder", *filter(None, absent)])
     raise MMError("no installed migration recognises these files", where=shown, accepted=tools, hint=hint)
 
 

@@ -8,7 +8,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-from mm_wan.testing import make_tiny_checkpoint
 from PIL import Image
 from safetensors import safe_open
 from wan_configs import environment
@@ -21,19 +20,6 @@ from support.scripts import script
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs/lora-for-comfyui.md"
-TINY = {
-    "config:wan/t2v_1_3b_lora": "config:wan/t2v_tiny_lora",
-    "preset: wan2.1-t2v-14b, ": "",
-    "hub:Wan-AI/": "ckpt/",
-    "num_frames: 33": "num_frames: 9",
-    "max_height: 480": "max_height: 48",
-    "max_width: 832": "max_width: 64",
-    "every: 250": "every: 1",
-    "mode: variable}": "mode: variable}\n  validation: null",  # the tiny config's is of clips of one size
-    "checkpoint:": "validation: null\ncheckpoint:",
-    "steps: 1500": "steps: 2\n  micro_batch_size: 2",
-    "keep: 4": "keep: 0",
-}
 
 
 def block(language: str, start: str = "") -> str:
@@ -51,18 +37,19 @@ def test_the_page_goes_from_clips_to_a_file(tmp_path):
         place.write_bytes((clips / row["path"]).read_bytes())
         place.with_suffix(".txt").write_text("ohwx style")
     Image.new("RGB", (96, 64), "red").save(tmp_path / "data/style/photo.jpg")
-    make_tiny_checkpoint(tmp_path / "ckpt/Wan2.1-T2V-14B-Diffusers", "t2v")
-    text = block("yaml")
-    for full, little in TINY.items():
-        text = text.replace(full, little)
-    text = text.replace("engine:\n", "engine:\n  param_dtype: bf16\n")
-    (tmp_path / "style.yaml").write_text(text)
+    (tmp_path / "style.yaml").write_text(block("yaml"))
+    (tmp_path / "try.yaml").write_text(block("yaml", "include: style.yaml"))
     lines = [line for b in pages.blocks(PAGE) if b.language == "bash" for line in b.text.splitlines()]
+    install, *lines = lines
+    assert install.startswith('pip install "./[lora]" ./plugins/mm_wan ')
     for line in lines:
-        words = shlex.split(line.replace("mm-train ", "mm train "))
-        done = warm.run(["-m", "mm_core.cli.main", *words[1:]], cwd=tmp_path, env=environment())
+        used = line if "--dry-run" in line else line.replace("style.yaml", "try.yaml")
+        words = shlex.split(used.replace("mm-train ", "mm train ").replace("runs/style", "runs/try"))
+        program = words[1:] if words[0] == "python" else ["-m", "mm_core.cli.main", *words[1:]]
+        done = warm.run(program, cwd=tmp_path, env=environment())
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
-    assert len([*(tmp_path / "runs/style/exports").glob("step_*-comfyui.safetensors")]) == 2
+    assert (tmp_path / "pictures/contact_sheet.png").is_file()
+    assert len([*(tmp_path / "runs/try/exports").glob("step_*-comfyui.safetensors")]) == 2
     with safe_open(tmp_path / "style.safetensors", "pt") as held:
         assert held.metadata()["modelspec.trigger_phrase"] == "ohwx style"
         assert "diffusion_model.blocks.0.self_attn.q.lora_A.weight" in held.keys()  # noqa: SIM118
