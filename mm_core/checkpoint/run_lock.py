@@ -6,6 +6,8 @@ import errno
 import fcntl
 import os
 import socket
+import time
+import uuid
 from contextlib import suppress
 from pathlib import Path
 
@@ -67,7 +69,29 @@ class RunLock:
         self._file = file
         _held.append(file)
         os.ftruncate(file, 0)
-        os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n{uuid.uuid4().hex}\n".encode())
+
+    def read(self) -> str:
+        """What the holder of the lock has written into its file; empty if there is none."""
+        with suppress(OSError):
+            return self._path.read_text(errors="replace")
+        return ""
+
+    def check_shared(self, holder: str, seconds: float = 30.0) -> None:
+        """Waits until this host's file names the holder, as a shared folder may have it late.
+
+        Raises:
+            CheckpointError: it does not, so that the hosts have a folder each.
+        """
+        end = time.monotonic() + seconds
+        while holder and self.read() != holder:
+            if time.monotonic() > end:
+                raise CheckpointError(
+                    f"{socket.gethostname()} does not see what rank 0 has written into the run's folder",
+                    where=str(self._path.parent),
+                    hint="set run.dir to a folder on a file system that all nodes share",
+                )
+            time.sleep(0.2)
 
     def renew(self) -> CheckpointError | None:
         """Locks the run's folder again if it was removed during training; returns an error to report later.

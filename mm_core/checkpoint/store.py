@@ -80,9 +80,10 @@ class CheckpointStore:
         """Prepares the checkpoint folder for a run that starts from `step`; called once by all ranks.
 
         Locks the run's folder, removes incomplete checkpoints of dead runs and renames `damaged` ones.
-        CheckpointError if the folder contains checkpoints of later steps.
+        CheckpointError if the folder contains checkpoints of later steps, or is another one on some host.
         """
-        self._ranks.on_first("preparing the checkpoint folder", lambda: self._begin(step, damaged))
+        holder = self._ranks.on_first("preparing the checkpoint folder", lambda: self._begin(step, damaged))
+        self._ranks.agree("reading the run's folder", lambda: self._lock.check_shared(holder))
         if self._asynchronous:
             self._background_ranks()  # now, because creating a group needs the launcher, which may end first
 
@@ -276,13 +277,14 @@ class CheckpointStore:
             self._background = Ranks.in_own_group()
         return self._background
 
-    def _begin(self, step: int, damaged: Sequence[Path]) -> None:
+    def _begin(self, step: int, damaged: Sequence[Path]) -> str:
         self._lock.take()
         try:
             self._clear(step, damaged)
         except BaseException:
             self._lock.release()
             raise
+        return self._lock.read()
 
     def _clear(self, step: int, damaged: Sequence[Path]) -> None:
         remove_stale_stages(self.folder)

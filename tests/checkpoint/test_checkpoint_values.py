@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import shutil
+import threading
 import zlib
 from pathlib import Path
 
@@ -354,3 +355,21 @@ def test_checkpoints_whose_config_names_a_way_to_save_that_was_removed_are_read_
     assert chosen(store, "auto") == (newest, [])
     (_, said) = check_resume(open_checkpoint(newest).manifest, {"config": {"checkpoint": {"async": True}}})
     assert said.split()[:5] == ["checkpoint.async", value, "->", "true", "safe"]
+
+
+def test_hosts_with_a_folder_each_end_before_the_first_step(tmp_path):
+    first, elsewhere, late = (RunLock(tmp_path / name) for name in ("shared", "other", "late"))
+    first.take()
+    elsewhere.take()  # of an earlier run there, by another process
+    holder = first.read()
+    RunLock(tmp_path / "shared").check_shared(holder, seconds=0.0)
+    (tmp_path / "late").mkdir()
+    writer = threading.Timer(0.3, lambda: (tmp_path / "late/.lock").write_text(holder))
+    writer.start()
+    late.check_shared(holder)
+    for lock in (elsewhere, RunLock(tmp_path / "absent")):
+        with pytest.raises(CheckpointError, match="does not see what rank 0 has written"):
+            lock.check_shared(holder, seconds=0.3)
+    RunLock(tmp_path / "absent").check_shared("", seconds=0.0)  # a file system that keeps no lock
+    for lock in (first, elsewhere):
+        lock.release()
