@@ -42,7 +42,7 @@ def _each(names: str, rule: Rule) -> dict[str, Rule]:
     return dict.fromkeys(names.split(), rule)
 
 
-_TRACKERS = Refused("is not taken over; use `trackers:` of the YAML")
+_TRACKERS = Refused("is not taken over; use `log.trackers` of the YAML")
 _MICS = Refused("is not taken over: MiCS is not tested with this engine; use stage 3", (-1,))
 _ZEROPP = Refused("is not taken over: ZeRO++ is not tested with this engine; remove it", (1,))
 _CURRICULUM = Refused("is not taken over: the YAML's `data:` decides which samples a step gets")
@@ -69,9 +69,7 @@ _OFFLOAD = {
     "pin_memory": bool,
 }
 _ZERO: dict[str, Rule] = {
-    "round_robin_gradients": Ignored(
-        "is off: with it, DeepSpeed mixes up which part of a parameter a rank holds"
-    ),
+    "round_robin_gradients": Ignored("with it, DeepSpeed mixes up which part of a parameter a rank holds"),
     "stage": int,
     **_each(
         "contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions "

@@ -42,7 +42,7 @@ def _zero(**values: Any) -> dict[str, Any]:
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 1}}}, "not a parameter of WarmupLR"),
         ({"data_types": {"grad_accum": "fp32"}}, "did you mean 'grad_accum_dtype'?"),
         ({"gradient_clipping": "much"}, "gradient_clipping is 'much', not a number from 0"),
-        ({"wandb": HALF}, "use `trackers:`"),
+        ({"wandb": HALF}, "use `log.trackers`"),
         ({"checkpoint": {"load_universal": True}}, "`mm import`"),
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op is not taken over: gradients are averaged"),
         (

@@ -51,10 +51,11 @@ def use_deepspeed(source: Source, beside: Sequence[Path]) -> None:
 
 
 def _with_dtype(settings: Node, dtype: str | None) -> dict[str, Any] | None:
-    """The settings with an `auto` of bf16 and fp16 as the arguments have it; None: there is none, or bf16,
-    which `auto` is here too."""
+    """The settings with an `auto` of bf16 and fp16 as the arguments have it; None: there is none, or it is
+    the bf16 that the engine takes it for, too."""
     autos = [kind for kind in ("bf16", "fp16") if value_at(settings, f"{kind}.enabled") == "auto"]
-    if not autos or (dtype == "bf16" and "bf16" in autos):
+    taken = "bf16" in autos and value_at(settings, "zero_optimization.stage") in (1, 2, 3)
+    if not autos or (taken and dtype == "bf16"):
         return None
     whole: Any = to_python(settings)
     return {**whole, **{kind: {**whole[kind], "enabled": kind == dtype} for kind in autos}}

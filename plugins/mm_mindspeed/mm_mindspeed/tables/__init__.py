@@ -29,6 +29,7 @@ The plugin `mm-mindspeed` reads the runs of MindSpeed-MM: launch scripts with `m
 with or without `fsdp2_config.yaml`; the same under `gpt_args` of a YAML; and the one YAML of newer runs.
 
 ```bash
+pip install ./ ./plugins/mm_mindspeed
 mm migrate examples/wan2.1/1.3b/t2v --out run.yaml    # a folder, a script, or a YAML of a run
 mm-train --config run.yaml
 ```

@@ -26,6 +26,7 @@ The plugin `mm-trainers` reads the runs of ai-toolkit, musubi-tuner and LLaMA-Fa
 Transformers' `TrainingArguments` with the one of DeepSpeed.
 
 ```bash
+pip install ./ ./plugins/mm_trainers
 mm migrate style.yaml --out style_run.yaml              # ai-toolkit
 mm migrate data.toml train.sh --out motion_run.yaml     # musubi-tuner
 mm migrate sft.yaml --out chats_run.yaml --accept       # LLaMA-Factory
