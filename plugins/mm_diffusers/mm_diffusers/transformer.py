@@ -166,7 +166,8 @@ class DiffusersTransformer(nn.Module):
         (found, *_) = self.transformer(**named, return_dict=False)
         predicted = torch.stack(list(found)) if isinstance(found, (list, tuple)) else found
         velocity = unpacked(predicted, family, latents.shape)
-        return (-velocity if family.negated else velocity).to(latents.dtype).contiguous()
+        velocity = (-velocity if family.negated else velocity).to(latents.dtype).contiguous()
+        return velocity.clone() if velocity._is_view() else velocity  # FSDP2 may drop its hook on a view
 
     def _arguments(
         self,

@@ -76,6 +76,7 @@ def test_in_bf16_the_velocity_is_at_least_as_near_to_fp32_as_the_pipelines_own(p
         exact = task.predictor(noisy, times, text, mask, **given)
         kept = {*CLIP_CONDITIONS, *(name for name, one in given.items() if not one.is_floating_point())}
         lowered = {name: one if name in kept else one.bfloat16() for name, one in given.items()}
+        assert not exact._is_view(), "FSDP2 may drop its hook on a view"
         ours = low(noisy.bfloat16(), times, text.bfloat16(), mask, **lowered).float()
         pair.pipe.transformer = plain  # without what keeps our times exact
         try:
