@@ -193,7 +193,7 @@ PAGES: dict[str, Page] = {
         {"mm report runs/shapes": "runs/x/report.html", "mm report runs/a": "compared.html"},
     ),
     "docs/internvl.md": Page(
-        {"tiny.yaml\n": "tiny.yaml train.steps=2 run.name=page_tiny\n"},
+        {"pip install ": PIP, "tiny.yaml\n": "tiny.yaml train.steps=2 run.name=page_tiny\n"},
         {"mm-train --config configs/internvl/8b.yaml": "8,528,318,464"},
     ),
     "docs/index.md": Page({"make ": MAKE}, {"make train": "mm-train", "make test": "pytest"}),

@@ -35,7 +35,8 @@ def run_page(name: str, *files: str) -> str:
     shown = [block.text for block in page if block.language in ("yaml", "python")]
     for file, text in zip(files, shown, strict=False):
         Path(file).write_text(text, encoding="utf-8")
-    commands = "".join(block.text for block in page if block.language == "bash")
+    lines = "".join(block.text for block in page if block.language == "bash").splitlines()
+    commands = "\n".join(line for line in lines if not line.startswith("pip install"))  # it is installed
     tools = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", commands], env=os.environ | tools, capture_output=True, text=True
