@@ -1,9 +1,13 @@
-"""Tiny checkpoints of vision-language models: the published classes and file layouts, with random weights."""
+"""Tiny checkpoints of vision-language models: the published classes and file layouts, with random weights.
+
+usage: python -m support.chat_models FAMILY FOLDER
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -70,3 +74,7 @@ def template_of(name: str) -> str:
 
 def _write(file: Path, content: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    print(save_chat_model(sys.argv[1], Path(sys.argv[2])))

