@@ -85,8 +85,9 @@ def _inspect(config: RunConfig, args: argparse.Namespace) -> int:
             texts[name] = {"rows": len(data), "first": rows}
             if not args.json:
                 _print_rows(name, len(data), rows)
-    splits = {name: (data, inspect(data)) for name, data in every if name not in texts}
-    buckets = _buckets(config, {name: data for name, (data, _) in splits.items()}) if splits else {}
+    media = {name: data for name, data in every if name not in texts}
+    buckets = _buckets(config, media) if media else {}
+    splits = {name: (data, inspect(data, buckets.get(name))) for name, data in media.items()}
     if args.page is not None:
         shown = {name: splits.get(name, (data, [])) for name, data in every}
         write_named(Path(args.page), render(config.run.name, shown, buckets, args.rows), "--page")

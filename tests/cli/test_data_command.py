@@ -118,6 +118,7 @@ def test_inspect_shows_buckets_and_what_is_in_none(
     page = tmp_path / "page.html"
     assert main(["data", "inspect", "--config", str(run), "--page", str(page)]) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[2:5] for line in lines[1:3]] == [["3", "0", "1"], ["0", "3", "3"]]  # per epoch
     first = next(number for number, line in enumerate(lines) if line.startswith("BUCKETS OF"))
     assert lines[first].endswith("  FRAMES  HEIGHT  WIDTH  PER MICRO-BATCH  SAMPLES PER EPOCH")
     table = [line.split() for line in lines[first + 1 : first + 3]]
