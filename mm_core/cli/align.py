@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from mm_core.config.sections import RunConfig
     from mm_core.report.align.compare import Comparison
 
+_BEFORE_STEPS = {"logs", ".lock", "config.yaml", "manifest.json", "metrics.jsonl", "telemetry.json"}
+"""What a run's folder has before its first step."""
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="record|compare|recorder|checklist", required=True)
@@ -81,8 +84,16 @@ def _check(args: argparse.Namespace) -> None:
     """Finds errors in the config and in options before ranks are started."""
     _config(args)
     out = Path(args.out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and not (out.is_dir() and _unused(out)):
         raise MMError("the folder of the record is not empty", where=str(out), hint="choose another --out")
+
+
+def _unused(folder: Path) -> bool:
+    """Whether a folder is empty, or has only the files of a record that failed before its first step."""
+    run, metrics = folder / "run", folder / "run" / "metrics.jsonl"
+    found = [*folder.iterdir()]
+    failed = found == [run] and run.is_dir() and {each.name for each in run.iterdir()} <= _BEFORE_STEPS
+    return not found or (failed and not (metrics.exists() and metrics.stat().st_size))
 
 
 def _config(args: argparse.Namespace) -> RunConfig:

@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,8 +85,9 @@ def _inspect(config: RunConfig, args: argparse.Namespace) -> int:
             texts[name] = {"rows": len(data), "first": rows}
             if not args.json:
                 _print_rows(name, len(data), rows)
-    splits = {name: (data, inspect(data)) for name, data in every if name not in texts}
-    buckets = _buckets(config, {name: data for name, (data, _) in splits.items()}) if splits else {}
+    media = {name: data for name, data in every if name not in texts}
+    buckets = _buckets(config, media) if media else {}
+    splits = {name: (data, inspect(data, buckets.get(name))) for name, data in media.items()}
     if args.page is not None:
         shown = {name: splits.get(name, (data, [])) for name, data in every}
         write_named(Path(args.page), render(config.run.name, shown, buckets, args.rows), "--page")
@@ -131,8 +132,14 @@ def _buckets(config: RunConfig, datasets: Mapping[str, Dataset]) -> dict[str, Bu
 
     if config.data.loader.mode != "variable":
         return {}
-    task = build_task(config)
+    task = build_task(_of_data(config))
     return {name: report_buckets(config, task, inspected(data), name) for name, data in datasets.items()}
+
+
+def _of_data(config: RunConfig) -> RunConfig:
+    """The config without adapters: samples do not depend on them, and they need a library."""
+    train = replace(config.train, adapters=(), also_train=(), base_dtype=None)
+    return replace(config, train=train, checkpoint=replace(config.checkpoint, export=None))
 
 
 def _as_json(buckets: Mapping[str, Bucketed]) -> dict[str, object]:
@@ -219,7 +226,7 @@ def _tokenizer(config: RunConfig, notes: list[str]) -> CountingTokenizer | None:
     from mm_core.tasks.text_to_video.captions import TokenizeCaptions
 
     try:
-        transform = build_task(config).batch_transform()
+        transform = build_task(_of_data(config)).batch_transform()
         if isinstance(transform, TokenizeCaptions) and isinstance(transform.tokenizer, CountingTokenizer):
             transform.tokenizer.token_counts([""])  # opens its files
             return transform.tokenizer

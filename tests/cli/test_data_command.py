@@ -102,6 +102,21 @@ def test_inspect_names_how_many_sizes_it_does_not_show(run: Path, capsys: pytest
     )
 
 
+@pytest.mark.parametrize("action", ["inspect", "check"])
+def test_data_of_a_run_with_adapters_needs_no_peft(
+    run: Path, action: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapters = "train.adapters=[{targets: [to_q], rank: 2}]"
+    options = (adapters, "train.base_dtype=bf16", "checkpoint.export=lora/peft", "data.loader.mode=variable")
+    sizes = ("data.train.height=null", "data.train.width=null", "data.train.max_height=16")
+    monkeypatch.setitem(sys.modules, "peft", None)
+    command = ["data", action, "--config", str(run), *options, *sizes, "data.train.max_width=16"]
+    assert main(command) == 0
+    printed = capsys.readouterr()
+    assert "PEFT" not in printed.out + printed.err
+    assert ("BUCKETS OF" if action == "inspect" else "0 bad") in printed.out
+
+
 def test_inspect_shows_buckets_and_what_is_in_none(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,6 +133,7 @@ def test_inspect_shows_buckets_and_what_is_in_none(
     page = tmp_path / "page.html"
     assert main(["data", "inspect", "--config", str(run), "--page", str(page)]) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[2:5] for line in lines[1:3]] == [["3", "0", "1"], ["0", "3", "3"]]  # per epoch
     first = next(number for number, line in enumerate(lines) if line.startswith("BUCKETS OF"))
     assert lines[first].endswith("  FRAMES  HEIGHT  WIDTH  PER MICRO-BATCH  SAMPLES PER EPOCH")
     table = [line.split() for line in lines[first + 1 : first + 3]]

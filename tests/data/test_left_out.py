@@ -95,10 +95,28 @@ def test_captions_without_an_image_or_clip_are_counted(tmp_path):
 def test_a_folder_of_nothing_that_is_read_names_the_suffixes(tmp_path):
     for files, what in (
         (("a.xyz", "b.xyz", "c"), r"no image or clip: its files are \.xyz \(2\), no suffix \(1\)"),
-        (("a.txt",), r"\.xyz is not read \(1 row\); its files are"),
+        (("a.txt",), r"every row is left out: \.xyz is not read \(1 row\); its files are"),
     ):
         with pytest.raises(DataError, match=what):
             read(tmp_path, *files)
+
+
+def test_a_source_of_which_every_row_is_left_out_has_the_reasons(tmp_path):
+    hint = "write captions, or set `caption` of the source"
+    reason = "no .txt member and no caption in a .json member"
+    archive(tmp_path / "a.tar", {"1.jpg": b"", "2.jpg": b""})
+    (tmp_path / "clips").mkdir()
+    (tmp_path / "clips/a.mp4").touch()
+    (tmp_path / "a.jsonl").write_text('{"path": "a.jpg", "cap": "x", "width": 8}\n')
+    for name, options, what, hint_of in (
+        ("clips", {}, "no .txt file beside it (1 row)", hint),
+        ("a.tar", {}, f"{reason} (2 rows)", hint),
+        ("a.jsonl", {"where": "width > 8"}, "where: width > 8 (1 row)", None),
+    ):
+        with pytest.raises(DataError) as fault:
+            list(SourceReader(0, MediaSource(str(tmp_path / name), **options)).rows())
+        assert fault.value.what == f"every row is left out: {what}"
+        assert fault.value.hint == hint_of and fault.value.accepted is None
 
 
 def test_names_that_differ_by_case_are_used_where_one_caption_fits(tmp_path):

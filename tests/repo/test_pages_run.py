@@ -44,6 +44,7 @@ class Page:
 PAGES: dict[str, Page] = {
     "docs/align.md": Page(
         {
+            "render.py --out data/shapes\n": "render.py --out data/shapes --clips 64\n",
             "--svg align.svg\n": "--svg align.svg | tee compared; test ${PIPESTATUS[0]} = 1\n",
             "x.yaml --steps 2 --like theirs": "configs/custom_dit/quickstart.yaml --steps 2 --like A",
             "compare ours theirs": "compare ours A",
@@ -380,7 +381,7 @@ def test_the_drawing_of_align_is_what_the_commands_of_its_page_draw(shell: Shell
     """To make it again, run them and copy align.svg to docs/assets."""
     made = workspace / "align.svg"
     if not made.exists():  # the page's own test has not run
-        for line in lines("docs/align.md")[:3]:
+        for line in lines("docs/align.md")[:4]:
             shell(stand_in("docs/align.md", line))
     shown, drawn = (points(path) for path in (ROOT / "docs/assets/align.svg", made))
     assert [point[:2] for point in shown] == [point[:2] for point in drawn] and len(drawn) > 50

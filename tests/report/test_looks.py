@@ -73,6 +73,8 @@ FAULTS = """(() => {
     }
     if (!scrolls && cut({ left: 0, right: width })) faults.push(`outside the window: ${named}`);
   }
+  for (const shown of document.querySelectorAll("figure img, figure video"))
+    if (getComputedStyle(shown).borderTopWidth !== "1px") faults.push("a picture without a border");
   for (const image of document.querySelectorAll("figure.sheet img"))
     if (image.clientWidth < image.naturalWidth) faults.push("the letters of a contact sheet are smaller");
   return { seen, faults };

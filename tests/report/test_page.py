@@ -188,7 +188,8 @@ def test_the_command_writes_the_page_and_prints_where(make_run, tmp_path, monkey
     a, b = make_run("a"), make_run("b")
     monkeypatch.chdir(tmp_path)
     assert main(["report", str(a)]) == 0
-    assert capsys.readouterr().out.startswith(f"{a / 'report.html'} (")
+    size = (a / "report.html").stat().st_size / 1000
+    assert capsys.readouterr().out == f"{a / 'report.html'} ({size:.1f} kB)\n"
     assert main(["report", str(a), str(b)]) == 0
     assert [run["label"] for run in data_of((tmp_path / "report.html").read_text())["runs"]] == ["a", "b"]
     assert main(["report", str(a), "--out", "x.html", "--max-mb", "0.5"]) == 0 and Path("x.html").is_file()

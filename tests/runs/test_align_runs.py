@@ -97,6 +97,20 @@ def test_what_cannot_be_recorded_is_a_readable_error(options, sentence, tiny, tm
     assert done.code == 1 and sentence in done.err
 
 
+def test_a_record_that_failed_before_its_first_step_does_not_block_the_next(tiny, tmp_path, mm):
+    command = ("align", "record", "--config", tiny, "--out", tmp_path / "record")
+    missing = "the annotation file does not exist"
+    for option, what in (("data.train.annotations=none.json", missing), ("--modules=none", "has the name")):
+        done = mm(*command, option)
+        assert done.code == 1 and what in done.err
+        assert (tmp_path / "record/run/logs/rank_0.log").exists()
+    assert mm(*command).code == 0
+    (tmp_path / "record/record.json").unlink()
+    (tmp_path / "record/rows_0.jsonl").unlink()
+    done = mm(*command)  # its first step has been taken
+    assert done.code == 1 and "is not empty" in done.err
+
+
 def test_a_folder_that_is_not_empty_is_refused(tiny, tmp_path, mm):
     (tmp_path / "file").write_text("")
     done = mm("align", "record", "--config", tiny, "--out", tmp_path)

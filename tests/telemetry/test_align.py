@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from mm_core.errors import MMError
 from mm_core.report.align import render
-from mm_core.report.align.compare import TOLERANCES, Comparison, compare, difference
+from mm_core.report.align.compare import TOLERANCES, Comparison, Pair, compare, difference
 from mm_core.report.align.records import Names, Record, Row, names_by_order, read_record
 from mm_core.report.align.render import chart, growth, page
 from mm_core.telemetry.align import recorder
@@ -334,9 +334,38 @@ def test_the_page_begins_with_the_first_difference(plain, tmp_path):
     assert f'<p class="remark">{where} (' in head and "3 elements differ" in head and "compared:" not in head
     red = re.findall('<tr class="remark"><td>(.*?)</td>', rest)
     assert red == [pair.row.module for pair in growth(result) if not pair.agrees]
+    shown, folded = rest.split("<details>")
+    assert "without a difference</summary>" in folded and "<td>embed</td>" not in shown
+    assert len(re.findall("<tr><td>", folded)) == sum(pair.error == 0 for pair in growth(result)) > 0
     assert "<h1>A and &lt;B&gt;</h1>" in text and "style-src" in text and " style=" not in text
     equal = page(compare(read_record(plain), read_record(plain)), ["A", "B"])
     assert "First difference" not in equal and "0 different" in equal
+
+
+def test_the_settings_that_differ_are_directly_below_the_first_difference(plain, tmp_path):
+    change, *_ = PLANTED["eps"]
+    result = compare(read_record(plain), read_record(train(tmp_path / "changed", change, steps=1)))
+    text = page(replace(result, settings={"config.optimizer.lr": (0.005, 0.004)}), ["A", "B"])
+    below = text.partition("</section>")[2]
+    assert below.startswith("<h2>Settings that differ</h2>") and "<td>config.optimizer.lr</td>" in below
+
+
+@pytest.mark.parametrize(
+    ("modules", "labels"),
+    [
+        ("net.embed net.0.up net.1.up net", "embed 0 1 net"),
+        ("net.dit.embed net.dit.blocks.0.up net.dit.blocks.1 net.dit net", "embed blocks.0 blocks.1 dit net"),
+        ("net.blocks.0.up net.blocks.1.up net", "blocks.0 blocks.1 net"),
+        ("net.dit.embed net.dit.norm net.head", "embed norm head"),
+        ("net.a_long_name.blocks.0.up net.b.0.up net.c net.d net.e net.f", "blocks.0 b.0 c d e f"),
+        ("one.embed other.embed", "embed"),
+        ("net.up", "up"),
+    ],
+)
+def test_the_labels_of_the_drawing_leave_out_what_all_names_begin_with(modules, labels):
+    rows = [Row("out", 0, 0, module, 0, "0", "Linear", {}) for module in modules.split()]
+    drawn = chart([Pair(row, row, 0.0, 1e-6) for row in rows])
+    assert re.findall('y="267.0" text-anchor="middle" fill="#1c2733">(.*?)<', drawn) == labels.split()
 
 
 def test_records_without_modules_in_common_have_no_drawing():

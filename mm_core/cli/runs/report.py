@@ -6,7 +6,7 @@ import argparse
 import math
 from pathlib import Path
 
-from mm_core.cli.options import write_named
+from mm_core.cli.options import human_size, write_named
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +37,7 @@ def execute(args: argparse.Namespace) -> int:
     for run in runs:
         for remark in run.remarks:
             print(f"{run.label}: {remark}")
-    print(f"{out} ({len(text.encode()) / 1e6:.1f} MB)")
+    print(f"{out} ({human_size(len(text.encode()))})")
     return 0
 
 

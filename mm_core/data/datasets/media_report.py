@@ -116,14 +116,20 @@ class Checked(NamedTuple):
     captions: Sequence[str] = ()
 
 
-def inspect(dataset: Dataset) -> list[Found]:
+def inspect(dataset: Dataset, bucketed: Bucketed | None = None) -> list[Found]:
     """What each source of a dataset contains, from its rows and some headers.
+
+    Args:
+        dataset: the samples.
+        bucketed: what it has in buckets: rows in none are in no epoch.
 
     Raises:
         ContractError: the dataset is not `media_text`.
     """
     dataset = inspected(dataset)
-    taken = dataset.rows.facts["source"][dataset.mixture.rows().numpy()]
+    rows = dataset.mixture.rows()
+    rows = rows if bucketed is None else rows[bucketed.of_row[rows] >= 0]
+    taken = dataset.rows.facts["source"][rows.numpy()]
     return [
         Found(
             source.name,

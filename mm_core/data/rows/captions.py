@@ -15,7 +15,7 @@ from mm_core.data.rows.annotations import escapes
 from mm_core.data.rows.json_rows import kind_of
 from mm_core.data.rows.media_rows import CAPTIONS, Medium, medium_of
 from mm_core.data.rows.paths import refusal
-from mm_core.errors import DataError
+from mm_core.errors import DataError, plural
 
 _BESIDE_BOTH = ".json"  # its picture has a caption too; nobody takes it for a picture
 _DOCUMENTS = frozenset({".md", ".rst", ".html"})  # their .txt is another form of them, no caption
@@ -219,3 +219,23 @@ def row_fault(path: object, texts: Sequence[str], caption: object) -> str | None
         if not text.isascii() and (half := half_character(text)):
             return f"the caption contains {half}, half of a character"
     return None
+
+
+def no_row(path: Path, dropped: Mapping[str, int], strange: Counter[str], accepted: str) -> DataError:
+    """The error of a source of which no row is left.
+
+    Args:
+        path: of the source.
+        dropped: number of rows left out for each reason.
+        strange: number of its files of each suffix that no image or clip has.
+        accepted: kinds of sources.
+    """
+    parts = [", ".join(f"{reason} ({plural(count, 'row')})" for reason, count in dropped.items())]
+    if strange:
+        shown = (f"{suffix or 'no suffix'} ({count:,})" for suffix, count in strange.most_common(5))
+        parts.append(f"its files are {', '.join(shown)}")
+    what = "every row is left out" if dropped else "the source has no image or clip"
+    what = ": ".join(filter(None, [what, "; ".join(filter(None, parts))]))
+    lacking = any(reason.startswith(f"no {CAPTIONS}") for reason in dropped)
+    hint = "write captions, or set `caption` of the source" if lacking else None
+    return DataError(what, where=str(path), accepted=None if dropped else accepted, hint=hint)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from mm_core.builtin.configs.data import MediaColumns, MediaSource
 from mm_core.data.rows.annotations import describe_faults
 from mm_core.data.rows.archives import Member, archives_of, beside_archives, read_archive
-from mm_core.data.rows.captions import decoded, filled, row_fault, texts_of, walked
+from mm_core.data.rows.captions import decoded, filled, no_row, row_fault, texts_of, walked
 from mm_core.data.rows.json_rows import RowFile
 from mm_core.data.rows.media_rows import (
     CAPTIONS,
@@ -41,7 +41,7 @@ from mm_core.data.rows.tables import (
     read_table,
 )
 from mm_core.data.rows.where import Where
-from mm_core.errors import DataError, plural
+from mm_core.errors import DataError
 
 Rows = TypeVar("Rows", MediaRow, MediaRow | RowBlock)
 
@@ -172,17 +172,7 @@ class SourceReader:
         if self.in_table and self.filled and self.filled == images + clips:
             self._check_captions()
         if complete and not images + clips:
-            reasons = ", ".join(
-                f"{reason} ({plural(count, 'row')})" for reason, count in self.dropped.items()
-            )
-            if strange := self._strange.most_common(5):
-                shown = ", ".join(f"{suffix or 'no suffix'} ({count:,})" for suffix, count in strange)
-                reasons += f"{'; ' if reasons else ''}its files are {shown}"
-            raise DataError(
-                f"the source has no image or clip{': ' + reasons if reasons else ''}",
-                where=str(self.path),
-                accepted=ACCEPTED,
-            )
+            raise no_row(self.path, self.dropped, self._strange, ACCEPTED)
 
     def opened(self) -> OpenedSource:
         """The source, once its rows have been read."""

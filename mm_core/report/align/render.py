@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from html import escape
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Any
 
 from mm_core.errors import MMError, plural, printable, some
@@ -123,8 +123,8 @@ def document(result: Comparison) -> dict[str, Any]:
 
 
 def page(result: Comparison, names: Sequence[str], elements: str | None = None) -> str:
-    """The comparison as one HTML page in the style of `mm report`: the first difference, how the difference
-    grows over the modules, and the settings.
+    """The comparison as one HTML page in the style of `mm report`: the first difference, the settings
+    that differ, and how the difference grows over the modules.
 
     Args:
         result: the comparison.
@@ -138,19 +138,30 @@ def page(result: Comparison, names: Sequence[str], elements: str | None = None) 
         more = "".join(f'<p class="lines">{each}</p>' for each in first)
         head = f'<h2>First difference</h2><p class="remark">{place}</p>{more}'
         parts.append(f'<section class="card">{head}</section>')
-    parts += [f"<p>{escape(each)}</p>" for each in _summary(result)]
-    if pairs := growth(result):
-        drawn = f'<div class="scroll drawn">{chart(pairs)}</div>'
-        red = [number for number, pair in enumerate(pairs) if not pair.agrees]
-        cells = [(pair.row.module, pair.row.class_name, f"{pair.error:.2g}") for pair in pairs]
-        parts += ["<h2>Outputs</h2>", drawn, _table(("module", "class", "difference"), cells, red)]
-    later = [(label(each), each.what, f"{each.error:.2g}") for each in result.findings[1:]]
-    if later:
-        parts += ["<h2>Also</h2>", _table(("tensor", "what", "difference"), later)]
     if result.settings:
         settings = [(key, str(one), str(two)) for key, (one, two) in result.settings.items()]
         parts += ["<h2>Settings that differ</h2>", _table(("setting", *names), settings)]
+    parts += [f"<p>{escape(each)}</p>" for each in _summary(result)]
+    if pairs := growth(result):
+        parts += ["<h2>Outputs</h2>", f'<div class="scroll drawn">{chart(pairs)}</div>', *_outputs(pairs)]
+    later = [(label(each), each.what, f"{each.error:.2g}") for each in result.findings[1:]]
+    if later:
+        parts += ["<h2>Also</h2>", _table(("tensor", "what", "difference"), later)]
     return in_style(f"{title}: mm align compare", f"<main>{''.join(parts)}</main>")
+
+
+def _outputs(pairs: Sequence[Pair]) -> Iterator[str]:
+    """Tables of the modules: of those whose outputs differ, and, folded, of those with equal outputs."""
+    heads = ("module", "class", "difference")
+    unequal, equal = ([pair for pair in pairs if bool(pair.error) is each] for each in (True, False))
+    if unequal:
+        red = [number for number, pair in enumerate(unequal) if not pair.agrees]
+        cells = [(pair.row.module, pair.row.class_name, f"{pair.error:.2g}") for pair in unequal]
+        yield _table(heads, cells, red)
+    if equal:
+        same = _table(heads[:2], [(pair.row.module, pair.row.class_name) for pair in equal])
+        count = plural(len(equal), "module")
+        yield f"<details><summary>{count} without a difference</summary>{same}</details>"
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], red: Sequence[int] = ()) -> str:
@@ -220,20 +231,36 @@ def _scale() -> Iterator[str]:
 def _groups(pairs: Sequence[Pair], step: float) -> Iterator[str]:
     """A band behind each block of a model, with its name where there is room."""
     begin = 0
-    names = (_group(pair.row.module) for pair in pairs)
+    modules = [pair.row.module.split(".") for pair in pairs]
+    shared = _shared(modules)
+    names = (_group(parts, shared) for parts in modules)
     for number, (name, members) in enumerate(groupby(names)):
         count = sum(1 for _ in members)
         x, width = LEFT + step * begin, step * count
         if number % 2 == 0:
             yield f'<rect x="{x:.1f}" y="{TOP}" width="{width:.1f}" height="{BOTTOM - TOP}" fill="#f1f4f7"/>'
+        while width <= 7 * len(name) and name.count(".") > 1:
+            name = name.partition(".")[2]
         if width > 7 * len(name):
             yield _text(x + width / 2, BOTTOM + 17, name, "middle")
         begin += count
 
 
-def _group(module: str) -> str:
+def _shared(modules: Sequence[list[str]]) -> list[str]:
+    """The parts that the names of modules begin with; containers of others and children of a root aside."""
+    around = {tuple(parts[:count]) for parts in modules for count in range(1, len(parts))}
+    inner = [parts[:-1] for parts in modules if len(parts) > 2 and tuple(parts) not in around]
+    ends = zip(min(inner, default=[]), max(inner, default=[]), strict=False)
+    shared = [part for part, other in takewhile(lambda both: both[0] == both[1], ends)]
+    within = [parts for parts in modules if parts[: len(shared)] == shared and len(parts) > len(shared)]
+    # What numbers are of is a part of the label: `blocks.1`.
+    return shared[:-1] if all(parts[len(shared)].isdecimal() for parts in within) else shared
+
+
+def _group(parts: list[str], shared: list[str]) -> str:
     """`blocks.1` of `predictor.blocks.1.attn.q`, and `head` of `predictor.head.norm`."""
-    parts = module.split(".")[1:] or [module]
+    begin = len(shared) if parts[: len(shared)] == shared else 1
+    parts = parts[max(begin, 1) :] or parts[-1:]
     numbered = next((index for index, part in enumerate(parts) if part.isdecimal()), 0)
     return ".".join(parts[: numbered + 1])
 
