@@ -237,6 +237,23 @@ def test_a_model_that_separates_conversations_passes_in_half_precision(name, fol
         packing_check.check_packing(task.model, replace(batch, inputs=halves), task._labels.packed, task._run)
 
 
+@pytest.mark.parametrize(("bits", "refused"), [(1, False), (8, True)])
+def test_the_last_bit_of_a_loss_is_rounding(bits, refused, folder, monkeypatch):
+    """Also where other padding changes none of the few tokens that are tried."""
+    monkeypatch.setattr(packing_check, "_ABOVE", 0)
+    model = made(folder, "qwen2_5_vl")
+    data, task = chats(model, packing=True), task_of(model)
+    batch = task.batch_transform()(batch_of(data, [data[0]]))
+
+    def run(inputs, record):
+        task._run(inputs, record)
+        for _ in range(bits * (len(inputs["input_ids"]) == 1)):  # the packed row
+            record.each[::2] = record.each[::2].nextafter(torch.tensor(torch.inf))
+
+    with pytest.raises(ContractError, match="change each other") if refused else nullcontext():
+        packing_check.check_packing(task.model, batch, task._labels.packed, run)
+
+
 def test_the_check_changes_nothing_of_a_run(folder, monkeypatch):
     model = made(folder, "qwen2_5_vl")
     data = chats(model, packing=True)
