@@ -225,7 +225,7 @@ def _listing(name: HubName, commit: str | None = None) -> Listing:
         raise UnreachableError(
             f"it is not in the cache, and {fault.what}",
             where=str(name),
-            hint=f"where there is a network: hf download {name.repo} --revision {name.revision}",
+            hint=name.to_fetch,
         ) from None
 
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from mm_core.errors import ConfigError
+from mm_core.errors import CheckpointError, ConfigError
 
 PREFIX = "hub:"
 _REVISIONS = "MM_HUB_REVISIONS"
@@ -101,6 +101,11 @@ class HubName:
         """Where the folder or file is in the cache, once it is fetched."""
         return self.store / "snapshots" / (self.commit or self.revision) / self.inside
 
+    @property
+    def to_fetch(self) -> str:
+        """The command that fetches the repository, as a hint."""
+        return f"where there is a network: hf download {self.repo} --revision {self.revision}"
+
     def pinned(self) -> HubName:
         """The name with its commit in place of a branch or tag, where that is known."""
         return replace(self, revision=self.commit or self.revision)
@@ -119,6 +124,20 @@ def _decided() -> dict[str, str]:
     with suppress(ValueError):
         return {str(key): str(commit) for key, commit in json.loads(os.environ.get(_REVISIONS, "{}")).items()}
     return {}
+
+
+def no_folder(path: Path, accepted: str, hint: str) -> CheckpointError:
+    """The error for a folder of a model that does not exist; for one on the hub it has its name there.
+
+    Args:
+        path: of the folder.
+        accepted: what the folder may be.
+        hint: what to do where it is a folder of the user.
+    """
+    if name := HubName.at(path):
+        what = "it is not in the cache, and the hub was not reached"
+        return CheckpointError(what, where=str(name), hint=name.to_fetch)
+    return CheckpointError("this folder does not exist", where=str(path), accepted=accepted, hint=hint)
 
 
 def hint_for(path: str | Path) -> str | None:

@@ -33,6 +33,7 @@ from mm_core.errors import CacheError, DataError
 from mm_core.files import remove_stale_stages
 from mm_core.loading.frozen import load_frozen
 from mm_core.plan import RunCache, cache_of
+from mm_core.plan.settings import check_schedule
 from mm_core.runtime.ranks import Ranks
 
 _MEDIA, _TEXTS = 128, 1024
@@ -85,7 +86,11 @@ def build_cache(config: RunConfig, show: Callable[[Progress], None]) -> Built:
 
     Returns:
         What all ranks have encoded.
+
+    Raises:
+        MMError: the learning-rate schedule refuses the run's steps, or as for `open_cache`.
     """
+    check_schedule(config, config.train.steps or 0)  # the run would refuse it after everything is encoded
     set_numerics(config.run.deterministic, config.run.float32_matmul)
     task, cache = cache_of(config, create=True)
     remove_stale_stages(cache.store.folder / "shards", ".*.tmp-*", patience=24 * 3600.0)

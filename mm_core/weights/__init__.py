@@ -1,5 +1,6 @@
 """Weights files of other libraries and adapters: formats, key maps, aliases, LoRA layers and scales."""
 
+from mm_core.hub import no_folder
 from mm_core.weights.fitting import Fit, best_layout, candidate_layouts, fit, formats_of, no_layout_error
 from mm_core.weights.formats.composed import composed
 from mm_core.weights.formats.format import (
@@ -51,6 +52,7 @@ __all__ = [
     "fit",
     "formats_of",
     "load_tensors",
+    "no_folder",
     "no_layout_error",
     "only_pickled",
     "open_saved",

@@ -10,6 +10,7 @@ import yaml
 from huggingface_hub import constants
 
 from mm_core.checkpoint.run_manifest import commits_read
+from mm_core.cli.main import main
 from mm_core.config.dump import to_mapping, to_yaml
 from mm_core.config.load import load_config
 from mm_core.errors import ConfigError, MMError, RunWarning
@@ -35,7 +36,7 @@ def run_of(folder: Path, model: str = "hub:org/text", **sections: object) -> Pat
     document = {
         "run": {"name": "named", "dir": str(folder / "runs")},
         "task": {"type": "pretrained", "from_pretrained": model, "auto_class": "AutoModelForCausalLM"},
-        "data": {"train": {"type": "text_rows", "file": "rows.jsonl", "tokenizer": "hub:org/text"}},
+        "data": {"train": {"type": "text_rows", "file": "rows/rows.jsonl", "tokenizer": "hub:org/text"}},
         "train": {"steps": 1},
         **sections,
     }
@@ -144,10 +145,16 @@ def test_a_resume_reads_the_commit_of_its_run(tmp_path, cache):
     assert commits_read(config) == {"org/text@main": COMMIT}
 
 
-def test_a_bare_name_gets_the_hint(tmp_path, monkeypatch):
+def test_a_bare_name_gets_the_hint(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.warns(RunWarning, match=r"there is no folder org/text; .* write hub:org/text"):
         load_config(run_of(tmp_path, "org/text"), fetch="configs")
+    assert main(["validate", str(run_of(tmp_path, "org/text"))]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "missing: org/text (needed to train)",
+        "  hint: for a model on the hub, write hub:org/text",
+        "missing: rows/rows.jsonl (needed to train)",
+    ]
     (tmp_path / "org").mkdir()
     assert hint_for("org/text") is None, "the folder's parent is there: it is a path"
     assert hint_for("/org/text") is hint_for("./org/text") is hint_for("text") is None

@@ -107,6 +107,14 @@ def place(tmp_path) -> Place:
     return Place(tmp_path)
 
 
+def test_nothing_is_encoded_for_a_run_that_its_schedule_refuses(place, capsys):
+    place.config("short", **SMALL)
+    words = place.cached("train.steps=3", "lr_schedule.type=constant", "lr_schedule.warmup_steps=100")
+    assert main(["cache", "build", "--config", str(place.folder / "short.yaml"), *words]) == 1
+    assert "warmup_steps is 100, but the run has only 3 steps" in capsys.readouterr().err
+    assert not (place.folder / "cache").exists()
+
+
 @contextmanager
 def assembled(config: RunConfig) -> Iterator[Training]:
     """A run before its first step."""

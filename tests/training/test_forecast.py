@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mm_core.config.load import load_config
 from mm_core.device.machines import Machine, machine_of
-from mm_core.errors import MMError
+from mm_core.errors import MMError, RunWarning
 from mm_core.plan import build_task, plan_shown
 from mm_core.training.forecast import composed
 from mm_core.training.forecast.forecast import Forecast
@@ -159,13 +159,14 @@ def test_what_a_device_lacks_is_the_peak_beyond_its_memory(tiny):
     assert "fits: " in "\n".join(forecast_of(tiny, "1x24GB", *LONG).render())
 
 
-def test_a_forward_that_needs_numbers_leaves_the_model_states(tiny, monkeypatch):
+@pytest.mark.parametrize("needing", [lambda found: found[found > 0], lambda found: found.detach().numpy()])
+def test_a_forward_that_needs_numbers_leaves_the_model_states(needing, tiny, monkeypatch):
     from mm_custom_dit.model import CustomDiT
 
     forward = CustomDiT.forward
 
     def choosing(self, *, latents, **kwargs):
-        latents.flatten()[latents.flatten() > 0].sum()
+        needing(latents)
         return forward(self, latents=latents, **kwargs)
 
     monkeypatch.setattr(CustomDiT, "forward", choosing)
@@ -173,6 +174,20 @@ def test_a_forward_that_needs_numbers_leaves_the_model_states(tiny, monkeypatch)
     assert [need.phase for need in found.needs] == ["states"]
     assert "unknown: predictor stopped" in found.notes[0]
     assert not dist.is_initialized()
+
+
+def test_a_forward_that_cannot_work_is_a_warning(tiny, monkeypatch):
+    from mm_custom_dit.model import CustomDiT
+
+    def broken(self, *, latents, **kwargs):
+        return latents @ latents.new_ones(5, 5)
+
+    monkeypatch.setattr(CustomDiT, "forward", broken)
+    warned = r"stopped in predictor: RuntimeError: .*; the run will probably stop in its first step"
+    with pytest.warns(RunWarning, match=warned):
+        found = forecast_of(tiny, "2xH100", *LONG)
+    assert [need.phase for need in found.needs] == ["states"]
+    assert "unknown: predictor stopped" in found.notes[0]
 
 
 @pytest.mark.slow

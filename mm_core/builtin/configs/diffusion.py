@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from mm_core.schema.fields import DType, Range
+from mm_core.schema.fields import DType, InputPath, Range
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class ByteTextConfig:
 class HFTextConfig:
     """Config of the text encoder `hf_text`: a Transformers model."""
 
-    from_pretrained: str  # folder with config.json and safetensors weights
+    from_pretrained: InputPath  # folder with config.json and safetensors weights
     tokenizer: str | None = None  # folder of the tokenizer; null: the same folder
     max_length: Annotated[int, Range(ge=1)] = 512  # tokens; longer captions are truncated
     dtype: DType = "bf16"  # dtype of the weights and the hidden states

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from mm_core.schema.fields import Range
+from mm_core.schema.fields import InputPath, Range
 
 
 @dataclass(frozen=True)
 class PretrainedConfig:
     """Config of the task `pretrained`: training of any Transformers model with the model's own loss."""
 
-    from_pretrained: str  # the model's folder: config.json, safetensors and tokenizer files
+    from_pretrained: InputPath  # the model's folder: config.json, safetensors and tokenizer files
     auto_class: str  # AutoModelForCausalLM or another class of Transformers; or module:Class
     weights: Literal["files", "random"] = "files"  # random: only config.json of the folder is read
     new_modules: tuple[str, ...] = ()  # patterns of modules missing in the files: they start at random

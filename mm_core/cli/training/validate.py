@@ -25,7 +25,8 @@ def execute(args: argparse.Namespace) -> int:
     """Runs `mm validate`: exit code 0 when the config is valid, 1 after printing every error in it, or with
     --strict if files that it names are missing."""
     from mm_core.cli.options import config_of
-    from mm_core.config.components import absent_paths, option_faults, target_faults
+    from mm_core.config.components import absent_paths, inputs_of, option_faults, target_faults
+    from mm_core.hub import hint_for
 
     try:
         config = config_of(args)
@@ -52,9 +53,12 @@ def execute(args: argparse.Namespace) -> int:
         print(to_yaml(config), end="")
     else:
         data = config.data.train.type
+        of_data = {path for paths in inputs_of(config).values() for path in paths}
         print(f"{args.config}: ok (task {config.task.type}, data {data}, engine {config.engine.type})")
         for path in missing:
             print(f"missing: {path} (needed to train)")
+            if path not in of_data and (hint := hint_for(path)):
+                print(f"  hint: {hint}")
     if args.strict:
         refuse_missing(missing)
     return 0

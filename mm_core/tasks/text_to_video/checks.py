@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,10 +16,13 @@ from mm_core.contracts import (
     SupportsDoSample,
     SupportsExperts,
     SupportsMaxFrames,
+    SupportsWeightsFrom,
     TextEncoder,
     VideoTextBatch,
 )
 from mm_core.errors import ContractError, plural
+from mm_core.files import absent
+from mm_core.hub import HubName
 from mm_core.plugin.checks.places import place_of_object
 from mm_core.plugin.checks.values import returned
 from mm_core.tasks.text_to_video.frames import choices, describe, image_dim
@@ -140,9 +144,15 @@ def expert_faults(predictor: Predictor | SupportsExperts) -> Iterator[ContractEr
 
 
 def _built(**components: object) -> str:
-    """Where components are defined, as a hint."""
+    """Where components are defined, and which of their weights are missing, as a hint."""
     places = {name.replace("_", " "): place_of_object(one) for name, one in components.items()}
-    return "; ".join(f"the {name} is {place}" for name, place in places.items())
+    found = [f"the {name} is {place}" for name, place in places.items()]
+    for name, one in components.items():
+        given = one.weights_from if isinstance(one, SupportsWeightsFrom) else None
+        if given is not None and absent(path := Path(given.path)):
+            what = f"{HubName.at(path) or path} is missing"
+            found.append(f"{what}: the {name.replace('_', ' ')}'s sizes are those of its preset or fields")
+    return "; ".join(found)
 
 
 def size_faults(

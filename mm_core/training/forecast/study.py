@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -16,7 +18,8 @@ from mm_core.contracts import Batch, Engine, SampleRequest, SupportsStandIn, Tas
 from mm_core.data.loading.bucketed import BucketOrder
 from mm_core.data.loading.sampler import SlotSpec
 from mm_core.device.machines import Machine
-from mm_core.errors import MMError, PlanError, first_line
+from mm_core.device.torch_private import FakeTensorMode
+from mm_core.errors import MMError, PlanError, RunWarning, first_line
 from mm_core.evaluation.sampled_clips import with_trained_size
 from mm_core.parallel.layout import ShardedPlan
 from mm_core.plan import RunPlan, build_frozen, build_task, check_data
@@ -31,6 +34,11 @@ from mm_core.training.forecast.seconds import of_call, published
 from mm_core.training.forecast.stand_in import with_own_states
 from mm_core.training.training_samples import first_batch
 from mm_core.weights.adapters.inject import Structure
+
+_OF_FAKES = re.compile(
+    r"\bmeta\b|fake|tensor subclass|data pointer|data-dependent|\bdevice\b|cuda|triton", re.I
+)
+"""Words of errors of computations that need numbers, memory or a device."""
 
 
 class Study:
@@ -165,6 +173,12 @@ class Study:
         try:
             phases = self.phases()
         except PlanError as error:
+            if error.__cause__ is not None and not _of_fakes(error.__cause__):
+                first = f"{type(error.__cause__).__name__}: {first_line(error.__cause__)}".rstrip(".")
+                parts = ", ".join(self.task.trainable)
+                what = f"a step on tensors without numbers stopped in {parts}: {first}"
+                hint = "the run will probably stop in its first step"
+                warnings.warn(f"{what}; {hint}", RunWarning, stacklevel=2)
             return unknown(config, plan, machine, error.what)
         if measure:
             self._measure(phases)
@@ -184,6 +198,17 @@ class Study:
             if 0 < len(own := chosen.intersection(group.paths)) < len(group.paths) and own == chosen:
                 return len(own) / len(group.paths)
         return 0.0
+
+
+def _of_fakes(error: BaseException | None) -> bool:
+    """Whether an error or one behind it is of tensors without numbers, memory or a device, and not of the
+    model."""
+    while error is not None:
+        of_torch = type(error).__module__ == FakeTensorMode.__module__
+        if of_torch or isinstance(error, NotImplementedError) or _OF_FAKES.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _batch(

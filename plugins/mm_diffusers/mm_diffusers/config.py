@@ -20,7 +20,7 @@ _Positive = Annotated[float, Range(gt=0)]
 class TransformerConfig:
     """Config of the predictor `diffusers/transformer`."""
 
-    from_pretrained: str | None = None  # the pipeline's folder; null: that of the task
+    from_pretrained: InputPath | None = None  # the pipeline's folder; null: that of the task
     references: Annotated[int, Range(ge=0)] = (
         0  # most reference pictures of a sample (its field `references`), for families that take some; of
         # those that edit pictures, 0 is 1
@@ -32,7 +32,7 @@ class TransformerConfig:
 class VaeConfig:
     """Config of the autoencoder `diffusers/vae`."""
 
-    from_pretrained: str | None = None  # the pipeline's folder; null: that of the task
+    from_pretrained: InputPath | None = None  # the pipeline's folder; null: that of the task
     dtype: DType = "fp32"  # of its weights
     family: Family | None = None  # recipe of the pipeline; null: that of the predictor
 
@@ -41,7 +41,7 @@ class VaeConfig:
 class TextConfig:
     """Config of the text encoder `diffusers/text`: all text encoders of a pipeline."""
 
-    from_pretrained: str | None = None  # the pipeline's folder; null: that of the task
+    from_pretrained: InputPath | None = None  # the pipeline's folder; null: that of the task
     dtype: DType = "bf16"  # of their weights
     max_length: Annotated[int, Range(ge=1)] | None = (
         None  # most tokens of a caption; null: as in the pipeline
@@ -53,7 +53,7 @@ class TextConfig:
 class ImageConfig:
     """Config of the image encoder `diffusers/image`."""
 
-    from_pretrained: str | None = None  # the pipeline's folder; null: that of the task
+    from_pretrained: InputPath | None = None  # the pipeline's folder; null: that of the task
     dtype: DType = "bf16"  # of its weights
     family: Family | None = None  # recipe of the pipeline; null: that of the predictor
 
@@ -62,7 +62,7 @@ class ImageConfig:
 class ScheduleConfig:
     """Config of the scheduler `diffusers/schedule`: flow matching, sampled as the pipeline samples."""
 
-    from_pretrained: str | None = None  # the pipeline's folder; null: that of the task
+    from_pretrained: InputPath | None = None  # the pipeline's folder; null: that of the task
     shift: Literal["sampling"] | _Positive = (
         1.0  # of the levels of noise in training: a number, or as the pipeline samples pictures of that size
     )

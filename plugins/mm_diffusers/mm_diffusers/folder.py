@@ -123,6 +123,11 @@ class PipelineFolder:
             yield fault
 
     def _json(self, path: Path) -> Mapping[str, Any]:
+        hint = "download the pipeline, or correct task.pipeline"
+        if not self.path.exists():
+            from mm_core.weights import no_folder  # which imports torch
+
+            raise no_folder(self.path, HOW, hint)
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as fault:
@@ -130,6 +135,6 @@ class PipelineFolder:
                 f"{path.name} is missing" if not path.exists() else f"{path.name} cannot be read: {fault}",
                 where=str(path.parent),
                 accepted=HOW,
-                hint="download the pipeline, or correct task.pipeline",
+                hint=hint,
             ) from None
         return found if isinstance(found, dict) else {}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 from mm_diffusers import Encoded, Family
 from mm_diffusers.testing.parity import RNG, batch_of, pair_of
 from mm_diffusers.text import DiffusersText
@@ -93,7 +94,23 @@ def test_a_pipeline_that_is_not_there_yet_is_noted_and_starts_no_run(tmp_path, c
     assert f"missing: {folder} (needed to train)" in capsys.readouterr().out
     assert main(["validate", str(tmp_path / "run.yaml"), "--strict"]) == 1
     assert main(["train", "--config", str(tmp_path / "run.yaml"), "--dry-run"]) == 1
-    assert "model_index.json is missing" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert (
+        f"{folder}: this folder does not exist\n  accepted: a folder that Diffusers' save_pretrained" in error
+    )
+
+
+@pytest.mark.filterwarnings("ignore:hub.org/image@v2")
+@pytest.mark.parametrize("command", [["train", "--dry-run"], ["cache", "status"]])
+def test_a_pipeline_on_the_hub_that_cannot_be_fetched_is_named(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    (tmp_path / "run.yaml").write_text(TASK.format(folder="hub:org/image@v2", more=""), encoding="utf-8")
+    assert main([*command, "--config", str(tmp_path / "run.yaml")]) == 1
+    assert capsys.readouterr().err.endswith(
+        "mm: error: hub:org/image@v2: it is not in the cache, and the hub was not reached\n"
+        "  hint: where there is a network: hf download org/image --revision v2\n"
+    )
 
 
 def test_sizes_that_do_not_divide_are_in_the_plan(pipeline_of, tmp_path, capsys):

@@ -65,6 +65,21 @@ def test_the_config_itself_is_good(folder, monkeypatch, capfd):
     assert "missing" not in capfd.readouterr().out
 
 
+@pytest.mark.parametrize("named", ["ckpt/tinny", "{high: ckpt/tinny, low: ckpt/wan_tiny}"])
+def test_missing_weights_are_listed(named, folder, monkeypatch, capfd):
+    monkeypatch.chdir(folder)
+    pair = ["task.predictor.type=wan/two_expert"] if "high" in named else []
+    assert main(["validate", str(CONFIG), *pair, f"task.predictor.from_pretrained={named}"]) == 0
+    assert capfd.readouterr().out.splitlines()[1:] == ["missing: ckpt/tinny (needed to train)"]
+
+
+def test_sizes_of_a_preset_whose_folder_is_missing_are_answered_with_the_folder(said):
+    preset = ("task.predictor.preset=wan2.1-t2v-1.3b", "task.predictor.from_pretrained=ckpt/tinny")
+    error = said(*dry(*preset))
+    assert "text_dim is 4096, but the text encoder's hidden states are" in error
+    assert "; ckpt/tinny is missing: the predictor's sizes are those of its preset or fields" in error
+
+
 # -- folders ---------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from mm_core.plugin import DType, Range
+from mm_core.plugin import DType, InputPath, Range
 
 _Size = Annotated[int, Range(ge=1)]
 
@@ -26,7 +26,7 @@ class TilingParam:
 class WanVAEConfig:
     """The causal video autoencoder of Wan 2.1 (16 channels) and Wan 2.2 TI2V (48 channels)."""
 
-    from_pretrained: str  # folder of a pipeline's `vae`, or the pipeline's; or Wan2.1_VAE.pth and the like
+    from_pretrained: InputPath  # folder of a pipeline or its `vae`; or Wan2.1_VAE.pth and the like
     dtype: DType = "fp32"  # dtype of weights and layers; latents are always fp32
     latent_channels: _Size | None = (
         None  # expected channels of the latents, 16 or 48; null: as in config.json
@@ -49,7 +49,7 @@ class WanVAEConfig:
 class WanUMT5Config:
     """The UMT5 text encoder of Wan, with inputs as in Wan's pipelines."""
 
-    from_pretrained: str  # folder of a pipeline's `text_encoder`, or its own; or one file of the encoder
+    from_pretrained: InputPath  # a pipeline's `text_encoder`, or a folder or file of its own
     tokenizer: str | None = None  # tokenizer folder; null: the weights' folder, or one beside the weights
     max_length: _Size = 512  # tokens per caption; longer captions are cut, shorter ones padded
     dtype: DType = "bf16"  # dtype of weights and hidden states
@@ -59,7 +59,7 @@ class WanUMT5Config:
 class WanCLIPVisionConfig:
     """The CLIP image encoder of Wan 2.1's image-to-video models, with inputs as in their pipelines."""
 
-    from_pretrained: str  # folder with config.json and safetensors: a pipeline's `image_encoder`, or its own
+    from_pretrained: InputPath  # a pipeline's `image_encoder`, or its own folder; with config.json
     processor: str | None = (
         None  # processor folder; null: the weights' folder, else `image_processor` beside it
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 from mm_core.contracts import WeightsFrom
 from mm_core.errors import CheckpointError, ConfigError, did_you_mean
-from mm_core.weights import open_stored, pipeline_parts, read_mapping
+from mm_core.weights import no_folder, open_stored, pipeline_parts, read_mapping
 from mm_wan.predictor.config import ExpertPaths
 from mm_wan.presets import DEFAULTS, PRESETS, Architecture, largest, presets_of
 from mm_wan.single_file import FORMAT, is_single, names_expert, transformer_sizes
@@ -118,12 +118,11 @@ def read_fields(folder: Path, heads: int | None = None) -> Architecture:
     if is_single(folder) and folder.is_file():
         return _original_fields(*transformer_sizes(folder, heads), folder)
     if not folder.is_dir():
-        raise CheckpointError(
-            "this is a file, not a folder" if folder.exists() else "this folder does not exist",
-            where=str(folder),
-            accepted=ACCEPTED,
-            hint="download the weights to it; or set preset to plan a run without them",
-        )
+        hint = "download the weights to it; or set preset to plan a run without them"
+        if not folder.exists():
+            raise no_folder(folder, ACCEPTED, hint)
+        what = "this is a file, not a folder"
+        raise CheckpointError(what, where=str(folder), accepted=ACCEPTED, hint=hint)
     if is_original(folder):
         config = read_mapping(folder / "config.json")
         _check_sizes(config, folder / "config.json")

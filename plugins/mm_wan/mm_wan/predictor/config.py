@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from mm_core.plugin import Range
+from mm_core.plugin import InputPath, Range
 from mm_wan.presets import LARGEST, LARGEST_HEAD, MOST_LAYERS, MOST_POSITIONS
 
 _Size = Annotated[int, Range(ge=1, le=LARGEST)]
@@ -63,7 +63,7 @@ class WanTransformerConfig(ArchitectureConfig):
     published architecture, or from its fields. Default of each field: the value of the folder or preset;
     without either, the default of Diffusers' class (14B text-to-video)."""
 
-    from_pretrained: str | None = None  # folder of a pipeline, of its transformer, in Wan-AI's layout; a file
+    from_pretrained: InputPath | None = None  # a pipeline, its transformer or Wan-AI's folder; a file
     preset: PresetName | None = None  # published architecture; the folder must have the same
 
 
@@ -79,7 +79,7 @@ class ExpertPaths:
 class TwoExpertConfig(ArchitectureConfig):
     """Wan 2.2 A14B: two transformers of one architecture, one for high noise and one for low noise."""
 
-    from_pretrained: str | ExpertPaths | None = (
+    from_pretrained: InputPath | ExpertPaths | None = (
         None  # folder of a pipeline, or in Wan-AI's layout, with both experts; or a file of each
     )
     preset: TwoExpertPresetName | None = None  # published pair; the folder must hold the same architecture
