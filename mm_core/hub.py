@@ -135,8 +135,7 @@ def no_folder(path: Path, accepted: str, hint: str) -> CheckpointError:
         hint: what to do where it is a folder of the user.
     """
     if name := HubName.at(path):
-        what = "it is not in the cache, and the hub was not reached"
-        return CheckpointError(what, where=str(name), hint=name.to_fetch)
+        return CheckpointError("it is not in the cache", where=str(name), hint=name.to_fetch)
     return CheckpointError("this folder does not exist", where=str(path), accepted=accepted, hint=hint)
 
 

@@ -70,6 +70,8 @@ class RunLock:
         _held.append(file)
         os.ftruncate(file, 0)
         os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n{uuid.uuid4().hex}\n".encode())
+        with suppress(OSError):
+            os.fsync(file)  # other hosts read it
 
     def read(self) -> str:
         """What the holder of the lock has written into its file; empty if there is none."""
@@ -77,7 +79,7 @@ class RunLock:
             return self._path.read_text(errors="replace")
         return ""
 
-    def check_shared(self, holder: str, seconds: float = 30.0) -> None:
+    def check_shared(self, holder: str, seconds: float = 90.0) -> None:
         """Waits until this host's file names the holder, as a shared folder may have it late.
 
         Raises:

@@ -57,9 +57,9 @@ def config_of(args: argparse.Namespace, *more: str, fetch: Fetch = False) -> Run
             if (file == path or theirs) and (known := foreign(get_registry(), file)):
                 raise (known if file == path else ConfigError([known, *theirs], where=str(path))) from None
         for fault in error.faults:
-            key = re.fullmatch(r"unknown key '(\w+)'", fault.what)
-            if key and (hint := ours_of(get_registry(), key[1])):
-                fault.hint = hint
+            key = re.fullmatch(r"(?:unknown key|.* has no key) '(\w+)'", fault.what)
+            if key and "this key is" not in (fault.hint or ""):
+                fault.hint = ours_of(get_registry(), key[1]) or fault.hint
         raise
 
 

@@ -258,8 +258,9 @@ class PluginRecord:
         return self.status in ("failed", "refused")
 
 
-_REPOSITORY = ("custom_dit", "deepspeed", "diffusers", "internvl", "mindspeed", "trainers", "wan")
-"""Namespaces of the plugins in the repository of mm-core."""
+MIGRATIONS = ("mindspeed", "trainers")
+_REPOSITORY = ("custom_dit", "deepspeed", "diffusers", "internvl", *MIGRATIONS, "wan")
+"""Namespaces of the plugins in the repository of mm-core; `MIGRATIONS` are those that read other tools."""
 
 
 def not_installed(namespace: str, plugins: Iterable[PluginRecord]) -> str | None:

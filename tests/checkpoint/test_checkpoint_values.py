@@ -21,6 +21,7 @@ from mm_core.checkpoint.retention import complete_steps
 from mm_core.checkpoint.run_lock import RunLock
 from mm_core.checkpoint.store import CheckpointStore
 from mm_core.errors import CheckpointError
+from mm_core.runtime.ranks import Ranks
 from support.checkpoints import chosen
 
 CONFIG = "run: {name: test}\n"
@@ -370,6 +371,14 @@ def test_hosts_with_a_folder_each_end_before_the_first_step(tmp_path):
     for lock in (elsewhere, RunLock(tmp_path / "absent")):
         with pytest.raises(CheckpointError, match="does not see what rank 0 has written"):
             lock.check_shared(holder, seconds=0.3)
-    RunLock(tmp_path / "absent").check_shared("", seconds=0.0)  # a file system that keeps no lock
+    RunLock(tmp_path / "absent").check_shared("", seconds=0.0)  # rank 0 could not read its own
     for lock in (first, elsewhere):
         lock.release()
+
+
+def test_a_run_begins_only_where_its_ranks_see_the_first_ones_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(RunLock.check_shared, "__defaults__", (0.1,))
+    CheckpointStore(tmp_path / "shared", keep=2).begin(0)
+    monkeypatch.setattr(Ranks, "on_first", lambda ranks, doing, work: f"{work()}of another host")
+    with pytest.raises(CheckpointError, match="does not see what rank 0 has written"):
+        CheckpointStore(tmp_path / "own", keep=2).begin(0)

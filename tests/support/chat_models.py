@@ -77,4 +77,6 @@ def _write(file: Path, content: Mapping[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3 or sys.argv[1] not in FAMILIES:
+        sys.exit(f"usage: python -m support.chat_models FAMILY FOLDER; families: {', '.join(FAMILIES)}")
     print(save_chat_model(sys.argv[1], Path(sys.argv[2])))

@@ -183,7 +183,7 @@ def test_a_forward_that_cannot_work_is_a_warning(tiny, monkeypatch):
         return latents @ latents.new_ones(5, 5)
 
     monkeypatch.setattr(CustomDiT, "forward", broken)
-    warned = r"stopped in predictor: RuntimeError: .*; the run will probably stop in its first step"
+    warned = r"without numbers stopped: RuntimeError: .*; it will probably stop there, too"
     with pytest.warns(RunWarning, match=warned):
         found = forecast_of(tiny, "2xH100", *LONG)
     assert [need.phase for need in found.needs] == ["states"]

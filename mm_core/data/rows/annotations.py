@@ -135,7 +135,7 @@ def escapes(path: str) -> str:
     """How a path in a row leaves its folder, as far as its text shows; empty: it does not."""
     if path[:1] != "/" and ".." not in path and ":" not in path and "\\" not in path:
         return ""  # parsing a million paths takes seconds
-    if PurePosixPath(path).is_absolute() or PureWindowsPath(path).drive:
+    if PurePosixPath(path).is_absolute() or PureWindowsPath(path).is_absolute():
         return "is absolute: rows have paths relative to the folder of their source"
     return "leads outside the folder" if ".." in PurePosixPath(path).parts else ""
 

@@ -11,7 +11,7 @@ from mm_core.interchange.migration.migrated import Migration
 from mm_core.interchange.migration.shell import read_script
 from mm_core.interchange.migration.sources import read_source
 from mm_core.interchange.migration.table import Key, SupportsKeys
-from mm_core.plugin.records import not_installed
+from mm_core.plugin.records import MIGRATIONS, not_installed
 from mm_core.plugin.registry import Registry
 
 
@@ -42,7 +42,7 @@ def migration_of(registry: Registry, paths: Sequence[Path], name: str | None = N
     if found:
         what, hint = f"{' and '.join(found)} recognise these files", "name one with --from"
         raise MMError(what, where=shown, hint=hint)
-    absent = [not_installed(namespace, registry.plugins) for namespace in ("mindspeed", "trainers")]
+    absent = [not_installed(namespace, registry.plugins) for namespace in MIGRATIONS]
     hint = "; ".join(["give all files of the run, or its folder", *filter(None, absent)])
     raise MMError("no installed migration recognises these files", where=shown, accepted=tools, hint=hint)
 
@@ -70,7 +70,7 @@ def ours_of(registry: Registry, word: str) -> str | None:
     """
     tools: dict[str, list[str]] = {}
     for each in registry.components("migration"):
-        with suppress(MMError):  # a broken migration hides no error of the config
+        with suppress(Exception):  # a broken migration hides no error of the config
             migration = _built(registry, each.qualified)
             for row in migration.keys if isinstance(migration, SupportsKeys) else ():
                 last = row.theirs.rpartition(".")[2].lstrip("-").replace("-", "_")

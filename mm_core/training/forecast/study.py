@@ -36,7 +36,7 @@ from mm_core.training.training_samples import first_batch
 from mm_core.weights.adapters.inject import Structure
 
 _OF_FAKES = re.compile(
-    r"\bmeta\b|fake|tensor subclass|data pointer|data-dependent|\bdevice\b|cuda|triton", re.I
+    r"\bmeta\b|fake|tensor subclass|data pointer|data-dependent|\bdevice\b|driver|cuda|npu|triton", re.I
 )
 """Words of errors of computations that need numbers, memory or a device."""
 
@@ -175,10 +175,8 @@ class Study:
         except PlanError as error:
             if error.__cause__ is not None and not _of_fakes(error.__cause__):
                 first = f"{type(error.__cause__).__name__}: {first_line(error.__cause__)}".rstrip(".")
-                parts = ", ".join(self.task.trainable)
-                what = f"a step on tensors without numbers stopped in {parts}: {first}"
-                hint = "the run will probably stop in its first step"
-                warnings.warn(f"{what}; {hint}", RunWarning, stacklevel=2)
+                what = f"the run on tensors without numbers stopped: {first}"
+                warnings.warn(f"{what}; it will probably stop there, too", RunWarning, stacklevel=2)
             return unknown(config, plan, machine, error.what)
         if measure:
             self._measure(phases)
@@ -205,7 +203,8 @@ def _of_fakes(error: BaseException | None) -> bool:
     model."""
     while error is not None:
         of_torch = type(error).__module__ == FakeTensorMode.__module__
-        if of_torch or isinstance(error, NotImplementedError) or _OF_FAKES.search(str(error)):
+        wordless = isinstance(error, AssertionError) and not str(error)
+        if of_torch or wordless or isinstance(error, NotImplementedError) or _OF_FAKES.search(str(error)):
             return True
         error = error.__cause__ or error.__context__
     return False

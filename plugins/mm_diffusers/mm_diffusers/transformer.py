@@ -167,7 +167,9 @@ class DiffusersTransformer(nn.Module):
         predicted = torch.stack(list(found)) if isinstance(found, (list, tuple)) else found
         velocity = unpacked(predicted, family, latents.shape)
         velocity = (-velocity if family.negated else velocity).to(latents.dtype).contiguous()
-        return velocity.clone() if velocity._is_view() else velocity  # FSDP2 may drop its hook on a view
+        if not torch.compiler.is_compiling() and velocity._is_view():  # on which FSDP2 may drop its hook
+            return velocity.clone()
+        return velocity
 
     def _arguments(
         self,

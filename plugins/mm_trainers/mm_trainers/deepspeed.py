@@ -46,6 +46,8 @@ def use_deepspeed(source: Source, beside: Sequence[Path]) -> None:
         run.todo = [each for each in run.todo if not each.startswith("train.global_batch_size")]
     if value_at(settings, "optimizer") is not None:
         source.set("train.decay_norms_and_biases", True, "deepspeed", _DECAY)
+    if value_at(settings, "gradient_clipping") is None:
+        source.set("train.clip_grad_norm", None, "deepspeed", "absent, DeepSpeed clips nothing")
     if (kind := value_at(settings, "scheduler.type")) is not None:
         _schedule(source, kind, value_at(settings, "scheduler.params", {}))
 
@@ -69,6 +71,9 @@ def _schedule(source: Source, kind: str, params: dict[str, Any]) -> None:
     def number(key: str, otherwise: Any = 0.0) -> Any:
         return otherwise if params.get(key, "auto") == "auto" else params[key]
 
+    if kind != "WarmupCosineLR" and "warmup_max_lr" not in params:
+        source.differ("deepspeed", 'absent, it is 0.001: write optimizer.lr, or "auto"', "warmup_max_lr")
+
     rate = source.run.lines["optimizer.lr"].value
     least = number("warmup_min_lr")
     cosine = {
@@ -77,11 +82,12 @@ def _schedule(source: Source, kind: str, params: dict[str, Any]) -> None:
     }
     line = {"warmup_init": least, **({"min_lr": least} if kind == "WarmupDecayLR" else {})}
     kept = {"type": _SCHEDULES[kind], **(cosine if kind == "WarmupCosineLR" else line)}
-    source.take_off("the scheduler of DeepSpeed decides", "lr_schedule.")
-    if (warmup := number("warmup_num_steps", None)) is not None:
-        kept["warmup_steps"] = warmup
+    for key in [key for key in source.run.lines if key.startswith("lr_schedule.")]:
+        del source.run.lines[key]  # the arguments' own count where the file has "auto", and else do nothing
+    if params.get("warmup_num_steps", 1000) != "auto":
+        kept["warmup_steps"] = params.get("warmup_num_steps", 1000)
     else:
-        warm_up(source, "warmup_steps")
+        warm_up(source, "warmup_steps" if source.get("warmup_steps") else "warmup_ratio")
     if params.get("warmup_type") != "auto":
         kept["warmup_type"] = params.get("warmup_type", "log")
     for key, value in kept.items():

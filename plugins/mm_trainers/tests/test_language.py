@@ -273,6 +273,7 @@ _AUTO = {
     "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
     "zero_optimization": {"stage": 2},
 }
+_NO_CLIPPING = {key: value for key, value in _AUTO.items() if key != "gradient_clipping"}
 _WARMUP = dict.fromkeys(("total_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto")
 
 
@@ -293,7 +294,10 @@ _WARMUP = dict.fromkeys(("total_num_steps", "warmup_min_lr", "warmup_max_lr", "w
         ),
         (
             {
-                "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}},
+                "scheduler": {
+                    "type": "WarmupLR",
+                    "params": {"warmup_max_lr": "auto", "warmup_num_steps": 4, "warmup_type": "linear"},
+                },
                 "train_batch_size": 16,
             },
             "fp16",
@@ -332,12 +336,11 @@ def test_sections_of_deepspeeds_json_count_as_in_transformers(written, lists, se
     assert any("train.global_batch_size" in each for each in run.todo) == ("train_batch_size" not in sections)
     assert taken["train.decay_norms_and_biases"], "DeepSpeed's own optimizer decays all"
     config = load_config(written("run.yaml", to_yaml(run)))
-    batch, micro = config.train.global_batch_size, config.train.micro_batch_size
+    micro = config.train.micro_batch_size
     facts = TrainingFacts(
         *(100, micro, 16 // micro // 2, 2, config.train.clip_grad_norm),
         *(config.optimizer, config.lr_schedule),
     )
-    assert batch in (8, 16)
     result = completed(config.engine.options["settings"], facts)
     assert {kind: result[kind]["enabled"] for kind in ("bf16", "fp16")} == {
         kind: dtype == kind for kind in ("bf16", "fp16")
@@ -349,3 +352,21 @@ def test_a_scheduler_without_a_counterpart_is_in_the_third_list(written, lists):
     keys = {"output_dir": "out/a", "num_train_epochs": 1, "deepspeed": "ds.json", "model_name_or_path": "a/b"}
     (differs,) = lists(migrated(written("arguments.json", json.dumps(keys)), TrainingArguments))[2]
     assert differs == "scheduler.type OneCycle"
+
+
+def test_what_is_absent_in_deepspeeds_json_is_its_default_and_auto_is_the_arguments(written, lists):
+    keys = {"output_dir": "out/a", "num_train_epochs": 1, "warmup_ratio": 0.1, "learning_rate": 3e-4}
+    keys |= {"deepspeed": "ds.json", "model_name_or_path": "a/b", "lr_scheduler_type": "cosine"}
+    arguments = written("arguments.json", json.dumps(keys))
+
+    def migrated_with(params):
+        scheduler = {"type": "WarmupDecayLR", "params": params}
+        written("ds.json", json.dumps({**_NO_CLIPPING, "scheduler": scheduler}))
+        return lists(migrated(arguments, TrainingArguments))
+
+    taken, dropped, differs = migrated_with(_WARMUP)
+    assert taken["lr_schedule.warmup_fraction"] == 0.1 and "lr_schedule.warmup_steps" not in taken
+    assert taken["train.clip_grad_norm"] is None and not differs and "warmup_ratio" not in dropped
+    taken, _, differs = migrated_with({"warmup_type": "linear"})
+    assert taken["lr_schedule.warmup_steps"] == 1000 and taken["lr_schedule.warmup_type"] == "linear"
+    assert differs.keys() == {"warmup_max_lr"}

@@ -122,3 +122,5 @@ def test_keys_of_other_tools_in_a_config_of_ours_get_their_names_here(capsys):
     }
     assert "did you mean 'steps'?" in hints["stepz"] and "did you mean 'checkpoint'?" in hints["checkpoints"]
     assert "(musubi-tuner, LLaMA-Factory, Transformers) here" in hints["learning_rate"]
+    assert main(["validate", "run.yaml", "optimizer.adam_beta1=0.9"]) == 1
+    assert "this key of another tool is optimizer.betas.0" in capsys.readouterr().err
