@@ -25,7 +25,7 @@ from typing import (
 
 from mm_core.errors import ConfigError, ForeignExit, MMError, PluginError, did_you_mean, foreign_code, plural
 from mm_core.schema.annotations import annotations_of
-from mm_core.schema.fields import ComponentConfig, Kind, Range, dtype_hint, key_hint
+from mm_core.schema.fields import ComponentConfig, Kind, Range, dtype_hint, key_hint, part_hint
 from mm_core.schema.nodes import (
     FAILED,
     SCALARS,
@@ -250,8 +250,8 @@ class Checker:
             return self.fault(named, f"found {show(named)} as the type", accepted)
         meant = did_you_mean("type", node.value)
         hint = f"{meant[:-1]} a misspelt 'type'?".replace("did you mean", "is") if meant else None
-        foreign = ((key, key_hint(key, ("type", "from_pretrained"))) for key in node.value)
-        hint = hint or next((f"{key!r}: {found}" for key, found in foreign if found), None)
+        hints = (part_hint(key, given.value) for key, given in node.value.items())
+        hint = hint or next(filter(None, hints), None)
         return self.fault(node, "the key 'type' is missing", accepted, hint, key=True)
 
     def value(self, annotation: object, node: Node) -> object:

@@ -17,11 +17,11 @@ _DTYPES = {
 """Our name of a dtype -> its names elsewhere."""
 
 _KEYS = {
-    "type": ("name", "class_name", "_class_name", "target", "_target_"),
     "from_pretrained": (
         *("model", "model_id", "model_name", "model_path", "repo_id"),
         *("model_name_or_path", "name_or_path", "pretrained_model_name_or_path"),
     ),
+    "type": ("name", "model_id", "class_name", "_class_name", "target", "_target_"),
     "lr": ("learning_rate",),
     "steps": ("max_steps", "max_train_steps", "num_steps", "iterations"),
     "epochs": ("num_epochs", "max_epochs", "num_train_epochs", "max_train_epochs"),
@@ -41,6 +41,16 @@ def key_hint(word: str, known: Collection[str]) -> str | None:
     """
     ours = next((ours for ours, others in _KEYS.items() if word in others and ours in known), None)
     return did_you_mean(word, known) if ours is None else f"this key is {ours!r} here"
+
+
+def part_hint(word: str, value: object) -> str | None:
+    """The hint for a key of a component without `type`, whose name elsewhere it may be; None: it is none.
+
+    A `model_id` is a type in MindSpeed-MM, and with a slash a name on the hub.
+    """
+    known = ("type",) if word == "model_id" and "/" not in str(value) else ("from_pretrained", "type")
+    found = key_hint(word, known)
+    return f"{word!r}: {found}" if found else None
 
 
 def yaml_key(name: str) -> str:

@@ -139,6 +139,7 @@ def test_a_missing_component_name_lists_the_components_and_the_key_that_was_mean
     [
         ("type: bytes", "name: bytes", "'name': this key is 'type' here"),
         ("type: bytes", "model_id: a/b", "'model_id': this key is 'from_pretrained' here"),
+        ("type: bytes", "model_id: t5", "'model_id': this key is 'type' here"),
         ("type: bytes", "type: hf_text, model_id: a/b", "this key is 'from_pretrained' here"),
         ("micro_batch_size: ", "batch_size: ", "this key is 'micro_batch_size' here"),
     ],
