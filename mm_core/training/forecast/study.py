@@ -173,7 +173,8 @@ class Study:
         try:
             phases = self.phases()
         except PlanError as error:
-            if error.__cause__ is not None and not _of_fakes(error.__cause__):
+            # Without data, the shapes are those of the largest sample that there may be.
+            if self._batch is not None and error.__cause__ is not None and not _of_fakes(error.__cause__):
                 first = f"{type(error.__cause__).__name__}: {first_line(error.__cause__)}".rstrip(".")
                 what = f"the run on tensors without numbers stopped: {first}"
                 warnings.warn(f"{what}; it will probably stop there, too", RunWarning, stacklevel=2)
