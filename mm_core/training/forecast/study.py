@@ -78,6 +78,8 @@ class Study:
             self.unknown = f"{what} {config.engine.type} are not"
             return
         self.task = self._build()
+        # Without data, a sample of a bucket is the largest that there may be.
+        self._guessed = samples is None and config.data.loader.mode == "variable"
         self._batch, why = _batch(config, plan, samples, self.task)
         self._forward = forward_of(self.task, config) if self._batch is None else None
         self._request = _request(config) if not _lacking(plan) else None
@@ -173,8 +175,7 @@ class Study:
         try:
             phases = self.phases()
         except PlanError as error:
-            # Without data, the shapes are those of the largest sample that there may be.
-            if self._batch is not None and error.__cause__ is not None and not _of_fakes(error.__cause__):
+            if not self._guessed and error.__cause__ is not None and not _of_fakes(error.__cause__):
                 first = f"{type(error.__cause__).__name__}: {first_line(error.__cause__)}".rstrip(".")
                 what = f"the run on tensors without numbers stopped: {first}"
                 warnings.warn(f"{what}; it will probably stop there, too", RunWarning, stacklevel=2)
