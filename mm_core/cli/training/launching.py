@@ -62,7 +62,8 @@ def launched(args: argparse.Namespace, config: RunConfig, nproc: int, least: int
     nodes = Nodes(nproc, least, most, args.rdzv_endpoint, args.rdzv_id, is_rendezvous_host)
     tries, last, by_hostfile = _tries(args, config, nodes), None, os.environ.pop(BY_HOSTFILE, None)
     try:
-        check_name((args.rdzv_endpoint or "localhost:").rpartition(":")[0])
+        if nodes.endpoint is not None:
+            check_name(nodes.endpoint.rpartition(":")[0])
     except MMError as fault:
         if by_hostfile is not None:
             raise

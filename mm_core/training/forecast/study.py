@@ -36,7 +36,7 @@ from mm_core.training.training_samples import first_batch
 from mm_core.weights.adapters.inject import Structure
 
 _OF_FAKES = re.compile(
-    r"\bmeta\b|fake|tensor subclass|data pointer|data-dependent|\bdevice\b|driver|cuda|npu|triton", re.I
+    r"\bmeta\b|fake|tensor subclass|data pointer|data-dependent|\bdevice\b|driver|cuda|\bnpu\b|triton", re.I
 )
 """Words of errors of computations that need numbers, memory or a device."""
 
