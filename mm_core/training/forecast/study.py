@@ -71,6 +71,8 @@ class Study:
         self._known: dict[object, Phases] = {}
         self.unknown = ""
         self.notes: tuple[str, ...] = ()
+        # Without data, a sample of a bucket is the largest that there may be.
+        self._guessed = samples is None and config.data.loader.mode == "variable"
         own: Engine = config.registry.build("engine", config.engine)
         self.stood_for = own if isinstance(own, SupportsStandIn) else None
         if self.stood_for is None and not isinstance(plan.engine, ShardedPlan):
@@ -78,8 +80,6 @@ class Study:
             self.unknown = f"{what} {config.engine.type} are not"
             return
         self.task = self._build()
-        # Without data, a sample of a bucket is the largest that there may be.
-        self._guessed = samples is None and config.data.loader.mode == "variable"
         self._batch, why = _batch(config, plan, samples, self.task)
         self._forward = forward_of(self.task, config) if self._batch is None else None
         self._request = _request(config) if not _lacking(plan) else None
