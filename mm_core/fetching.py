@@ -71,7 +71,7 @@ class Wanted:
             return f"to fetch from the hub: {self.name.key}, of unknown size"
         if not self.absent:
             return f"in the cache of the hub: {self.name.key}"
-        shown = f"{size / 1e9:.2f} GB" if size >= 1e7 else f"{size / 1e6:.2f} MB"
+        shown = f"{size / 1e9:.2f} GB" if size >= 1e7 else f"{size / 1e6:.2g} MB"
         return f"to fetch from the hub: {self.name.key}, {plural(len(self.absent), 'file')}, {shown}"
 
 

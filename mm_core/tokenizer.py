@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mm_core.errors import CheckpointError, TrustError, first_line
+from mm_core.hub import no_folder
 from mm_core.plugin.trust.remote_code import RemoteCode, code_folder
 
 if TYPE_CHECKING:
@@ -30,12 +31,8 @@ def open_tokenizer(folder: str, trust_remote_code: RemoteCode = False) -> PreTra
     from transformers import AutoTokenizer
 
     if not Path(folder).is_dir():
-        raise CheckpointError(
-            "the tokenizer cannot be opened: there is no such folder",
-            where=folder,
-            accepted="a folder that Transformers' AutoTokenizer can open",
-            hint="download the model first: hf download NAME --local-dir DIR",
-        )
+        accepted = "a folder that Transformers' AutoTokenizer can open"
+        raise no_folder(Path(folder), accepted, "download the model first: hf download NAME --local-dir DIR")
     try:
         # Set explicitly: otherwise Transformers asks on the terminal whether to run the code, and blocks.
         with code_folder(Path(folder), trust_remote_code) as place:

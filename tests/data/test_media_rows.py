@@ -186,6 +186,12 @@ def test_what_has_no_caption_gets_that_of_its_source_and_is_counted(tmp_path):
         assert reader.opened().filled == sum("ohwx" in each for each in expected)
 
 
+def test_rows_of_conversations_name_the_dataset_that_reads_them(tmp_path):
+    llava = [{"id": "1", "image": "a.jpg", "conversations": [{"from": "human", "value": "<image>?"}]}]
+    with pytest.raises(DataError, match=r"found: conversations, id, image\); data.train.type: conversations"):
+        read(write(tmp_path / "data.json", llava))
+
+
 def test_a_source_s_caption_does_not_hide_captions_under_another_name(tmp_path):
     other = [{"path": "a.png", "caption": "own"}]
     for place in (

@@ -273,7 +273,7 @@ def test_a_tokenizer_file_that_does_not_parse_is_one_error(tmp_path, gpt):
 def test_a_folder_without_a_tokenizer_is_one_error(tmp_path):
     file = written(tmp_path / "a.jsonl", {"text": "i"})
     what = {
-        tmp_path / "none": "the tokenizer cannot be opened: there is no such folder",
+        tmp_path / "none": "this folder does not exist",
         tmp_path: "no tokenizer can be opened from this folder",
     }
     for folder, said in what.items():

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from huggingface_hub.constants import HF_HUB_CACHE
 
 from mm_core import load_config
 from mm_core.contracts import Batch, Randomness, SampleKey, SampleRequest, TextBatch
@@ -18,6 +19,7 @@ from mm_core.modules.initialise import initialise
 from mm_core.plan import build_task
 from mm_core.tasks.pretrained import model as pretrained_model
 from mm_core.tasks.pretrained.task import PretrainedTask
+from mm_core.tokenizer import open_tokenizer
 from mm_core.weights.formats.libraries import Transformers
 from support import pretrained_models as models
 from support.token_rows import TokenRows
@@ -262,8 +264,12 @@ def refused(folder: Path | str, auto_class: str = "AutoModelForCausalLM", **opti
 
 def test_folders_that_hold_no_model(folders, tmp_path):
     fault = refused(tmp_path / "absent")
-    assert isinstance(fault, CheckpointError) and fault.what == "there is no such folder"
+    assert isinstance(fault, CheckpointError) and fault.what == "this folder does not exist"
     assert fault.hint.endswith("set task.from_pretrained: DIR")
+    cached = Path(HF_HUB_CACHE, "models--org--model/snapshots/main")
+    assert refused(cached).where == "hub:org/model"
+    with pytest.raises(CheckpointError, match="hub:org/model: it is not in the cache"):
+        open_tokenizer(str(cached))
     assert refused(tmp_path).what == "this folder contains no config.json"
     (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
     assert "Transformers cannot read config.json" in refused(tmp_path).what

@@ -27,7 +27,10 @@ _ACCEPTED = (
 )
 
 _COLUMNS = {
-    "path": ("path", "video", "image", "file", "file_name", "filename", "video_path", "image_path", "media"),
+    "path": (
+        *("path", "video", "image", "media", "file", "file_name", "filename"),
+        *("file_path", "video_path", "image_path", "media_path"),
+    ),
     "caption": ("cap", "caption", "text", "prompt", "captions"),
 }
 """Key of `columns` -> its default, and names of other tools."""
@@ -121,6 +124,8 @@ def _json_cells(place: str, value: object, columns: Sequence[Column], optional: 
         if column not in value:
             found = ", ".join(sorted(value)) or "nothing"
             fits = f"; set {fit}" if column in _OURS and (fit := columns_for(value)) else ""
+            if column in _OURS and not {"conversations", "messages"}.isdisjoint(value):
+                fits = "; data.train.type: conversations reads rows of conversations"
             return Cells(place, fault=f"no column {column!r} (found: {found[:200]}){fits}")
         cells.append(value[column])
     return Cells(place, tuple(cells))

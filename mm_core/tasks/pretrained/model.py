@@ -24,6 +24,7 @@ from mm_core.errors import (
     foreign_code,
     nearest,
 )
+from mm_core.hub import no_folder
 from mm_core.modules.patterns import select_parameters
 from mm_core.plugin.trust.remote_code import check_overrides, code_folder
 from mm_core.tasks.pretrained import packed_attention
@@ -51,12 +52,12 @@ def build_model(wanted: PretrainedConfig, name: str) -> PreTrainedModel:
     """
     folder = Path(wanted.from_pretrained)
     if not (folder / "config.json").is_file():
-        raise CheckpointError(
-            "this folder contains no config.json" if folder.is_dir() else "there is no such folder",
-            where=str(folder),
-            accepted="a model folder as written by Transformers' save_pretrained",
-            hint="download the model (hf download NAME --local-dir DIR) and set task.from_pretrained: DIR",
-        )
+        accepted = "a model folder as written by Transformers' save_pretrained"
+        hint = "download the model (hf download NAME --local-dir DIR) and set task.from_pretrained: DIR"
+        if not folder.is_dir():
+            raise no_folder(folder, accepted, hint)
+        what = "this folder contains no config.json"
+        raise CheckpointError(what, where=str(folder), accepted=accepted, hint=hint)
     if wanted.trust_remote_code:
         what = f"task.trust_remote_code is on: Python files in {folder} are executed"
         warnings.warn(what, RunWarning, stacklevel=2)
