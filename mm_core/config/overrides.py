@@ -9,6 +9,7 @@ from itertools import pairwise
 
 from mm_core.config.yaml_nodes import MAX_DEPTH, read_plain, read_quoted
 from mm_core.errors import ConfigError, MMError, plural
+from mm_core.hub import PREFIX
 from mm_core.schema.nodes import Node, unwritable
 
 _KEY = re.compile(r"[A-Za-z_][\w\-]*(\.[\w\-]+)*\Z")
@@ -125,7 +126,7 @@ def merge(base: Node, over: Node, faults: list[MMError]) -> Node:
     if isinstance(over.value, str) and isinstance(base.value, dict) and "type" in base.value:
         over = _mapping_of(over)
     elif isinstance(base.value, str) and isinstance(over.value, dict) and not isinstance(over.value, _Places):
-        base = _mapping_of(base)
+        base = base if base.value.startswith(PREFIX) else _mapping_of(base)
     if not isinstance(base.value, dict) or not isinstance(over.value, dict):
         return over
     old, new = base.value.get("type"), over.value.get("type")
