@@ -12,7 +12,7 @@ from mm_core.builtin.configs.adapters import AdapterConfig
 from mm_core.errors import plural
 from mm_core.hub_files import Use
 from mm_core.plugin.registry import Registry, get_registry
-from mm_core.schema.fields import ComponentConfig, Guidance, Kind, Range
+from mm_core.schema.fields import ComponentConfig, Guidance, InputPath, Kind, Range
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def _folder_name_fault(name: str) -> str | None:
 class InitFromSection:
     """Config section `init_from`: weights to start from; optimizer, step and data position start anew."""
 
-    path: str  # a run, a checkpoint, a safetensors file or a folder of them, or a .pt file of tensors
+    path: InputPath  # a run, a checkpoint, a safetensors file or a folder of them, or a .pt file of tensors
     weights: Literal["model", "ema"] = "model"  # which weights of a checkpoint to use
     format: str | None = None  # weight format of the files (diffusers, ...); null: the one that matches best
     strict: bool = True  # false: missing weights keep their initialisation, unused ones are listed

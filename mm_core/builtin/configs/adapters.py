@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from mm_core.schema.fields import Range
+from mm_core.schema.fields import InputPath, Range
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class AdapterConfig:
     rslora: bool = False  # scale by alpha / sqrt(rank) (https://arxiv.org/abs/2312.03732)
     name: str = "default"  # name of the adapter, unique in the run
     train: bool = True  # false: applied but not trained
-    from_: str | None = None  # adapter to start from: a folder or file, which sets targets, rank and alpha
+    from_: InputPath | None = None  # adapter to start from: folder or file, sets targets, rank and alpha
 
     def __post_init__(self) -> None:
         if not self.name.replace("_", "").replace("-", "").isalnum() or len(self.name) > 64:

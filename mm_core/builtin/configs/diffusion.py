@@ -68,6 +68,6 @@ class HFTextConfig:
     """Config of the text encoder `hf_text`: a Transformers model."""
 
     from_pretrained: InputPath  # folder with config.json and safetensors weights
-    tokenizer: str | None = None  # folder of the tokenizer; null: the same folder
+    tokenizer: InputPath | None = None  # folder of the tokenizer; null: the same folder
     max_length: Annotated[int, Range(ge=1)] = 512  # tokens; longer captions are truncated
     dtype: DType = "bf16"  # dtype of the weights and the hidden states

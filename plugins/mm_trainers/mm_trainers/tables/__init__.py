@@ -33,9 +33,9 @@ mm migrate sft.yaml --out chats_run.yaml --accept       # LLaMA-Factory
 mm migrate arguments.json ds.json --out run.yaml        # TrainingArguments and DeepSpeed
 ```
 
-To train, install the plugin of the model, too: `./plugins/mm_wan`, or `./plugins/mm_diffusers` for image models and
-HunyuanVideo; with a JSON of DeepSpeed `./plugins/mm_deepspeed`. VLMs need none. What is printed:
-[Coming from another tool](migrate.md).
+To train, install the plugin of the model, too: `./plugins/mm_wan`, or `./plugins/mm_diffusers` for
+image models and HunyuanVideo; with a JSON of DeepSpeed `./plugins/mm_deepspeed`. VLMs need none.
+What is printed: [Coming from another tool](migrate.md).
 
 | tool | models | not here: an error names it |
 |---|---|---|

@@ -50,7 +50,7 @@ class WanUMT5Config:
     """The UMT5 text encoder of Wan, with inputs as in Wan's pipelines."""
 
     from_pretrained: InputPath  # a pipeline's `text_encoder`, or a folder or file of its own
-    tokenizer: str | None = None  # tokenizer folder; null: the weights' folder, or one beside the weights
+    tokenizer: InputPath | None = None  # its folder; null: the weights' folder, or one beside the weights
     max_length: _Size = 512  # tokens per caption; longer captions are cut, shorter ones padded
     dtype: DType = "bf16"  # dtype of weights and hidden states
 
@@ -60,7 +60,7 @@ class WanCLIPVisionConfig:
     """The CLIP image encoder of Wan 2.1's image-to-video models, with inputs as in their pipelines."""
 
     from_pretrained: InputPath  # a pipeline's `image_encoder`, or its own folder; with config.json
-    processor: str | None = (
+    processor: InputPath | None = (
         None  # processor folder; null: the weights' folder, else `image_processor` beside it
     )
     dtype: DType = "fp32"  # dtype of weights and hidden states; Wan's pipelines are published with fp32

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from mm_core.errors import ConfigError, plural
-from mm_core.plugin import Range
+from mm_core.plugin import InputPath, Range
 
 Density = Literal["uniform", "logit_normal", "mode", "beta"]
 Weighting = Literal["gaussian", "none", "min_snr"]
@@ -45,7 +45,7 @@ class WanFlowMatchConfig:
         None  # order of the sampler; null: as in from_pretrained, or 2
     )
     sample_shift: _Positive | None = None  # `shift` when sampling; null: as in from_pretrained, or `shift`
-    from_pretrained: str | None = None  # a pipeline's scheduler folder, whose settings are used for sampling
+    from_pretrained: InputPath | None = None  # a pipeline's scheduler folder: its settings for sampling
 
     def __post_init__(self) -> None:
         low, high = self.min_timestep_boundary, self.max_timestep_boundary
