@@ -175,17 +175,17 @@ def test_a_byte_of_each_file_changes_the_key_of_its_component_alone(
     assert {each for each in PARTS if before[each] != after[each]} == {name}
 
 
-# -- a thousand pictures -----------------------------------------------------------------------------
+# -- a hundred pictures ------------------------------------------------------------------------------
 
 
 class Pictures:
-    """A run of 1,000 pictures with captions, and what each build of its cache encodes."""
+    """A run of 100 pictures with captions, and what each build of its cache encodes."""
 
     def __init__(self, folder: Path, pipeline: Path) -> None:
         self.folder, self.pipeline = folder, folder / "pipeline"
         shutil.copytree(pipeline, self.pipeline)
-        self.captions = [f"picture {number}" for number in range(1000)]
-        for number in range(1000):
+        self.captions = [f"picture {number}" for number in range(100)]
+        for number in range(100):
             self.draw(number, number)
         self.size, self.length = 16, 16
 
@@ -226,7 +226,7 @@ class Pictures:
 
 def test_only_what_has_changed_is_encoded_again(tmp_path, tmp_path_factory, capsys):
     made = Pictures(tmp_path, make_tiny_checkpoint(tmp_path_factory.mktemp("t2v") / "pipeline", "t2v"))
-    assert made.build().encoded == {"latents": 1000, "text states": 1001}
+    assert made.build().encoded == {"latents": 100, "text states": 101}
     assert made.build().encoded == {}
 
     made.captions[7] = "another caption"
@@ -242,22 +242,22 @@ def test_only_what_has_changed_is_encoded_again(tmp_path, tmp_path_factory, caps
     weights.write_bytes(content)
     assert main(["cache", "status", "--config", str(tmp_path / "run.yaml")]) == 1
     shown = capsys.readouterr().out
-    assert "latents: 1,000 not cached: the autoencoder has changed" in shown
+    assert "latents: 100 not cached: the autoencoder has changed" in shown
     assert "(autoencoder: diffusion_pytorch_model.safetensors has other bytes)" in shown
-    assert made.build().encoded == {"latents": 1000}
+    assert made.build().encoded == {"latents": 100}
 
     made.size = 32
     made.config()
     assert main(["cache", "status", "--config", str(tmp_path / "run.yaml")]) == 1
     shown = capsys.readouterr().out
-    assert "latents: 1,000 not cached: its frames, size or transform have changed" in shown
-    assert made.build().encoded == {"latents": 1000}
+    assert "latents: 100 not cached: its frames, size or transform have changed" in shown
+    assert made.build().encoded == {"latents": 100}
 
     made.length = 24
     made.config()
     assert main(["cache", "status", "--config", str(tmp_path / "run.yaml")]) == 1
     assert "(text_encoder.max_length: 16 -> 24)" in capsys.readouterr().out
-    assert made.build().encoded == {"text states": 1001}
+    assert made.build().encoded == {"text states": 101}
     assert main(["cache", "prune", "--config", str(tmp_path / "run.yaml")]) == 0
     assert made.build().encoded == {}
     assert mm_core.train(made.config()).step == 2
