@@ -51,7 +51,7 @@ def state_home(tmp_path_factory):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Marks the cases in the tables of tests/README.md `nightly`, and `slow`."""
+    """Marks the cases in the tables of tests/README.md: `slow`, and those of the night `nightly` too."""
     _, nights, slow = re.split(
         r"^## .*(?:night|slow tier)$", TABLES.read_text(encoding="utf-8"), flags=re.MULTILINE
     )
@@ -64,6 +64,7 @@ def pytest_collection_modifyitems(config, items):
         seen |= {item.nodeid, function}
         if not at_night.isdisjoint((item.nodeid, function)):
             item.add_marker(pytest.mark.nightly)
+            item.add_marker(pytest.mark.slow)
         if function in kept and item.nodeid not in kept[function]:
             item.add_marker(pytest.mark.slow)
     files = {case.partition("::")[0] for case in seen}
