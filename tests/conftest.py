@@ -105,9 +105,10 @@ def chat_rows(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def same_clips() -> Callable[[Path, Path], bool]:
+def same_clips() -> Callable[..., bool]:
     """Whether two folders hold the same clips, by the contact sheet, which has every frame without a loss:
-    of equal frames, x264 makes other bytes now and then, more often on a busy machine."""
+    of equal frames, x264 makes other bytes now and then, more often on a busy machine. What reads a sheet of
+    another layout can be given."""
 
     def size(path: Path) -> tuple[int, int, int]:
         with av.open(str(path)) as container:
@@ -118,7 +119,7 @@ def same_clips() -> Callable[[Path, Path], bool]:
         with Image.open(folder / "contact_sheet.png") as image:
             return np.asarray(image)[28:]  # below its title, which names the run
 
-    def same(first: Path, second: Path) -> bool:
+    def same(first: Path, second: Path, sheet: Callable[[Path], np.ndarray] = sheet) -> bool:
         names = [sorted(path.name for path in folder.glob("*.mp4")) for folder in (first, second)]
         assert names[0], f"{first} holds no clip"
         if names[0] != names[1]:

@@ -123,10 +123,10 @@ def _json_cells(place: str, value: object, columns: Sequence[Column], optional: 
             )
         if column not in value:
             found = ", ".join(sorted(value)) or "nothing"
-            fits = f"; set {fit}" if column in _OURS and (fit := columns_for(value)) else ""
-            if column in _OURS and not {"conversations", "messages"}.isdisjoint(value):
-                fits = "; data.train.type: conversations reads rows of conversations"
-            return Cells(place, fault=f"no column {column!r} (found: {found[:200]}){fits}")
+            advice = _advice(column, value)
+            return Cells(
+                place, fault=f"no column {column!r} (found: {found[:200]}){f'; {advice}' if advice else ''}"
+            )
         cells.append(value[column])
     return Cells(place, tuple(cells))
 
@@ -146,6 +146,16 @@ def columns_for(names: Collection[str]) -> str | None:
     if not found or None in found.values():
         return None
     return f"columns: {{{', '.join(f'{role}: {name}' for role, name in found.items())}}}"
+
+
+def _advice(column: Column, names: Collection[str]) -> str | None:
+    """What reads a table without a column of ours, by the columns that it has; None: it is not known."""
+    if column not in _OURS:
+        return None
+    if fit := columns_for(names):
+        return f"set {fit}"
+    of_turns = not {"conversations", "messages"}.isdisjoint(names)
+    return "data.train.type: conversations reads rows of conversations" if of_turns else None
 
 
 @contextmanager
@@ -224,9 +234,7 @@ def _place(rows: RowFile, column: Column, head: Sequence[str], optional: Collect
         f"the table has no column {column!r}",
         where=str(rows.path),
         accepted=", ".join(head)[:400],
-        hint=f"set {fit}"
-        if column in _OURS and (fit := columns_for(head))
-        else did_you_mean(str(column), head),
+        hint=_advice(column, head) or did_you_mean(str(column), head),
     )
 
 

@@ -175,17 +175,17 @@ def test_a_byte_of_each_file_changes_the_key_of_its_component_alone(
     assert {each for each in PARTS if before[each] != after[each]} == {name}
 
 
-# -- a hundred pictures ------------------------------------------------------------------------------
+# -- many pictures -----------------------------------------------------------------------------------
 
 
 class Pictures:
-    """A run of 100 pictures with captions, and what each build of its cache encodes."""
+    """A run of pictures with captions, and what each build of its cache encodes."""
 
-    def __init__(self, folder: Path, pipeline: Path) -> None:
+    def __init__(self, folder: Path, pipeline: Path, count: int) -> None:
         self.folder, self.pipeline = folder, folder / "pipeline"
         shutil.copytree(pipeline, self.pipeline)
-        self.captions = [f"picture {number}" for number in range(100)]
-        for number in range(100):
+        self.captions = [f"picture {number}" for number in range(count)]
+        for number in range(count):
             self.draw(number, number)
         self.size, self.length = 16, 16
 
@@ -224,9 +224,11 @@ class Pictures:
         return load_config(self.folder / "run.yaml", list(overrides))
 
 
-def test_only_what_has_changed_is_encoded_again(tmp_path, tmp_path_factory, capsys):
-    made = Pictures(tmp_path, make_tiny_checkpoint(tmp_path_factory.mktemp("t2v") / "pipeline", "t2v"))
-    assert made.build().encoded == {"latents": 100, "text states": 101}
+@pytest.mark.parametrize("count", [100, 1000])
+def test_only_what_has_changed_is_encoded_again(count, tmp_path, tmp_path_factory, capsys):
+    pipeline = make_tiny_checkpoint(tmp_path_factory.mktemp("t2v") / "pipeline", "t2v")
+    made = Pictures(tmp_path, pipeline, count)
+    assert made.build().encoded == {"latents": count, "text states": count + 1}
     assert made.build().encoded == {}
 
     made.captions[7] = "another caption"
@@ -242,22 +244,22 @@ def test_only_what_has_changed_is_encoded_again(tmp_path, tmp_path_factory, caps
     weights.write_bytes(content)
     assert main(["cache", "status", "--config", str(tmp_path / "run.yaml")]) == 1
     shown = capsys.readouterr().out
-    assert "latents: 100 not cached: the autoencoder has changed" in shown
+    assert f"latents: {count:,} not cached: the autoencoder has changed" in shown
     assert "(autoencoder: diffusion_pytorch_model.safetensors has other bytes)" in shown
-    assert made.build().encoded == {"latents": 100}
+    assert made.build().encoded == {"latents": count}
 
     made.size = 32
     made.config()
     assert main(["cache", "status", "--config", str(tmp_path / "run.yaml")]) == 1
     shown = capsys.readouterr().out
-    assert "latents: 100 not cached: its frames, size or transform have changed" in shown
-    assert made.build().encoded == {"latents": 100}
+    assert f"latents: {count:,} not cached: its frames, size or transform have changed" in shown
+    assert made.build().encoded == {"latents": count}
 
     made.length = 24
     made.config()
     assert main(["cache", "status", "--config", str(tmp_path / "run.yaml")]) == 1
     assert "(text_encoder.max_length: 16 -> 24)" in capsys.readouterr().out
-    assert made.build().encoded == {"text states": 101}
+    assert made.build().encoded == {"text states": count + 1}
     assert main(["cache", "prune", "--config", str(tmp_path / "run.yaml")]) == 0
     assert made.build().encoded == {}
     assert mm_core.train(made.config()).step == 2
