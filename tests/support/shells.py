@@ -9,7 +9,10 @@ from pathlib import Path
 from support import warm
 
 _CLIENT = Path(__file__).with_name("warm_client.py")
-_HEAVY = "train*|sample*|chat*|eval*|import*|export*|weights*|'plugins test'*|'plugins check --import'*"
+_HEAVY = (
+    "train*|sample*|chat*|eval*|import*|export*|weights*|launch*|migrate*|cache*|align*|data*"
+    "|'plugins test'*|'plugins check --import'*"
+)
 """Commands of `mm` that import torch. The others are run as they are installed."""
 
 _WHEN = {
