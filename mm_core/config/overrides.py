@@ -13,6 +13,8 @@ from mm_core.hub import PREFIX
 from mm_core.schema.nodes import Node, unwritable
 
 _KEY = re.compile(r"[A-Za-z_][\w\-]*(\.[\w\-]+)*\Z")
+_PATHS = (PREFIX, "/", ".", "~")
+"""How a string begins that names no component: a mapping over it replaces it."""
 
 
 class _Places(dict[str, Node]):
@@ -126,7 +128,7 @@ def merge(base: Node, over: Node, faults: list[MMError]) -> Node:
     if isinstance(over.value, str) and isinstance(base.value, dict) and "type" in base.value:
         over = _mapping_of(over)
     elif isinstance(base.value, str) and isinstance(over.value, dict) and not isinstance(over.value, _Places):
-        base = base if base.value.startswith(PREFIX) else _mapping_of(base)
+        base = base if base.value.startswith(_PATHS) else _mapping_of(base)
     if not isinstance(base.value, dict) or not isinstance(over.value, dict):
         return over
     old, new = base.value.get("type"), over.value.get("type")

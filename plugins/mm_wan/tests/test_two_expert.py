@@ -401,9 +401,16 @@ def test_weights_that_are_not_the_experts_are_a_readable_error(pair, tmp_path):
         pass
 
 
-def test_a_folder_an_expert_takes_the_place_of_a_name_on_the_hub(tmp_path):
+@pytest.mark.parametrize("local", ["", "/weights/wan", "./wan"])
+def test_a_folder_an_expert_takes_the_place_of_a_name_on_the_hub_or_a_path(tmp_path, local):
     path, high, low = tmp_path / "run.yaml", tmp_path / "high", tmp_path / "low"
+    base = "config:wan/t2v_a14b"
+    if local:
+        (tmp_path / "base.yaml").write_text(
+            f"include: {base}\ntask: {{predictor: {{from_pretrained: {local}}}}}\n", encoding="utf-8"
+        )
+        base = "base.yaml"
     own = f"task: {{predictor: {{from_pretrained: {{high: {high}, low: {low}}}}}}}\n"
-    path.write_text("include: config:wan/t2v_a14b\n" + own, encoding="utf-8")
+    path.write_text(f"include: {base}\n" + own, encoding="utf-8")
     found = load_config(path).task.options["predictor"].options["from_pretrained"]
     assert (found.high, found.low) == (str(high), str(low))
