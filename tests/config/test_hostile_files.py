@@ -16,8 +16,7 @@ from mm_core.config.yaml_nodes import MAX_BYTES
 from mm_core.errors import ConfigError, MMError
 
 LIMIT = 20.0
-"""Seconds of this process's own, whatever else the machine does; what these tests are about took minutes, or for
-ever."""
+"""Seconds of this process's own, whatever else the machine does; what these tests are about took minutes."""
 MORE = "and more: only the first 100 errors are listed\n  hint: fix these first, then check the config again"
 
 
