@@ -15,20 +15,26 @@ from mm_core.runtime.launch.restarts import restarts_of
 from support.disturbed import below, equal, mm_train, pids_of, same_losses, step_of, worlds_of
 
 
+def saved(run: Path) -> bool:
+    """Whether a run is beyond its second step and a checkpoint, which is written in the background, is whole:
+    that of step 2, or of a later one on a busy machine."""
+    return step_of(run) >= 3 and (run / "checkpoints/LATEST").exists()
+
+
 @pytest.mark.slow
 def test_a_killed_rank_starts_again_and_the_run_is_the_same(faulty, mm, start, tmp_path, wait_until):
     train = faulty(8)
     assert mm(*train, "--nproc", 2, "run.name=alone").code == 0
     run = tmp_path / "killed"
     running = start(*mm_train(*train, "--nproc", 2, "--max-restarts", 3, "run.name=killed"), FAULT="slow")
-    wait_until(lambda: step_of(run) >= 3, 300)
+    wait_until(lambda: saved(run), 300)
     os.kill(pids_of(run)[1], signal.SIGKILL)
     ended = running.end()
     assert ended.code == 0, ended.err
-    assert "mm: restart 1 of 3 in 1 s, from step 2: rank 1 was killed (SIGKILL)\n" in ended.err
-    assert "done: step 8 of 8; 1 restart; run folder" in ended.out
     (row,) = restarts_of(run)
-    assert (row["restart"], row["code"], row["step"]) == (1, 137, 2)
+    assert (row["restart"], row["code"]) == (1, 137) and row["step"] in (2, 4, 6)
+    assert f"mm: restart 1 of 3 in 1 s, from step {row['step']}: rank 1 was killed (SIGKILL)\n" in ended.err
+    assert "done: step 8 of 8; 1 restart; run folder" in ended.out
     equal(tmp_path / "alone", run)
 
 
@@ -97,7 +103,7 @@ def test_two_hosts_agree_and_go_on(what, hosts, mm, tmp_path, wait_until):
     )
     run = tmp_path / "killed"
     both.up(2)
-    wait_until(lambda: step_of(run) >= 3, 300)
+    wait_until(lambda: saved(run), 300)
     if what == "rank":
         os.kill(pids_of(run)[1], signal.SIGKILL)
     else:
@@ -107,8 +113,9 @@ def test_two_hosts_agree_and_go_on(what, hosts, mm, tmp_path, wait_until):
     ends = [each.end(400) for each in both.running]
     assert [ended.code for ended in ends] == [0, 0], "\n-----\n".join(ended.err for ended in ends)
     if what == "rank":
-        assert all("mm: restart 1 of 99 in 1 s, from step 2: " in ended.err for ended in ends)
-        assert len(restarts_of(run)) == 1
+        (row,) = restarts_of(run)
+        assert row["step"] in (2, 4, 6)
+        assert all(f"mm: restart 1 of 99 in 1 s, from step {row['step']}: " in ended.err for ended in ends)
     equal(tmp_path / "alone", run)
 
 
