@@ -47,7 +47,8 @@ class FaultyTask(TextToVideo):
             return loss
         if os.environ.get("FAULT") == "slow":
             time.sleep(0.2)
-        if os.environ.get("FAULT") == "slow at first" and "SLURM_RESTART_COUNT" not in os.environ:
+        again = {"SLURM_RESTART_COUNT", "MM_RESTART"} & os.environ.keys()
+        if os.environ.get("FAULT") == "slow at first" and not again:
             time.sleep(2)
         if told("slow forward"):
             time.sleep(0.03)

@@ -16,9 +16,8 @@ from support.disturbed import below, equal, mm_train, pids_of, same_losses, step
 
 
 def saved(run: Path) -> bool:
-    """Whether a run is beyond its second step and a checkpoint, which is written in the background, is whole:
-    that of step 2, or of a later one on a busy machine."""
-    return step_of(run) >= 3 and (run / "checkpoints/LATEST").exists()
+    """Whether the first checkpoint, which is written in the background, is whole."""
+    return (run / "checkpoints/LATEST").exists()
 
 
 @pytest.mark.slow
@@ -26,15 +25,17 @@ def test_a_killed_rank_starts_again_and_the_run_is_the_same(faulty, mm, start, t
     train = faulty(8)
     assert mm(*train, "--nproc", 2, "run.name=alone").code == 0
     run = tmp_path / "killed"
-    running = start(*mm_train(*train, "--nproc", 2, "--max-restarts", 3, "run.name=killed"), FAULT="slow")
+    running = start(
+        *mm_train(*train, "--nproc", 2, "--max-restarts", 3, "run.name=killed"), FAULT="slow at first"
+    )
     wait_until(lambda: saved(run), 300)
     os.kill(pids_of(run)[1], signal.SIGKILL)
     ended = running.end()
     assert ended.code == 0, ended.err
-    (row,) = restarts_of(run)
-    assert (row["restart"], row["code"]) == (1, 137) and row["step"] in (2, 4, 6)
-    assert f"mm: restart 1 of 3 in 1 s, from step {row['step']}: rank 1 was killed (SIGKILL)\n" in ended.err
+    assert "mm: restart 1 of 3 in 1 s, from step 2: rank 1 was killed (SIGKILL)\n" in ended.err
     assert "done: step 8 of 8; 1 restart; run folder" in ended.out
+    (row,) = restarts_of(run)
+    assert (row["restart"], row["code"], row["step"]) == (1, 137, 2)
     equal(tmp_path / "alone", run)
 
 
@@ -73,14 +74,16 @@ class Hosts:
 
 @pytest.fixture
 def hosts(start, free_port, faulty, tmp_path):
-    def begin(steps: int, nodes: str, ranks: int, name: str, **settings: object) -> Hosts:
+    def begin(
+        steps: int, nodes: str, ranks: int, name: str, fault: str = "slow", **settings: object
+    ) -> Hosts:
         train = faulty(steps, **settings)
 
         def words(port: int) -> list[object]:
             meeting = ["--nnodes", nodes, "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "restarts"]
             return mm_train(*train, "--nproc", ranks, *meeting, "--max-restarts", 99, f"run.name={name}")
 
-        return Hosts(start, words, free_port, {"FAULT": "slow"})
+        return Hosts(start, words, free_port, {"FAULT": fault})
 
     return begin
 
@@ -88,7 +91,7 @@ def hosts(start, free_port, faulty, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["rank", "launcher"])
 def test_two_hosts_agree_and_go_on(what, hosts, mm, tmp_path, wait_until):
-    both = hosts(12, "2", 1, "killed")
+    both = hosts(12, "2", 1, "killed", "slow at first")
     assert (
         mm(
             "train",
@@ -113,9 +116,8 @@ def test_two_hosts_agree_and_go_on(what, hosts, mm, tmp_path, wait_until):
     ends = [each.end(400) for each in both.running]
     assert [ended.code for ended in ends] == [0, 0], "\n-----\n".join(ended.err for ended in ends)
     if what == "rank":
-        (row,) = restarts_of(run)
-        assert row["step"] in (2, 4, 6)
-        assert all(f"mm: restart 1 of 99 in 1 s, from step {row['step']}: " in ended.err for ended in ends)
+        assert all("mm: restart 1 of 99 in 1 s, from step 2: " in ended.err for ended in ends)
+        assert len(restarts_of(run)) == 1
     equal(tmp_path / "alone", run)
 
 
